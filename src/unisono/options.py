@@ -1,0 +1,100 @@
+"""How values are combined, and how they travel."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+
+from unisono.errors import UnsupportedError
+
+
+class ReduceOp(enum.Enum):
+    """How the values of the replicas become one.
+
+    `SUM` and `MEAN` are the operations of `tf.distribute`; `MIN`, `MAX` and `PROD` are additions.
+    """
+
+    SUM = "sum"
+    MEAN = "mean"
+    MIN = "min"
+    MAX = "max"
+    PROD = "prod"
+
+    @staticmethod
+    def check(op: object) -> ReduceOp:
+        """Returns `op`, which must be a member."""
+        if isinstance(op, ReduceOp):
+            return op
+        members = ", ".join(str(member) for member in ReduceOp)
+        raise UnsupportedError(f"`reduce_op` must be one of {members}, got {op!r}.")
+
+
+class VariableAggregation(enum.Enum):
+    """How the values that the replicas write to a variable become one."""
+
+    NONE = "none"
+    SUM = "sum"
+    MEAN = "mean"
+    ONLY_FIRST_REPLICA = "only_first_replica"
+
+
+class CommunicationImplementation(enum.Enum):
+    """Who carries a collective: chosen for you, a ring on the host, or NCCL."""
+
+    AUTO = "AUTO"
+    RING = "RING"
+    NCCL = "NCCL"
+
+    @classmethod
+    def _missing_(cls, value: object) -> CommunicationImplementation:
+        if isinstance(value, str) and value.upper() in cls.__members__:
+            return cls[value.upper()]
+        known = ", ".join(cls.__members__)
+        raise UnsupportedError(f"`implementation` must be one of {known}, got {value!r}.")
+
+
+@dataclass(frozen=True)
+class CommunicationOptions:
+    """Hints for one reduction, or for all reductions of a strategy.
+
+    Args:
+        bytes_per_pack: Reduce a batch in packs of a little more than this many bytes. 0 leaves
+            the packing to the cross-device operation.
+        timeout_seconds: How long a collective between workers may wait for the others.
+        implementation: Who carries a collective between workers; a member or its name.
+    """
+
+    bytes_per_pack: int = 0
+    timeout_seconds: float | None = None
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO
+
+    def __post_init__(self) -> None:
+        if self.bytes_per_pack < 0:
+            raise UnsupportedError(
+                f"`bytes_per_pack` must be 0 or more, got {self.bytes_per_pack}."
+            )
+        member = CommunicationImplementation(self.implementation)
+        object.__setattr__(self, "implementation", member)
+
+    def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
+        """Returns these options with every field that `other` sets put in place.
+
+        A field counts as set when it differs from its default, so a pack size cannot be merged
+        back to 0 nor an implementation back to `AUTO`. A timeout of `0.0` counts as set.
+        """
+        if other is None:
+            return self
+        auto = CommunicationImplementation.AUTO
+        return replace(
+            self,
+            bytes_per_pack=other.bytes_per_pack or self.bytes_per_pack,
+            timeout_seconds=(
+                self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds
+            ),
+            implementation=(
+                self.implementation if other.implementation is auto else other.implementation
+            ),
+        )
+
+
+DEFAULT_OPTIONS = CommunicationOptions()
