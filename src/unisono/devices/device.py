@@ -1,0 +1,105 @@
+"""One type for a device, read from TensorFlow's spellings and torch's."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import ClassVar, TypeAlias
+
+import torch
+
+from unisono.errors import DeviceError
+
+DeviceLike: TypeAlias = "Device | str | torch.device"
+
+_TYPES = {"cpu": "cpu", "gpu": "cuda", "cuda": "cuda"}
+_PLACE = re.compile(r"(?:device:)?([a-z]+)(?::(\d+))?", re.IGNORECASE)
+_JOB = re.compile(r"job:([A-Za-z][A-Za-z0-9_]*)")
+_NUMBER = re.compile(r"(replica|task):(\d+)")
+_EXAMPLES = "'cpu:0', 'cuda:1', '/gpu:0' or '/job:worker/task:1/device:GPU:0'"
+
+
+class Device:
+    """Where a replica lives. Printed as torch does: `cpu:1`, `cuda:0`.
+
+    A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
+    Two devices with the same name are the same object, so they compare and hash by identity.
+    """
+
+    __slots__ = ("__weakref__", "index", "job", "task", "type")
+
+    _known: ClassVar[dict[tuple[str, int, str | None, int | None], Device]] = {}
+
+    type: str
+    index: int
+    job: str | None
+    task: int | None
+
+    def __new__(
+        cls, type: str, index: int, job: str | None = None, task: int | None = None
+    ) -> Device:
+        """Returns the one `Device` of that name; `Device.parse` reads a spelling."""
+        device = super().__new__(cls)
+        device.type, device.index, device.job, device.task = type, index, job, task
+        return cls._known.setdefault((type, index, job, task), device)
+
+    @classmethod
+    def parse(cls, spec: object, default: object = None) -> Device:
+        """Reads a device; parts that `spec` leaves out come from `default`.
+
+        >>> Device.parse("/gpu:1"), Device.parse("/cpu:0", default="/job:worker/task:1")
+        (cuda:1, /job:worker/task:1/device:cpu:0)
+        """
+        if isinstance(spec, Device):
+            device = spec
+        elif isinstance(spec, torch.device):
+            device = _parse(str(spec))
+        elif isinstance(spec, str):
+            device = _parse(spec)
+        else:
+            raise DeviceError(
+                f"A device is a name such as {_EXAMPLES} or a `torch.device`, "
+                f"got {spec!r} of type {type(spec).__name__}."
+            )
+        if default is None or device.job is not None:
+            return device
+        base = cls.parse(default)
+        return cls(device.type, device.index, base.job, base.task)
+
+    def __repr__(self) -> str:
+        name = f"{self.type}:{self.index}"
+        if self.job is None:
+            return name
+        return f"/job:{self.job}/task:{self.task}/device:{name}"
+
+    def __reduce__(self) -> tuple[object, tuple[object, ...]]:
+        return Device, (self.type, self.index, self.job, self.task)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(spec: str) -> Device:
+    kind: str | None = None
+    index, job, task = 0, None, None
+    for part in spec.strip("/").split("/"):
+        if match := _JOB.fullmatch(part):
+            job = match[1]
+        elif match := _NUMBER.fullmatch(part):
+            task = int(match[2]) if match[1] == "task" else task
+        elif (match := _PLACE.fullmatch(part)) and match[1].lower() in _TYPES and kind is None:
+            kind, index = _TYPES[match[1].lower()], int(match[2] or 0)
+        else:
+            raise DeviceError(
+                f"Cannot read {part!r} in the device name {spec!r}. Write {_EXAMPLES}."
+            )
+    if task is not None and job is None:
+        raise DeviceError(f"The device name {spec!r} has a task but no job. Write {_EXAMPLES}.")
+    if job is not None and task is None:
+        task = 0
+    # As in TensorFlow, a name that gives only the job and task means the host's first CPU.
+    return Device(kind or "cpu", index, job, task)
+
+
+@functools.lru_cache(maxsize=256)
+def cpu_slots(num_slots: int) -> tuple[Device, ...]:
+    """Returns `cpu:0` to `cpu:num_slots - 1`."""
+    return tuple(Device("cpu", index) for index in range(num_slots))

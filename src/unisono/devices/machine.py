@@ -1,0 +1,91 @@
+"""What this host has: its GPUs, and which devices share a memory."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from unisono.devices.device import Device, DeviceLike
+from unisono.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The devices of a host.
+
+    Attributes:
+        gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
+        is_host_shared: Whether all CPU devices share one memory, as they really do.
+    """
+
+    gpus: tuple[torch.device, ...]
+    is_host_shared: bool = True
+
+    def torch_device(self, device: Device) -> torch.device:
+        """Returns where torch keeps the tensors of `device`."""
+        if device.type == "cpu":
+            return _CPU
+        if device.index < len(self.gpus):
+            return self.gpus[device.index]
+        have = ", ".join(f"cuda:{i}" for i in range(len(self.gpus))) or "no GPU"
+        raise DeviceError(
+            f"There is no {device} on this host, which has {have} (and any number of CPU "
+            "replica slots: cpu:0, cpu:1, ...)."
+        )
+
+    def memory(self, device: Device) -> torch.device | Device:
+        """Returns the memory of `device`; between equal memories nothing has to travel."""
+        if device.type == "cpu" and not self.is_host_shared:
+            return device
+        return self.torch_device(device)
+
+
+_CPU = torch.device("cpu")
+_lock = threading.Lock()
+_pretended: list[Machine] = []
+
+
+def this_machine() -> Machine:
+    """Returns the machine as it is, or as `unisono.testing` pretends it to be."""
+    if _pretended:
+        return _pretended[-1]
+    return _real_machine()
+
+
+@functools.cache
+def _real_machine() -> Machine:
+    if not torch.cuda.is_available():
+        return Machine(gpus=())
+    return Machine(tuple(torch.device("cuda", i) for i in range(torch.cuda.device_count())))
+
+
+@contextmanager
+def pretend(**changes: object) -> Iterator[Machine]:
+    """Makes every thread of this process see another machine until the block ends."""
+    machine = replace(this_machine(), **changes)  # type: ignore[arg-type]
+    with _lock:
+        _pretended.append(machine)
+    try:
+        yield machine
+    finally:
+        with _lock:
+            _pretended.remove(machine)
+
+
+def resolve(spec: DeviceLike) -> Device:
+    """Reads a device name and checks that this host has the device."""
+    device = Device.parse(spec)
+    if device.type != "cpu":
+        this_machine().torch_device(device)
+    return device
+
+
+def default_devices() -> tuple[Device, ...]:
+    """Returns all GPUs of this host, or its one CPU."""
+    num_gpus = len(this_machine().gpus)
+    return tuple(Device("cuda", i) for i in range(num_gpus)) or (Device("cpu", 0),)
