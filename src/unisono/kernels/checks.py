@@ -1,0 +1,60 @@
+"""Whether the values of the replicas can be combined, and in words why not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.options import ReduceOp
+
+_ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+
+
+def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value") -> None:
+    """Raises unless `tensors`, one a replica, can be combined with `op`.
+
+    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted.
+    """
+    first = tensors[0]
+    for tensor in tensors:
+        if tensor.dtype != first.dtype:
+            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype)
+        if tensor.shape != first.shape:
+            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape))
+        if tensor.layout not in _LAYOUTS:
+            raise UnsupportedError(
+                f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be "
+                "reduced. Call `.to_dense()` or `.to_sparse()` first."
+            )
+    _check_dtype(op, first.dtype, what)
+
+
+def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
+    if dtype.is_complex:
+        if op in _ORDERED:
+            raise UnsupportedError(f"{what} is {dtype}, and complex numbers have no {op}.")
+    elif dtype == torch.bool:
+        raise UnsupportedError(
+            f"{what} is torch.bool, which has no {op}. Convert it, for example to torch.int32."
+        )
+    elif dtype.is_floating_point and dtype.itemsize < 2:
+        raise UnsupportedError(
+            f"{what} is {dtype}, which torch cannot add. Convert it, for example to torch.bfloat16."
+        )
+
+
+def _mismatch(
+    what: str, trait: str, tensors: Sequence[Tensor], read: Callable[[Tensor], Hashable]
+) -> ReplicaMismatchError:
+    traits = [read(tensor) for tensor in tensors]
+    usual, _ = Counter(traits).most_common(1)[0]
+    odd = ", ".join(f"replica {i} has {t}" for i, t in enumerate(traits) if t != usual)
+    return ReplicaMismatchError(
+        f"{what} must have one {trait} on all {len(tensors)} replicas: {odd}, the others have "
+        f"{usual}. Nothing was reduced."
+    )
