@@ -1,0 +1,14 @@
+"""What replicas hold."""
+
+from unisono.values.distributed import DistributedValues, Mirrored, PerReplica
+from unisono.values.sparse import concatenate, is_sparse
+from unisono.values.tensors import as_tensor
+
+__all__ = [
+    "DistributedValues",
+    "Mirrored",
+    "PerReplica",
+    "as_tensor",
+    "concatenate",
+    "is_sparse",
+]

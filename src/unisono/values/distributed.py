@@ -1,0 +1,94 @@
+"""Values that exist once a replica: `PerReplica` where they differ, `Mirrored` where they agree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from unisono.devices import Device, DeviceLike, cpu_slots, resolve
+from unisono.errors import ReplicaMismatchError
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class DistributedValues:
+    """One component a replica, by replica id.
+
+    Args:
+        values: The components. Anything may be a component; only tensors, and what can be read as
+            a tensor, can be reduced.
+        devices: Where they live, one device a component. Without it a CUDA tensor's own device
+            counts, and the i-th other component sits on `cpu:i`.
+    """
+
+    __slots__ = ("_devices", "_values")
+
+    def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
+        self._values: tuple[Any, ...] = tuple(values)
+        self._devices: tuple[Device, ...] | None = None
+        if devices is not None:
+            self._devices = _checked(devices, len(self._values))
+
+    @classmethod
+    def placed(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
+        """Makes a value from components that are known to be on `devices`, without a check."""
+        value = cls.__new__(cls)
+        value._values = values
+        value._devices = devices
+        return value
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The components, by replica id."""
+        return self._values
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of each component, by replica id."""
+        if self._devices is None:
+            self._devices = _devices_of(self._values)
+        return self._devices
+
+    def __repr__(self) -> str:
+        lines = [
+            f"  {replica_id} on {device}: {value!r}"
+            for replica_id, (value, device) in enumerate(
+                zip(self.values, self.devices, strict=True)
+            )
+        ]
+        return "\n".join([f"{type(self).__name__}:", *lines])
+
+
+class PerReplica(DistributedValues):
+    """Values that may differ from replica to replica, such as a loss or a gradient."""
+
+    __slots__ = ()
+
+
+class Mirrored(DistributedValues):
+    """Values that are the same on every replica, such as a reduced gradient."""
+
+    __slots__ = ()
+
+
+def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:
+    resolved = tuple(resolve(device) for device in devices)
+    if len(resolved) != num_values:
+        raise ReplicaMismatchError(
+            f"Each component has one device: got {num_values} values and {len(resolved)} devices, "
+            f"{', '.join(map(str, resolved)) or 'none'}."
+        )
+    return resolved
+
+
+def _devices_of(values: tuple[Any, ...]) -> tuple[Device, ...]:
+    slots = cpu_slots(len(values))
+    if any(isinstance(value, Tensor) and value.is_cuda for value in values):
+        return tuple(
+            resolve(value.device) if isinstance(value, Tensor) and value.is_cuda else slot
+            for value, slot in zip(values, slots, strict=True)
+        )
+    return slots

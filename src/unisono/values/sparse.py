@@ -1,0 +1,48 @@
+"""Sparse COO tensors of several replicas: put end to end, never added up."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.kernels import divide
+from unisono.options import ReduceOp
+
+
+def is_sparse(tensor: Tensor) -> bool:
+    """Whether `tensor` is sparse COO, the layout of sparse gradients."""
+    return tensor.layout is torch.sparse_coo
+
+
+def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
+    """Returns the sum or mean of sparse tensors that are in one memory.
+
+    Indices and values are put end to end in replica order and duplicates are kept, so the result
+    is not coalesced; made dense, it equals the dense reduction. A mean divides the values.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError(
+            f"Sparse tensors have {ReduceOp.SUM} and {ReduceOp.MEAN}, not {op}: what is not stored "
+            "would have to count as zero. Call `.to_dense()` first."
+        )
+    sparse_dims = [tensor.sparse_dim() for tensor in tensors]
+    if len(set(sparse_dims)) > 1:
+        raise ReplicaMismatchError(
+            "Sparse tensors must have one number of sparse dimensions on all "
+            f"{len(tensors)} replicas, got {sparse_dims} by replica. Nothing was reduced."
+        )
+    parts = [tensor.detach() for tensor in tensors]
+    indices = torch.cat([part._indices() for part in parts], dim=1)
+    values = torch.cat([part._values() for part in parts])
+    if op is ReduceOp.MEAN:
+        values = divide(values, len(parts), values.dtype)
+    return torch.sparse_coo_tensor(
+        indices,
+        values,
+        parts[0].shape,
+        is_coalesced=len(parts) == 1 and parts[0].is_coalesced(),
+        check_invariants=False,
+    )
