@@ -1,0 +1,125 @@
+"""Many tensors in few flat buffers, and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Segment(NamedTuple):
+    """The elements `start` to `stop` of the flattened tensor number `tensor`."""
+
+    tensor: int
+    start: int
+    stop: int
+
+
+class Spec(NamedTuple):
+    """What a layout needs to know of a tensor."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Spec:
+        """Returns the shape and dtype of `tensor`."""
+        return cls(tensor.shape, tensor.dtype)
+
+    @property
+    def num_elements(self) -> int:
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of the elements."""
+        return self.num_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class PackLayout:
+    """Where each tensor of a batch lies in which pack.
+
+    A layout holds no tensor and never changes, so all replicas and threads can share it.
+
+    Attributes:
+        specs: The tensors of the batch.
+        packs: The packs, each a run of segments of one dtype.
+    """
+
+    specs: tuple[Spec, ...]
+    packs: tuple[tuple[Segment, ...], ...]
+
+    @classmethod
+    def of_groups(cls, specs: Sequence[Spec], groups: Iterable[Sequence[int]]) -> PackLayout:
+        """Puts the tensors of each group end to end; a group of several dtypes becomes several
+        packs."""
+        packs = [
+            tuple(Segment(i, 0, specs[i].num_elements) for i in same)
+            for group in groups
+            for same in by_dtype(specs, group)
+        ]
+        return cls(tuple(specs), tuple(packs))
+
+    @classmethod
+    def of_splits(
+        cls, specs: Sequence[Spec], group: Sequence[int], sizes: Sequence[int]
+    ) -> PackLayout:
+        """Puts the tensors of one group end to end and cuts the whole into packs of `sizes`."""
+        rest = [Segment(i, 0, specs[i].num_elements) for i in reversed(group)]
+        packs = []
+        for size in sizes:
+            pack = []
+            while rest and size >= (length := rest[-1].stop - rest[-1].start):
+                pack.append(rest.pop())
+                size -= length
+            if size:
+                tensor, start, stop = rest.pop()
+                pack.append(Segment(tensor, start, start + size))
+                rest.append(Segment(tensor, start + size, stop))
+            # A pack without elements still has a dtype and a turn in the rotation of roots.
+            packs.append(tuple(pack) or (Segment(group[0], 0, 0),))
+        return cls(tuple(specs), tuple(packs))
+
+    def joined(self, other: PackLayout) -> PackLayout:
+        """Returns the layout with the packs of both, over the same tensors."""
+        return PackLayout(self.specs, self.packs + other.packs)
+
+    def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the packs of one replica's tensors. A lone tensor is viewed, not copied."""
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        return [self._pack(segments, flat) for segments in self.packs]
+
+    def _pack(self, segments: tuple[Segment, ...], flat: list[Tensor]) -> Tensor:
+        pieces = [flat[tensor][start:stop] for tensor, start, stop in segments]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+
+    def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the tensors that lie in `packs`, each with memory of its own.
+
+        The packs may have another dtype than what was packed, as after a mean of integers.
+        """
+        pieces: list[list[Tensor]] = [[] for _ in self.specs]
+        for segments, pack in zip(self.packs, packs, strict=True):
+            lengths = [segment.stop - segment.start for segment in segments]
+            # Copies, so that no tensor keeps a whole pack alive.
+            parts = [pack] if len(lengths) == 1 else [p.clone() for p in pack.split(lengths)]
+            for segment, part in zip(segments, parts, strict=True):
+                pieces[segment.tensor].append(part)
+        return [
+            (parts[0] if len(parts) == 1 else torch.cat(parts)).view(spec.shape)
+            for spec, parts in zip(self.specs, pieces, strict=True)
+        ]
+
+
+def by_dtype(specs: Sequence[Spec], group: Sequence[int]) -> list[list[int]]:
+    """Cuts a group into one for each dtype, in the order in which the dtypes appear."""
+    same: dict[torch.dtype, list[int]] = {}
+    for index in group:
+        same.setdefault(specs[index].dtype, []).append(index)
+    return list(same.values())
