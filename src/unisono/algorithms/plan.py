@@ -1,0 +1,195 @@
+"""What a schedule comes to on given memories: copies between them, and sums inside them.
+
+A place that gathers values does not add them one by one. It keeps them as *terms* of the one tree
+that orders every sum (see `unisono.kernels.tree`), and combines what it can only when terms leave
+for another memory, or when all are together. So every schedule gives the same bits, places that
+share a memory exchange nothing, and a schedule inside one memory is a single sum.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from unisono.algorithms.schedule import Gather, Schedule
+
+
+class Copy(NamedTuple):
+    """Copies a buffer to the memory of `place`, as another buffer."""
+
+    source: int
+    target: int
+    place: int
+
+
+class Combine(NamedTuple):
+    """Combines buffers of one memory, and writes the result to each target.
+
+    Attributes:
+        sources: The buffers, in the order of the tree.
+        targets: The buffers to write.
+        is_result: Whether this is the reduction's result, and not a part of it.
+        is_whole: Whether the sources are the replicas' own values, all of them.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    is_result: bool
+    is_whole: bool
+
+
+Step: TypeAlias = Copy | Combine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps over buffers; buffer i < `num_replicas` is the value of replica i.
+
+    Attributes:
+        num_replicas: The number of values that are combined.
+        steps: What to do, in order.
+        outputs: The buffer that each destination gets.
+    """
+
+    num_replicas: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def num_copies(self) -> int:
+        """How many tensors travel between memories."""
+        return sum(isinstance(step, Copy) for step in self.steps)
+
+    @functools.cached_property
+    def is_one_sum(self) -> bool:
+        """Whether the plan is one sum of all values inside one memory."""
+        return len(self.steps) == 1 and isinstance(self.steps[0], Combine)
+
+
+class _Term(NamedTuple):
+    """A node of the tree: the sum of replicas `start` to `stop`, in a buffer or still in parts."""
+
+    start: int
+    stop: int
+    buffer: int | None
+    parts: tuple[_Term, ...] = ()
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    schedule: Schedule,
+    num_replicas: int,
+    memories: tuple[Hashable, ...],
+    destinations: tuple[int, ...],
+) -> Plan:
+    """Works out `schedule` for places in `memories`, with results at `destinations`."""
+    return _Planner(num_replicas, memories).plan(schedule, destinations)
+
+
+@dataclass
+class _Planner:
+    num_replicas: int
+    memories: tuple[Hashable, ...]
+    steps: list[Step] = field(default_factory=list)
+    num_buffers: int = 0
+
+    def plan(self, schedule: Schedule, destinations: tuple[int, ...]) -> Plan:
+        leaves = [_Term(i, i + 1, self._new_buffer()) for i in range(self.num_replicas)]
+        held = {place: [leaf] for place, leaf in enumerate(leaves)}
+        results: dict[Hashable, int] = {}
+        for move in schedule:
+            if isinstance(move, Gather):
+                gathered = [self._carried(held.pop(m, []), m, move.root) for m in move.members]
+                held[move.root] = sum(gathered, held.get(move.root, []))
+                continue
+            self._finish(held, move.root, results)
+            for member in move.members:
+                self._copy_result(results, move.root, member)
+        if len(held) == 1:
+            self._finish(held, next(iter(held)), results)
+        return Plan(self.num_replicas, *self._with_outputs(destinations, results))
+
+    def _new_buffer(self) -> int:
+        self.num_buffers += 1
+        return self.num_buffers - 1
+
+    def _copy(self, source: int, place: int) -> int:
+        target = self._new_buffer()
+        self.steps.append(Copy(source, target, place))
+        return target
+
+    def _carried(self, terms: list[_Term], member: int, root: int) -> list[_Term]:
+        """Brings terms from `member` to `root`, combined first if they have to travel."""
+        if self.memories[member] == self.memories[root]:
+            return terms
+        combined = [self._combine(term) for term in self._merged(terms)]
+        return [_Term(start, stop, self._copy(buffer, root)) for start, stop, buffer in combined]
+
+    def _finish(
+        self, held: dict[int, list[_Term]], root: int, results: dict[Hashable, int]
+    ) -> None:
+        if root in held and not results:
+            (total,) = self._merged(held[root])
+            _, _, results[self.memories[root]] = self._combine(total)
+
+    def _copy_result(self, results: dict[Hashable, int], root: int, member: int) -> None:
+        if self.memories[member] not in results:
+            source = results[self.memories[root]]
+            results[self.memories[member]] = self._copy(source, member)
+
+    def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
+        """Joins terms into as few nodes of the tree as they make."""
+        nodes: list[_Term] = []
+        for term in sorted(terms):
+            nodes.append(term)
+            while len(nodes) > 1 and self._are_siblings(nodes[-2], nodes[-1]):
+                right, left = nodes.pop(), nodes.pop()
+                nodes.append(_Term(left.start, right.stop, None, (left, right)))
+        return nodes
+
+    def _are_siblings(self, left: _Term, right: _Term) -> bool:
+        width = right.start - left.start
+        is_node = width & (width - 1) == 0 and left.start % (2 * width) == 0
+        end = min(left.start + 2 * width, self.num_replicas)
+        return left.stop == right.start and is_node and right.stop == end
+
+    def _combine(self, term: _Term) -> tuple[int, int, int]:
+        """Adds the steps that put `term` into one buffer."""
+        if term.buffer is not None and term.stop - term.start < self.num_replicas:
+            return term.start, term.stop, term.buffer
+        leaves = _leaves(term)
+        is_whole = len(leaves) == term.stop - term.start
+        parts = leaves if is_whole else [self._combine(part)[2] for part in term.parts]
+        target = self._new_buffer()
+        is_result = term.stop - term.start == self.num_replicas
+        self.steps.append(Combine(tuple(parts), (target,), is_result, is_whole))
+        return term.start, term.stop, target
+
+    def _with_outputs(
+        self, destinations: tuple[int, ...], results: dict[Hashable, int]
+    ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+        """Gives each destination a buffer of its own: what one of them changes is its own."""
+        taken: set[int] = set()
+        outputs = []
+        for place in destinations:
+            buffer = results[self.memories[place]]
+            outputs.append(self._twin(buffer, place) if buffer in taken else buffer)
+            taken.add(buffer)
+        return tuple(self.steps), tuple(outputs)
+
+    def _twin(self, buffer: int, place: int) -> int:
+        """Returns another buffer with the same content: written by the same sum, or copied."""
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Combine) and buffer in step.targets:
+                target = self._new_buffer()
+                self.steps[i] = step._replace(targets=(*step.targets, target))
+                return target
+        return self._copy(buffer, place)
+
+
+def _leaves(term: _Term) -> list[int]:
+    if term.buffer is not None:
+        return [term.buffer]
+    return [leaf for part in term.parts for leaf in _leaves(part)]

@@ -1,0 +1,51 @@
+"""Who sends what to whom: an algorithm as data.
+
+A schedule speaks of *places*. Places 0 to P - 1 are the replicas' devices; further places are
+devices that hold no value yet, such as a destination of its own.
+
+    Gather(root, members)   the root receives all that the members hold, to combine it
+    Spread(root, members)   the root's result is copied to the members
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+
+class Gather(NamedTuple):
+    """What `members` hold goes to `root`."""
+
+    root: int
+    members: tuple[int, ...]
+
+
+class Spread(NamedTuple):
+    """The result on `root` goes to `members`."""
+
+    root: int
+    members: tuple[int, ...]
+
+
+Move: TypeAlias = Gather | Spread
+Schedule: TypeAlias = tuple[Move, ...]
+
+
+def num_transfers(schedule: Schedule) -> int:
+    """Returns how many tensors cross between places, when partial sums are combined on the way."""
+    return sum(len(move.members) for move in schedule)
+
+
+def num_steps(schedule: Schedule) -> int:
+    """Returns how many moves must follow each other; moves between other places are at once."""
+    ready: dict[int, int] = {}
+    for move in schedule:
+        places = (move.root, *move.members)
+        step = max(ready.get(place, 0) for place in places) + 1
+        ready.update(dict.fromkeys(places, step))
+    return max(ready.values(), default=0)
+
+
+def without(places: Sequence[int], place: int) -> tuple[int, ...]:
+    """Returns `places` less `place`, in their order."""
+    return tuple(other for other in places if other != place)
