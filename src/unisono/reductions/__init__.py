@@ -1,0 +1,29 @@
+"""Cross-device operations: an algorithm, a packing rule, and values in and out."""
+
+from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.destinations import Destinations, destinations_of
+from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
+from unisono.reductions.nccl import NcclAllReduce
+from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
+from unisono.reductions.scheduled import Ends, ScheduledOps
+from unisono.reductions.selection import select_cross_device_ops
+
+__all__ = [
+    "AccumulationFn",
+    "AllReduce",
+    "CrossDeviceOps",
+    "Destinations",
+    "Ends",
+    "HierarchicalCopyAllReduce",
+    "NcclAllReduce",
+    "Pair",
+    "ReductionToOneDevice",
+    "Result",
+    "ScheduledOps",
+    "destinations_of",
+    "is_all_reduce",
+    "mirrored",
+    "packing_of",
+    "select_cross_device_ops",
+]

@@ -1,0 +1,96 @@
+"""`AllReduce`: the values of a batch travel in packs, each pack with another root."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from unisono.algorithms import Schedule, one_device, run
+from unisono.devices import Device
+from unisono.errors import UnsupportedError
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import BytesPerPack, NoPacking, NumPacks, PackingRule, PackLayout, Spec
+from unisono.reductions.scheduled import Ends, ScheduledOps
+
+
+class AllReduce(ScheduledOps):
+    """A reduction whose results go to the devices that the values come from.
+
+    Values of one dtype are put end to end on each device, cut into packs, and each pack is reduced
+    on its own; `bytes_per_pack` in the options of a call takes the place of the rule given here.
+    Packs are made only where values travel between memories, and never change a result. Values
+    that go to other devices than their own meet on the first of these.
+
+    Args:
+        num_packs: How many packs the values of a batch are cut into; 0 reduces each on its own.
+            Or a rule of `unisono.packing`.
+    """
+
+    def __init__(self, num_packs: int | PackingRule = 1) -> None:
+        super().__init__()
+        self._packing = packing_of(num_packs)
+
+    def all_reduce_schedule(self, devices: tuple[Device, ...], turn: int) -> Schedule:
+        """Returns the schedule among `devices`; with each turn another one may be the root."""
+        return one_device(len(devices), root=turn % len(devices), destinations=range(len(devices)))
+
+    def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
+        """See `ScheduledOps.schedule`."""
+        if is_all_reduce(ends):
+            return self.all_reduce_schedule(ends.sources, turn)
+        return one_device(
+            len(ends.sources),
+            root=places.index(self.root(ends)),
+            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
+        )
+
+    def reduce_dense(
+        self,
+        op: ReduceOp,
+        batch: Sequence[tuple[Tensor, ...]],
+        ends: Ends,
+        options: CommunicationOptions,
+    ) -> list[tuple[Tensor, ...]]:
+        """See `ScheduledOps.reduce_dense`."""
+        if not is_all_reduce(ends) or self.route(ends).plan.num_copies == 0:
+            return super().reduce_dense(op, batch, ends, options)
+        rule = BytesPerPack(options.bytes_per_pack) if options.bytes_per_pack else self._packing
+        layout = rule.layout([Spec.of(tensors[0]) for tensors in batch])
+        by_replica = [layout.pack(tensors) for tensors in zip(*batch, strict=True)]
+        packs = list(zip(*by_replica, strict=True))
+        return self._unpacked(layout, self.reduce_packs(op, packs, ends))
+
+    def reduce_packs(
+        self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces packs, one tensor a replica in each, and returns one tensor a destination."""
+        routes = [self.route(ends, turn % len(ends.sources)) for turn in range(len(packs))]
+        return [
+            run(route.plan, op, [pack], route.places)[0]
+            for route, pack in zip(routes, packs, strict=True)
+        ]
+
+    def _unpacked(
+        self, layout: PackLayout, packs: Sequence[tuple[Tensor, ...]]
+    ) -> list[tuple[Tensor, ...]]:
+        by_destination = [layout.unpack(own) for own in zip(*packs, strict=True)]
+        return list(zip(*by_destination, strict=True))
+
+
+def is_all_reduce(ends: Ends) -> bool:
+    """Whether results go just where the values are, each device once, in any order."""
+    return set(ends.sources) == set(ends.destinations) and len(set(ends.sources)) == len(
+        ends.sources
+    ) == len(ends.destinations)
+
+
+def packing_of(num_packs: int | PackingRule) -> PackingRule:
+    """Returns the rule for a number of packs, 0 for none; a rule is returned as it is."""
+    if not isinstance(num_packs, int):
+        return num_packs
+    if num_packs < 0:
+        raise UnsupportedError(
+            f"`num_packs` must be 0 (no packing) or the number of packs, got {num_packs}."
+        )
+    return NumPacks(num_packs) if num_packs else NoPacking()

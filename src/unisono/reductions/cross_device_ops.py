@@ -1,0 +1,206 @@
+"""The interface of all cross-device reductions, and what every one of them gets for free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+from torch import Tensor
+
+from unisono.devices import this_machine
+from unisono.errors import BatchError, ReplicaMismatchError
+from unisono.kernels import check_replicas, tree_reduce
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.reductions.destinations import Destinations, destinations_of
+from unisono.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    as_tensor,
+    concatenate,
+    is_sparse,
+)
+
+Result: TypeAlias = "Tensor | Mirrored"
+Pair: TypeAlias = "tuple[DistributedValues, Destinations]"
+
+
+class CrossDeviceOps:
+    """Reduces the values of the replicas to devices, and copies values to devices.
+
+    A subclass overrides `reduce_implementation`, and where it can do better than the defaults
+    `batch_reduce_implementation` and `broadcast_implementation`. Arguments reach them checked and
+    in one form: values as `PerReplica` of tensors that go together, destinations as `Destinations`.
+    A value that is already alone on its only destination never reaches them.
+    """
+
+    # Whether the implementation itself reads and checks the values that it is given.
+    reads_values: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "reads_values" not in vars(cls) and not _IMPLEMENTATIONS.isdisjoint(vars(cls)):
+            cls.reads_values = False
+
+    def reduce(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Result:
+        """Combines the components of a value and puts the result on the destinations.
+
+        Args:
+            reduce_op: How to combine them.
+            per_replica_value: A distributed value; or a tensor, or anything that can be read as
+                one, which counts as the value of a single replica.
+            destinations: Where the result goes: a device name, a tensor or variable (its devices;
+                it is not changed), or a distributed value (the devices of its components). Pass
+                the value itself for an all-reduce.
+            options: Hints for this reduction.
+
+        Returns:
+            The tensor for one destination device, a `Mirrored` for several. It is detached, and
+            shares no memory with the value or between its components.
+
+        Raises:
+            ValueError: If an argument is none of the above, or the components do not go together.
+        """
+        op = ReduceOp.check(reduce_op)
+        value = _distributed(per_replica_value)
+        targets = destinations_of(destinations)
+        if not self.reads_values:
+            value = _checked(op, value, "The value")
+            if _is_alone(value, targets):
+                return _copy_alone(op, value)
+        return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
+
+    def batch_reduce(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Result]:
+        """Reduces many values, as `reduce` does each, and returns the results in order.
+
+        Raises:
+            ValueError: If `value_destination_pairs` is not an iterable of `(value, destinations)`
+                tuples, or for any reason of `reduce`. Then nothing has been reduced.
+        """
+        op = ReduceOp.check(reduce_op)
+        pairs = _distributed_pairs(value_destination_pairs)
+        options = options or DEFAULT_OPTIONS
+        if self.reads_values:
+            return self.batch_reduce_implementation(op, pairs, options)
+        pairs = [
+            (_checked(op, value, f"Value {index} of the batch"), targets)
+            for index, (value, targets) in enumerate(pairs)
+        ]
+        rest = [pair for pair in pairs if not _is_alone(*pair)]
+        reduced = iter(self.batch_reduce_implementation(op, rest, options) if rest else [])
+        return [_copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs]
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Result:
+        """Copies a tensor, or anything that can be read as one, to the destinations.
+
+        Returns:
+            The copy for one destination device, a `Mirrored` for several.
+        """
+        if isinstance(tensor, Mirrored):
+            tensor = _distributed(tensor).values[0]
+        elif isinstance(tensor, DistributedValues):
+            raise ReplicaMismatchError(
+                f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
+                f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."
+            )
+        return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Result:
+        """Does the work of `reduce`. Must be overridden."""
+        raise NotImplementedError(
+            f"{type(self).__name__} must override `reduce_implementation(reduce_op, "
+            "per_replica_value, destinations, options)`."
+        )
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """Does the work of `batch_reduce`: unless overridden, one `reduce` after the other."""
+        return [
+            self.reduce_implementation(reduce_op, value, destinations, options)
+            for value, destinations in value_destination_pairs
+        ]
+
+    def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
+        """Does the work of `broadcast`: unless overridden, a copy to each device."""
+        machine = this_machine()
+        return mirrored(
+            tuple(
+                tensor.detach().to(machine.torch_device(device), copy=True)
+                for device in destinations.devices
+            ),
+            destinations,
+        )
+
+
+_IMPLEMENTATIONS = frozenset(
+    ("reduce_implementation", "batch_reduce_implementation", "broadcast_implementation")
+)
+
+
+def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
+    """Returns one tensor as it is, and several as a `Mirrored` on the destinations."""
+    if len(tensors) == 1:
+        return tensors[0]
+    return Mirrored.placed(tensors, destinations.devices)
+
+
+def _distributed(value: Any) -> DistributedValues:
+    if not isinstance(value, DistributedValues):
+        return PerReplica((as_tensor(value),))
+    if not value.values:
+        raise ReplicaMismatchError(
+            f"Cannot reduce a {type(value).__name__} without values: it has no replica."
+        )
+    return value
+
+
+def _distributed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[Pair]:
+    try:
+        given = list(pairs)
+    except TypeError as error:
+        raise BatchError(
+            f"A batch is an iterable of (value, destinations) tuples, got {pairs!r}."
+        ) from error
+    for index, pair in enumerate(given):
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            raise BatchError(
+                f"A batch is an iterable of (value, destinations) tuples, got {pair!r} of type "
+                f"{type(pair).__name__} as number {index}."
+            )
+    return [(_distributed(value), destinations_of(targets)) for value, targets in given]
+
+
+def _checked(op: ReduceOp, value: DistributedValues, what: str) -> PerReplica:
+    tensors = tuple(as_tensor(component) for component in value.values)
+    check_replicas(op, tensors, what)
+    return PerReplica.placed(tensors, value.devices)
+
+
+def _is_alone(value: DistributedValues, destinations: Destinations) -> bool:
+    return len(value.values) == 1 and value.devices == destinations.devices
+
+
+def _copy_alone(op: ReduceOp, value: DistributedValues) -> Tensor:
+    (tensor,) = value.values
+    return concatenate(op, [tensor]) if is_sparse(tensor) else tree_reduce(op, [tensor])

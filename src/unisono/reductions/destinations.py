@@ -1,0 +1,42 @@
+"""What may be a destination, and the devices it means."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.devices import Device, resolve
+from unisono.errors import DestinationError
+from unisono.values import DistributedValues
+
+
+class Destinations(NamedTuple):
+    """Devices to reduce to. Implementations are given one, whatever the caller wrote."""
+
+    devices: tuple[Device, ...]
+
+
+def destinations_of(destinations: Any) -> Destinations:
+    """Returns the devices that `destinations` means, in order.
+
+    A distributed value or variable means the devices of its components, a tensor the device it is
+    on (`cpu:0` for a CPU tensor, which cannot tell its replica), and a name itself.
+    """
+    if isinstance(destinations, DistributedValues):
+        if not destinations.devices:
+            raise DestinationError("`destinations` has no component, so it names no device.")
+        return Destinations(destinations.devices)
+    if isinstance(destinations, Destinations):
+        return destinations
+    if isinstance(destinations, Tensor):
+        device = resolve(destinations.device) if destinations.is_cuda else Device("cpu", 0)
+        return Destinations((device,))
+    if isinstance(destinations, (str, torch.device, Device)) and destinations != "":
+        return Destinations((resolve(destinations),))
+    raise DestinationError(
+        "`destinations` must be a device name, a tensor, a distributed value or a variable, got "
+        f"{destinations!r} of type {type(destinations).__name__}. To reduce to several devices, "
+        "pass a value that lives on them: the value itself for an all-reduce."
+    )

@@ -1,0 +1,165 @@
+"""Reductions that follow a schedule: what all of ours have in common."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.algorithms import Plan, Schedule, make_plan, run
+from unisono.devices import Device, Machine, this_machine
+from unisono.kernels import check_replicas, reduce_native
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.destinations import Destinations
+from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
+
+
+class Ends(NamedTuple):
+    """The devices that values come from, by replica id, and those that results go to."""
+
+    sources: tuple[Device, ...]
+    destinations: tuple[Device, ...]
+
+
+class Route(NamedTuple):
+    """A schedule worked out for devices: what to do, and where torch keeps each place."""
+
+    plan: Plan
+    places: tuple[torch.device, ...]
+    root: torch.device
+    outputs: tuple[torch.device, ...]
+
+
+class ScheduledOps(CrossDeviceOps):
+    """A cross-device operation that is a schedule; a subclass says which."""
+
+    reads_values: ClassVar[bool] = True
+
+    def __init__(self) -> None:
+        self._routes: dict[tuple[Ends, int, Machine], Route] = {}
+        self._lock = threading.Lock()
+
+    def root(self, ends: Ends) -> Device:
+        """Returns the device on which sparse values, and values that go elsewhere, meet."""
+        return ends.destinations[0]
+
+    def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
+        """Returns the schedule over `places`; with each turn another device may be the root."""
+        raise NotImplementedError
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Result:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        ends = Ends(per_replica_value.devices, destinations.devices)
+        (result,) = self._reduce_group(
+            reduce_op, ["The value"], [per_replica_value.values], ends, options
+        )
+        return mirrored(result, destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """See `CrossDeviceOps.batch_reduce_implementation`."""
+        groups: dict[Ends, list[int]] = {}
+        for index, (value, destinations) in enumerate(value_destination_pairs):
+            groups.setdefault(Ends(value.devices, destinations.devices), []).append(index)
+        results: dict[int, Result] = {}
+        for ends, indices in groups.items():
+            names = [f"Value {index} of the batch" for index in indices]
+            batch = [value_destination_pairs[index][0].values for index in indices]
+            written = self._reduce_group(reduce_op, names, batch, ends, options)
+            for index, tensors in zip(indices, written, strict=True):
+                results[index] = mirrored(tensors, value_destination_pairs[index][1])
+        return [results[index] for index in range(len(results))]
+
+    def route(self, ends: Ends, turn: int = 0) -> Route:
+        """Returns the route between `ends`, worked out once."""
+        key = ends, turn, this_machine()
+        route = self._routes.get(key)
+        if route is None:
+            with self._lock:
+                route = self._routes.setdefault(key, self._make_route(ends, turn))
+        return route
+
+    def _make_route(self, ends: Ends, turn: int) -> Route:
+        machine = this_machine()
+        root = self.root(ends)
+        others = dict.fromkeys((root, *ends.destinations))
+        places = ends.sources + tuple(d for d in others if d not in ends.sources)
+        plan = make_plan(
+            self.schedule(ends, places, turn),
+            len(ends.sources),
+            tuple(machine.memory(place) for place in places),
+            tuple(places.index(device) for device in ends.destinations),
+        )
+        return Route(
+            plan,
+            tuple(machine.torch_device(place) for place in places),
+            machine.torch_device(root),
+            tuple(machine.torch_device(device) for device in ends.destinations),
+        )
+
+    def _reduce_group(
+        self,
+        op: ReduceOp,
+        names: Sequence[str],
+        batch: Sequence[tuple[Any, ...]],
+        ends: Ends,
+        options: CommunicationOptions,
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces values that come from and go to the same devices."""
+        results = dict(enumerate(self.reduce_plain(op, batch, ends)))
+        left = [i for i, result in results.items() if result is None]
+        read = {i: tuple(as_tensor(component) for component in batch[i]) for i in left}
+        for i, tensors in read.items():
+            check_replicas(op, tensors, names[i])
+        route = self.route(ends)
+        dense = {}
+        for i, tensors in read.items():
+            sparse = sum(is_sparse(tensor) for tensor in tensors)
+            if sparse == len(tensors):
+                results[i] = _reduce_sparse(op, tensors, route)
+            else:
+                dense[i] = tuple(t.to_dense() for t in tensors) if sparse else tensors
+        if dense:
+            reduced = self.reduce_dense(op, list(dense.values()), ends, options)
+            results.update(zip(dense, reduced, strict=True))
+        return list(results.values())  # type: ignore[arg-type]
+
+    def reduce_plain(
+        self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
+    ) -> Iterable[tuple[Tensor, ...] | None]:
+        """Reduces what the native core takes unread; None stands for what must be read first."""
+        plan = self.route(ends).plan
+        if not plan.is_one_sum:
+            return [None] * len(batch)
+        return reduce_native(op, batch, [len(plan.outputs)] * len(batch))
+
+    def reduce_dense(
+        self,
+        op: ReduceOp,
+        batch: Sequence[tuple[Tensor, ...]],
+        ends: Ends,
+        options: CommunicationOptions,
+    ) -> list[tuple[Tensor, ...]]:
+        """Reduces dense tensors that go together, and returns one tensor a destination of each."""
+        route = self.route(ends)
+        return run(route.plan, op, batch, route.places)
+
+
+def _reduce_sparse(op: ReduceOp, tensors: Sequence[Tensor], route: Route) -> tuple[Tensor, ...]:
+    total = concatenate(op, [tensor.detach().to(route.root) for tensor in tensors])
+    first, *others = route.outputs
+    return (total.to(first), *(total.to(output, copy=True) for output in others))
