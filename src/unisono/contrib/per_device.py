@@ -1,0 +1,18 @@
+"""`PerDevice`: a value by device, as values were written before replicas had numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from unisono.devices import DeviceLike
+from unisono.values import PerReplica
+
+
+class PerDevice(PerReplica):
+    """One value a device, given as a mapping; replica ids follow the order of the mapping."""
+
+    __slots__ = ()
+
+    def __init__(self, index: Mapping[DeviceLike, Any]) -> None:
+        super().__init__(index.values(), tuple(index))

@@ -1,0 +1,33 @@
+"""Pretending that this host is another one."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from unisono.devices import Machine, pretend, this_machine
+from unisono.errors import DeviceError
+
+
+def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
+    """Within the block `cuda:0` to `cuda:num_gpus - 1` exist, spread over the real GPUs.
+
+    Several of them share a GPU and its memory when there are fewer real ones, so a script for many
+    GPUs can be tried on one.
+    """
+    real = dict.fromkeys(this_machine().gpus)
+    if not real:
+        raise DeviceError(
+            f"Cannot make {num_gpus} virtual GPUs: this host has no GPU to map them to. Use CPU "
+            "devices instead: 'cpu:0', 'cpu:1', ..."
+        )
+    gpus = list(real)
+    return pretend(gpus=tuple(gpus[i % len(gpus)] for i in range(num_gpus)))
+
+
+def separate_memories() -> AbstractContextManager[Machine]:
+    """Within the block every CPU device has a memory of its own, as GPUs have.
+
+    Values are then really copied from device to device, by the schedule and in the packs that
+    the reduction says, so that algorithms for many GPUs can be tried and tested without one.
+    """
+    return pretend(is_host_shared=False)
