@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from unisono.devices import DeviceLike, resolve
-from unisono.errors import BatchError, DestinationError, UnsupportedError
+from unisono.errors import DestinationError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
@@ -22,6 +22,7 @@ from unisono.reductions import (
     ReductionToOneDevice,
     Result,
     destinations_of,
+    listed_pairs,
 )
 from unisono.values import DistributedValues, Mirrored
 
@@ -50,8 +51,8 @@ class ContribOps(CrossDeviceOps):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
-        """Reduces a list or tuple of pairs; see `CrossDeviceOps.batch_reduce`."""
-        pairs = _listed_pairs(value_destination_pairs)
+        """Reduces many values; see `CrossDeviceOps.batch_reduce`."""
+        pairs = [(value, _listed(to)) for value, to in listed_pairs(value_destination_pairs)]
         results = super().batch_reduce(reduce_op, pairs, options)
         return [
             _always_mirrored(result, targets)
@@ -140,16 +141,6 @@ def _listed(destinations: Any) -> Destinations:
     if not destinations:
         raise DestinationError("`destinations` is an empty list, so it names no device.")
     return Destinations(tuple(resolve(device) for device in destinations))
-
-
-def _listed_pairs(pairs: Any) -> list[tuple[Any, Destinations]]:
-    if not isinstance(pairs, (list, tuple)) or not all(
-        isinstance(pair, tuple) and len(pair) == 2 for pair in pairs
-    ):
-        raise BatchError(
-            f"A batch is a list or a tuple of (value, destinations) tuples, got {pairs!r}."
-        )
-    return [(value, _listed(destinations)) for value, destinations in pairs]
 
 
 def _always_mirrored(result: Result, destinations: Destinations) -> Mirrored:

@@ -1,7 +1,7 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
 from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, listed_pairs, mirrored
 from unisono.reductions.destinations import Destinations, destinations_of
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
@@ -23,6 +23,7 @@ __all__ = [
     "ScheduledOps",
     "destinations_of",
     "is_all_reduce",
+    "listed_pairs",
     "mirrored",
     "packing_of",
     "select_cross_device_ops",

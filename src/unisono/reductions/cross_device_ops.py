@@ -89,7 +89,10 @@ class CrossDeviceOps:
                 tuples, or for any reason of `reduce`. Then nothing has been reduced.
         """
         op = ReduceOp.check(reduce_op)
-        pairs = _distributed_pairs(value_destination_pairs)
+        pairs = [
+            (_distributed(value), destinations_of(targets))
+            for value, targets in listed_pairs(value_destination_pairs)
+        ]
         options = options or DEFAULT_OPTIONS
         if self.reads_values:
             return self.batch_reduce_implementation(op, pairs, options)
@@ -175,7 +178,8 @@ def _distributed(value: Any) -> DistributedValues:
     return value
 
 
-def _distributed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[Pair]:
+def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
+    """Returns a batch as a list, if it is an iterable of pairs."""
     try:
         given = list(pairs)
     except TypeError as error:
@@ -188,7 +192,7 @@ def _distributed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[Pair]:
                 f"A batch is an iterable of (value, destinations) tuples, got {pair!r} of type "
                 f"{type(pair).__name__} as number {index}."
             )
-    return [(_distributed(value), destinations_of(targets)) for value, targets in given]
+    return given
 
 
 def _checked(op: ReduceOp, value: DistributedValues, what: str) -> PerReplica:
