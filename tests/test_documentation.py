@@ -1,4 +1,4 @@
-"""Every Python block of the documentation runs, and every link between its files leads somewhere."""
+"""Every Python block of the documentation runs, and every link in it leads somewhere."""
 
 from __future__ import annotations
 

@@ -5,7 +5,9 @@
     ├── DestinationError      ValueError   something that names no device to reduce to
     ├── BatchError            ValueError   a batch that is not an iterable of (value, destinations)
     ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
-    └── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
+    ├── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
+    ├── ContextError          RuntimeError something called where it has no meaning
+    └── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
 
 Every message says what was asked, what was found and what to do.
 """
@@ -33,3 +35,11 @@ class ReplicaMismatchError(UnisonoError, ValueError):
 
 class UnsupportedError(UnisonoError, ValueError):
     """An operation, dtype or layout that cannot be reduced."""
+
+
+class ContextError(UnisonoError, RuntimeError):
+    """Something that was called in a context where it has no meaning."""
+
+
+class UnequalCallsError(UnisonoError, RuntimeError):
+    """Replicas that do not meet: one makes a call that another does not make."""

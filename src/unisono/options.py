@@ -28,6 +28,13 @@ class ReduceOp(enum.Enum):
         members = ", ".join(str(member) for member in ReduceOp)
         raise UnsupportedError(f"`reduce_op` must be one of {members}, got {op!r}.")
 
+    @staticmethod
+    def read(op: object) -> ReduceOp:
+        """Returns `op`, a member or its name in any case, as strategies take it."""
+        if isinstance(op, str) and op.upper() in ReduceOp.__members__:
+            return ReduceOp[op.upper()]
+        return ReduceOp.check(op)
+
 
 class VariableAggregation(enum.Enum):
     """How the values that the replicas write to a variable become one."""

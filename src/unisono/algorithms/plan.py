@@ -101,8 +101,7 @@ class _Planner:
         results: dict[Hashable, int] = {}
         for move in schedule:
             if isinstance(move, Gather):
-                gathered = [self._carried(held.pop(m, []), m, move.root) for m in move.members]
-                held[move.root] = sum(gathered, held.get(move.root, []))
+                self._gather(held, move)
                 continue
             self._finish(held, move.root, results)
             for member in move.members:
@@ -120,9 +119,18 @@ class _Planner:
         self.steps.append(Copy(source, target, place))
         return target
 
-    def _carried(self, terms: list[_Term], member: int, root: int) -> list[_Term]:
-        """Brings terms from `member` to `root`, combined first if they have to travel."""
-        if self.memories[member] == self.memories[root]:
+    def _gather(self, held: dict[int, list[_Term]], move: Gather) -> None:
+        """Brings the members' terms to the root, those of one memory together."""
+        by_memory: dict[Hashable, list[_Term]] = {}
+        for member in move.members:
+            by_memory.setdefault(self.memories[member], []).extend(held.pop(member, []))
+        at_root = held.setdefault(move.root, [])
+        for memory, terms in by_memory.items():
+            at_root += self._carried(terms, memory, move.root)
+
+    def _carried(self, terms: list[_Term], memory: Hashable, root: int) -> list[_Term]:
+        """Brings terms from `memory` to `root`, combined first if they have to travel."""
+        if memory == self.memories[root]:
             return terms
         combined = [self._combine(term) for term in self._merged(terms)]
         return [_Term(start, stop, self._copy(buffer, root)) for start, stop, buffer in combined]
@@ -157,7 +165,8 @@ class _Planner:
 
     def _combine(self, term: _Term) -> tuple[int, int, int]:
         """Adds the steps that put `term` into one buffer."""
-        if term.buffer is not None and term.stop - term.start < self.num_replicas:
+        # The value of an only replica is still to be combined, which makes it a result.
+        if term.buffer is not None and (self.num_replicas > 1 or term.buffer > 0):
             return term.start, term.stop, term.buffer
         leaves = _leaves(term)
         is_whole = len(leaves) == term.stop - term.start

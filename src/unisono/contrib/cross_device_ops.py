@@ -115,7 +115,7 @@ class AllReduceCrossDeviceOps(DelegatingOps):
         agg_small_grads_max_bytes: int = 0,
         agg_small_grads_max_group: int = 10,
     ) -> None:
-        if all_reduce_alg not in _ALGORITHMS:
+        if not isinstance(all_reduce_alg, str) or all_reduce_alg not in _ALGORITHMS:
             known = " or ".join(map(repr, _ALGORITHMS))
             raise UnsupportedError(f"`all_reduce_alg` must be {known}, got {all_reduce_alg!r}.")
         rule: int | PackingRule = num_packs

@@ -39,9 +39,16 @@ class Device:
         cls, type: str, index: int, job: str | None = None, task: int | None = None
     ) -> Device:
         """Returns the one `Device` of that name; `Device.parse` reads a spelling."""
+        if type not in _TYPES or index < 0:
+            raise DeviceError(f"A device is a 'cpu' or 'cuda' and an index, got {type!r}, {index}.")
+        name = _TYPES[type], index, job, task
         device = super().__new__(cls)
-        device.type, device.index, device.job, device.task = type, index, job, task
-        return cls._known.setdefault((type, index, job, task), device)
+        for slot, part in zip(("type", "index", "job", "task"), name, strict=True):
+            object.__setattr__(device, slot, part)
+        return cls._known.setdefault(name, device)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"A device never changes, so `{name}` cannot be set.")
 
     @classmethod
     def parse(cls, spec: object, default: object = None) -> Device:
@@ -81,9 +88,9 @@ def _parse(spec: str) -> Device:
     kind: str | None = None
     index, job, task = 0, None, None
     for part in spec.strip("/").split("/"):
-        if match := _JOB.fullmatch(part):
+        if (match := _JOB.fullmatch(part)) and job is None:
             job = match[1]
-        elif match := _NUMBER.fullmatch(part):
+        elif (match := _NUMBER.fullmatch(part)) and (match[1] == "replica" or task is None):
             task = int(match[2]) if match[1] == "task" else task
         elif (match := _PLACE.fullmatch(part)) and match[1].lower() in _TYPES and kind is None:
             kind, index = _TYPES[match[1].lower()], int(match[2] or 0)
@@ -93,7 +100,10 @@ def _parse(spec: str) -> Device:
             )
     if task is not None and job is None:
         raise DeviceError(f"The device name {spec!r} has a task but no job. Write {_EXAMPLES}.")
-    if job is not None and task is None:
+    if job == "localhost":
+        # TensorFlow's full spelling of a device of this host.
+        job, task = None, None
+    elif job is not None and task is None:
         task = 0
     # As in TensorFlow, a name that gives only the job and task means the host's first CPU.
     return Device(kind or "cpu", index, job, task)

@@ -47,6 +47,23 @@ def reduce_native(
     return kernel.reduce(name, batch, copies, is_mean, torch.get_num_threads())
 
 
+def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[Tensor]]) -> bool:
+    """Writes results into tensors that are there, which may be the inputs themselves.
+
+    Returns False, with nothing written, if the native core does not take every item.
+    """
+    kernel = native_core().kernel
+    if kernel is None:
+        return False
+    is_mean = op is ReduceOp.MEAN
+    name = "sum" if is_mean else op.value
+    try:
+        kernel.reduce_into(name, batch, outputs, is_mean, torch.get_num_threads())
+    except ValueError:
+        return False
+    return True
+
+
 def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, ...]:
     order = _memory_order(tensors)
     if order is not None:

@@ -12,6 +12,13 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import ReduceOp
 
 _ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
+_REAL = frozenset(
+    [
+        *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+        *(torch.int8, torch.int16, torch.int32, torch.int64),
+        *(torch.uint8, torch.uint16, torch.uint32, torch.uint64),
+    ]
+)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
@@ -42,9 +49,9 @@ def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
         raise UnsupportedError(
             f"{what} is torch.bool, which has no {op}. Convert it, for example to torch.int32."
         )
-    elif dtype.is_floating_point and dtype.itemsize < 2:
+    elif dtype not in _REAL:
         raise UnsupportedError(
-            f"{what} is {dtype}, which torch cannot add. Convert it, for example to torch.bfloat16."
+            f"{what} is {dtype}, which torch cannot add. Convert it, for example to torch.float32."
         )
 
 

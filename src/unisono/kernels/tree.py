@@ -21,7 +21,7 @@ from unisono.options import ReduceOp
 _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MEAN: torch.add,
-    ReduceOp.PROD: torch.mul,
+    ReduceOp.PROD: lambda a, b: _multiply(a, b),
     ReduceOp.MIN: torch.minimum,
     ReduceOp.MAX: torch.maximum,
 }
@@ -89,6 +89,14 @@ def _combine(op: ReduceOp, tensors: list[Tensor]) -> Tensor:
         level = [combine(a, b) for a, b in pairs] + level[len(level) & ~1 :]
     total = level[0]
     return total.clone() if len(tensors) == 1 and dtype == total.dtype else total
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    if not a.is_complex():
+        return a * b
+    # torch rounds complex products differently at the end of a tensor than in its middle.
+    real = a.real * b.real - a.imag * b.imag
+    return torch.complex(real, a.real * b.imag + a.imag * b.real)
 
 
 def _combine_unsigned(op: ReduceOp, tensors: list[Tensor]) -> Tensor:

@@ -46,7 +46,7 @@ class NumPacks:
             )
             for group in by_dtype(specs, range(len(specs)))
         ]
-        return functools.reduce(PackLayout.joined, splits)
+        return functools.reduce(PackLayout.joined, splits, PackLayout(tuple(specs), ()))
 
 
 @dataclass(frozen=True)

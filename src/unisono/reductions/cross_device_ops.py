@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from unisono.devices import this_machine
+from unisono.devices import Device, this_machine
 from unisono.errors import BatchError, ReplicaMismatchError
 from unisono.kernels import check_replicas, tree_reduce
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
@@ -39,8 +39,13 @@ class CrossDeviceOps:
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "reads_values" not in vars(cls) and not _IMPLEMENTATIONS.isdisjoint(vars(cls)):
-            cls.reads_values = False
+        # Of the classes that make up `cls`, the first that says something of it decides.
+        for base in cls.__mro__:
+            if "reads_values" in vars(base):
+                break
+            if not _IMPLEMENTATIONS.isdisjoint(vars(base)):
+                cls.reads_values = False
+                break
 
     def reduce(
         self,
@@ -154,6 +159,15 @@ class CrossDeviceOps:
             ),
             destinations,
         )
+
+    def reduce_in_place(
+        self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
+    ) -> bool:
+        """All-reduces tensors, one a replica, into themselves where that saves memory and time.
+
+        Returns False, with nothing done, where it does not: then `batch_reduce` is the way.
+        """
+        return False
 
 
 _IMPLEMENTATIONS = frozenset(

@@ -30,7 +30,7 @@ def destinations_of(destinations: Any) -> Destinations:
         return Destinations(destinations.devices)
     if isinstance(destinations, Destinations):
         return destinations
-    if isinstance(destinations, Tensor):
+    if isinstance(destinations, Tensor) and destinations.device.type in ("cpu", "cuda"):
         device = resolve(destinations.device) if destinations.is_cuda else Device("cpu", 0)
         return Destinations((device,))
     if isinstance(destinations, (str, torch.device, Device)) and destinations != "":

@@ -69,8 +69,9 @@ class NcclAllReduce(AllReduce):
         return [tuple(_all_reduce(op, pack)[i] for i in order) for pack in packs]
 
     def _fall_back(self, why: str) -> None:
-        if not self._has_said:
-            self._has_said = True
+        with self._lock:
+            has_said, self._has_said = self._has_said, True
+        if not has_said:
             _logger.info("NcclAllReduce reduces on one device instead of through NCCL: %s.", why)
 
 

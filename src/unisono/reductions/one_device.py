@@ -60,6 +60,14 @@ class ReductionToOneDevice(ScheduledOps):
             return [None] * len(batch)
         return super().reduce_plain(op, batch, ends)
 
+    def reduce_in_place(
+        self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
+    ) -> bool:
+        """See `CrossDeviceOps.reduce_in_place`."""
+        if self._accumulate is not None:
+            return False
+        return super().reduce_in_place(reduce_op, batch, devices)
+
     def reduce_dense(
         self,
         op: ReduceOp,
@@ -68,7 +76,8 @@ class ReductionToOneDevice(ScheduledOps):
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
         """See `ScheduledOps.reduce_dense`."""
-        if self._accumulate is None:
+        is_alone = len(ends.sources) == 1 and ends.sources == ends.destinations
+        if self._accumulate is None or is_alone:
             return super().reduce_dense(op, batch, ends, options)
         return [self._reduce_with(self._accumulate, op, tensors, ends) for tensors in batch]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, run
 from unisono.devices import Device, Machine, this_machine
-from unisono.kernels import check_replicas, reduce_native
+from unisono.kernels import check_replicas, reduce_into, reduce_native
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
@@ -72,6 +72,9 @@ class ScheduledOps(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> list[Result]:
         """See `CrossDeviceOps.batch_reduce_implementation`."""
+        if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
+            # A subclass has a way of its own to reduce one value, and means batches too.
+            return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
         groups: dict[Ends, list[int]] = {}
         for index, (value, destinations) in enumerate(value_destination_pairs):
             groups.setdefault(Ends(value.devices, destinations.devices), []).append(index)
@@ -146,6 +149,13 @@ class ScheduledOps(CrossDeviceOps):
         if not plan.is_one_sum:
             return [None] * len(batch)
         return reduce_native(op, batch, [len(plan.outputs)] * len(batch))
+
+    def reduce_in_place(
+        self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
+    ) -> bool:
+        """See `CrossDeviceOps.reduce_in_place`."""
+        plan = self.route(Ends(devices, devices)).plan
+        return self.reads_values and plan.is_one_sum and reduce_into(reduce_op, batch, batch)
 
     def reduce_dense(
         self,

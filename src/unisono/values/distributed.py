@@ -52,6 +52,16 @@ class DistributedValues:
             self._devices = _devices_of(self._values)
         return self._devices
 
+    def select(self, replica_id: int) -> Any:
+        """Returns what code on a replica sees of this value: its component."""
+        values = self.values
+        if not 0 <= replica_id < len(values):
+            raise ReplicaMismatchError(
+                f"A {type(self).__name__} of {len(values)} values has none for replica "
+                f"{replica_id}. Give one value to every replica."
+            )
+        return values[replica_id]
+
     def __repr__(self) -> str:
         lines = [
             f"  {replica_id} on {device}: {value!r}"

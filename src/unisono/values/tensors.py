@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
@@ -20,12 +20,11 @@ def as_tensor(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
     try:
-        if hasattr(value, "__dlpack__") and _is_writeable(value):
+        if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
             return from_dlpack(value)
-        with warnings.catch_warnings():
-            # torch warns that a read-only array could be written to; here it is only read.
-            warnings.filterwarnings("ignore", message=".*not writable.*", category=UserWarning)
-            return torch.as_tensor(value)
+        if hasattr(value, "__array__"):
+            return torch.from_numpy(_viewable(np.asarray(value)))
+        return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ReplicaMismatchError(
             f"Cannot read {value!r} of type {type(value).__name__} as a tensor: {error}. Give a "
@@ -33,9 +32,9 @@ def as_tensor(value: Any) -> Tensor:
         ) from error
 
 
-def _is_writeable(value: Any) -> bool:
-    """NumPy refuses to export a read-only array, and torch cannot view negative strides."""
-    flags = getattr(value, "flags", None)
-    return bool(getattr(flags, "writeable", True)) and all(
-        stride >= 0 for stride in getattr(value, "strides", None) or ()
-    )
+def _viewable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copies what torch cannot view, or must not: read-only, odd strides, foreign byte order."""
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    is_odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    return array.copy() if is_odd or not array.flags.writeable else array

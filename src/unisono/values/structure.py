@@ -1,0 +1,63 @@
+"""Nested values of replicas: one structure a replica becomes one of replicas, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from unisono.devices import Device
+from unisono.errors import ReplicaMismatchError
+from unisono.values.distributed import DistributedValues, PerReplica
+
+
+def regroup(structures: Sequence[Any], devices: tuple[Device, ...]) -> Any:
+    """Makes one structure of `PerReplica` values from the structures of the replicas.
+
+    What is the same object on every replica stays as it is, so a single replica is never wrapped.
+    """
+    flat = [pytree.tree_flatten(structure, is_leaf=_is_leaf) for structure in structures]
+    specs = [spec for _, spec in flat]
+    for replica_id, spec in enumerate(specs):
+        if spec != specs[0]:
+            raise ReplicaMismatchError(
+                f"Replica {replica_id} returned another structure than replica 0: "
+                f"{_spelled(structures[replica_id])}, not {_spelled(structures[0])}. Return the "
+                "same nesting of lists, tuples and dicts on every replica."
+            )
+    leaves = [
+        components[0]
+        if all(component is components[0] for component in components)
+        else PerReplica.placed(components, devices)
+        for components in zip(*(leaves for leaves, _ in flat), strict=True)
+    ]
+    return pytree.tree_unflatten(leaves, specs[0])
+
+
+def select_replica(replica_id: int, structure: Any) -> Any:
+    """Replaces every distributed value in `structure` by its component of one replica."""
+
+    def select(leaf: Any) -> Any:
+        return leaf.select(replica_id) if isinstance(leaf, DistributedValues) else leaf
+
+    return pytree.tree_map(select, structure, is_leaf=_is_leaf)
+
+
+def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
+    """Applies `fn` to every leaf of `structure`; a distributed value is one leaf."""
+    return pytree.tree_map(fn, structure, is_leaf=_is_leaf)
+
+
+def flatten(structure: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """Returns the leaves of `structure`, and a function that puts others in their place."""
+    leaves, spec = pytree.tree_flatten(structure, is_leaf=_is_leaf)
+    return leaves, lambda others: pytree.tree_unflatten(list(others), spec)
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, DistributedValues)
+
+
+def _spelled(structure: Any) -> str:
+    return repr(pytree.tree_map(lambda leaf: "*", structure, is_leaf=_is_leaf)).replace("'*'", "*")

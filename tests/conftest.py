@@ -1,0 +1,91 @@
+"""What every test gets: a seed, a check that it leaves nothing behind, and the ways to run."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import settings
+
+from unisono.kernels import NativeCore, native_core
+from unisono.testing import separate_memories
+
+settings.register_profile("local", deadline=None)
+settings.register_profile("ci", deadline=None, derandomize=True, database=None)
+settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+SHARED_MEMORY = Path("/dev/shm")
+# Ours, and what torch makes for this process. Other programs come and go as they like.
+SHARED_MEMORY_NAMES = ("unisono", f"torch_{os.getpid()}_")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def leak_police() -> Iterator[None]:
+    threads = set(threading.enumerate())
+    files = shared_memory_files()
+    environment = environment_now()
+
+    yield
+
+    assert set(threading.enumerate()) <= threads, "the test left a thread running"
+    assert shared_memory_files() <= files, "the test left a file in /dev/shm"
+    assert environment_now() == environment, "the test left the environment changed"
+
+
+def shared_memory_files() -> set[str]:
+    if not SHARED_MEMORY.is_dir():
+        return set()
+    return {name for name in os.listdir(SHARED_MEMORY) if name.startswith(SHARED_MEMORY_NAMES)}
+
+
+def environment_now() -> dict[str, str]:
+    # pytest keeps the name of the running test there, and torch's compiler its folder once loaded.
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
+    return {name: text for name, text in os.environ.items() if name not in others}
+
+
+@pytest.fixture(params=["native", "torch"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs the test through the native core, and through torch alone."""
+    chosen = str(request.param)
+    if chosen == "native" and native_core().kernel is None:
+        pytest.skip(f"there is no native core: {native_core().status}")
+    if chosen == "torch":
+        turn_native_off(monkeypatch)
+    return chosen
+
+
+def turn_native_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "unisono"]
+    for module in ours:
+        if getattr(module, "native_core", None) is native_core:
+            off = NativeCore(None, "off for this test")
+            monkeypatch.setattr(module, "native_core", lambda off=off: off)
+
+
+@pytest.fixture(params=["shared", "separate"])
+def memories(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Runs the test with CPU devices that share the host's memory, and with one memory each."""
+    if request.param == "shared":
+        yield "shared"
+        return
+    with separate_memories():
+        yield "separate"

@@ -1,0 +1,178 @@
+"""The public names: sorted, complete, documented, and spelled as on TensorFlow's pages."""
+
+import importlib
+import inspect
+import warnings
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import unisono as uo
+
+ROOT = Path(uo.__file__).parent
+PACKAGES = [
+    ".".join(("unisono", *path.parent.relative_to(ROOT).parts))
+    for path in sorted(ROOT.rglob("__init__.py"))
+]
+
+each_module = pytest.mark.parametrize("name", [*PACKAGES, "unisono.experimental"])
+
+
+@each_module
+def test_exported_names_are_sorted(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert list(module.__all__) == sorted(set(module.__all__), key=by_kind)
+
+
+@each_module
+def test_exported_names_exist(name: str) -> None:
+    module = importlib.import_module(name)
+
+    assert [exported for exported in module.__all__ if not hasattr(module, exported)] == []
+
+
+@each_module
+def test_no_public_name_is_left_out(name: str) -> None:
+    module = importlib.import_module(name)
+    ours = {key for key, thing in vars(module).items() if is_ours(thing) and key[0] != "_"}
+
+    assert ours - set(module.__all__) == set()
+
+
+@each_module
+def test_exported_names_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    exported = {key: getattr(module, key) for key in module.__all__}
+
+    undocumented = [key for key, thing in exported.items() if has_no_docstring(thing)]
+
+    assert undocumented == []
+
+
+@each_module
+def test_public_methods_of_exported_classes_are_documented(name: str) -> None:
+    module = importlib.import_module(name)
+    classes = [c for key in module.__all__ if inspect.isclass(c := getattr(module, key))]
+
+    undocumented = [
+        f"{cls.__name__}.{key}"
+        for cls in classes
+        for key, member in vars(cls).items()
+        if key[0] != "_" and isinstance(member, METHODS) and not inspect.getdoc(member)
+    ]
+
+    assert undocumented == []
+
+
+@pytest.mark.parametrize(
+    ("older", "today"),
+    [
+        ("AllReduceCrossTowerOps", "unisono.contrib.AllReduceCrossDeviceOps"),
+        ("CrossDeviceOps", "unisono.CrossDeviceOps"),
+        ("ReductionToOneDeviceCrossDeviceOps", "unisono.ReductionToOneDevice"),
+        ("ReductionToOneDeviceCrossTowerOps", "unisono.ReductionToOneDevice"),
+    ],
+)
+def test_an_older_name_warns_once_and_says_what_to_write_today(older: str, today: str) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = getattr(uo.contrib, older)
+
+    assert issubclass(found, uo.CrossDeviceOps)
+    (warning,) = caught
+    assert warning.category is DeprecationWarning
+    assert warning.filename == __file__
+    assert older in str(warning.message)
+    assert f"write `{today}`" in str(warning.message)
+    module, _, name = today.rpartition(".")
+    assert name in importlib.import_module(module).__all__
+
+
+def test_a_name_that_contrib_never_had_is_missing() -> None:
+    with pytest.raises(AttributeError, match="CrossPlanetOps"):
+        _ = uo.contrib.CrossPlanetOps
+
+
+# What the API pages print, argument by argument.
+REDUCE = "reduce_op, per_replica_value, destinations"
+BATCH = "reduce_op, value_destination_pairs"
+BROADCAST = "tensor, destinations"
+
+
+@pytest.mark.parametrize(
+    ("callable_name", "page"),
+    [
+        ("CrossDeviceOps", ""),
+        ("CrossDeviceOps.reduce", f"{REDUCE}, options=None"),
+        ("CrossDeviceOps.batch_reduce", f"{BATCH}, options=None"),
+        ("CrossDeviceOps.broadcast", BROADCAST),
+        ("CrossDeviceOps.reduce_implementation", f"{REDUCE}, options"),
+        ("CrossDeviceOps.batch_reduce_implementation", f"{BATCH}, options"),
+        ("CrossDeviceOps.broadcast_implementation", BROADCAST),
+        ("ReductionToOneDevice", "reduce_to_device=None, accumulation_fn=None"),
+        ("ReductionToOneDevice.reduce", f"{REDUCE}, options=None"),
+        ("ReductionToOneDevice.batch_reduce", f"{BATCH}, options=None"),
+        ("ReductionToOneDevice.broadcast", BROADCAST),
+        ("NcclAllReduce", "num_packs=1"),
+        ("HierarchicalCopyAllReduce", "num_packs=1"),
+        (
+            "contrib.AllReduceCrossDeviceOps",
+            "all_reduce_alg='nccl', num_packs=1, agg_small_grads_max_bytes=0, "
+            "agg_small_grads_max_group=10",
+        ),
+        ("contrib.AllReduceCrossDeviceOps.broadcast", BROADCAST),
+        ("contrib.CrossTowerOps", ""),
+        ("contrib.CrossTowerOps.reduce", "aggregation, per_device_value, destinations"),
+        ("contrib.CrossTowerOps.batch_reduce", "aggregation, value_destination_pairs"),
+        ("contrib.CrossTowerOps.broadcast", BROADCAST),
+        (
+            "experimental.CommunicationOptions",
+            "bytes_per_pack=0, timeout_seconds=None, implementation=AUTO",
+        ),
+    ],
+)
+def test_a_signature_is_that_of_the_page(callable_name: str, page: str) -> None:
+    assert ", ".join(arguments(callable_name)) == page
+
+
+@pytest.mark.parametrize(
+    ("method", "page"), [("reduce", REDUCE), ("batch_reduce", BATCH)], ids=["reduce", "batch"]
+)
+def test_the_page_of_all_reduce_knows_no_options_so_they_come_last(method: str, page: str) -> None:
+    found = arguments(f"contrib.AllReduceCrossDeviceOps.{method}")
+
+    assert found == [*page.split(", "), "options=None"]
+
+
+METHODS = (classmethod, staticmethod, property, type(lambda: None))
+
+
+def by_kind(name: str) -> tuple[bool, bool, str]:
+    """Constants, then classes, then the rest, as ruff sorts them."""
+    return not name.isupper(), not name[0].isupper(), name
+
+
+def is_ours(thing: object) -> bool:
+    return str(getattr(thing, "__module__", "")).startswith("unisono") and callable(thing)
+
+
+def has_no_docstring(thing: object) -> bool:
+    can_have_one = inspect.isclass(thing) or inspect.isfunction(thing)
+    return (can_have_one or isinstance(thing, ModuleType)) and not thing.__doc__
+
+
+def arguments(callable_name: str) -> list[str]:
+    """The arguments as a page prints them, without `self`."""
+    thing: object = uo
+    for name in callable_name.split("."):
+        thing = getattr(thing, name)
+    assert callable(thing)
+    return [
+        parameter.name
+        if parameter.default is parameter.empty
+        else f"{parameter.name}={getattr(parameter.default, 'name', repr(parameter.default))}"
+        for parameter in inspect.signature(thing).parameters.values()
+        if parameter.name != "self"
+    ]

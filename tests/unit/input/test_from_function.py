@@ -1,0 +1,187 @@
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, TensorDataset
+
+from unisono.devices import cpu_slots
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.input import (
+    DistributedDatasetsFromFunction,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    ValueContext,
+    values_from_function,
+)
+from unisono.values import PerReplica
+
+PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
+
+
+def distributed(
+    dataset_fn: Callable[[InputContext], Any],
+    num_replicas: int = 2,
+    options: InputOptions | None = None,
+    context: InputContext | None = None,
+) -> DistributedDatasetsFromFunction:
+    context = context or InputContext(num_replicas_in_sync=num_replicas)
+    return DistributedDatasetsFromFunction(dataset_fn, context, cpu_slots(num_replicas), options)
+
+
+def lists(dataset: Iterable[Any]) -> list[list[Any]]:
+    return [
+        [part.tolist() if isinstance(part, torch.Tensor) else part for part in element.values]
+        for element in dataset
+    ]
+
+
+def test_elements_are_dealt_in_turn() -> None:
+    steps = lists(distributed(lambda _: list(range(10))))
+
+    assert steps == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
+
+
+def test_scalars_that_do_not_make_a_step_are_dropped() -> None:
+    assert lists(distributed(lambda _: [*torch.arange(5)])) == [[0, 1], [2, 3]]
+
+
+def test_replicas_without_a_batch_get_an_empty_one() -> None:
+    dataset = distributed(lambda _: list(torch.arange(6).split(2)))
+
+    assert lists(dataset) == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert len(dataset) == 2
+
+
+def test_a_loader_that_drops_incomplete_batches_drops_an_incomplete_step_too() -> None:
+    def dataset_fn(_: InputContext) -> Any:
+        return DataLoader(torch.arange(6), batch_size=2, drop_last=True)  # type: ignore[arg-type]
+
+    dataset = distributed(dataset_fn)
+
+    assert lists(dataset) == [[[0, 1], [2, 3]]]
+    assert len(dataset) == 1
+
+
+def test_a_function_is_called_once_a_replica_and_step() -> None:
+    numbers = itertools.count(1)
+    iterator = iter(distributed(lambda _: lambda: next(numbers)))
+
+    assert lists(next(iterator) for _ in range(2)) == [[1, 2], [3, 4]]
+
+
+def test_a_function_ends_the_input_with_stop_iteration() -> None:
+    batches = iter(torch.arange(6).split(2))
+
+    assert lists(distributed(lambda _: lambda: next(batches))) == [[[0, 1], [2, 3]], [[4, 5], []]]
+
+
+@pytest.mark.parametrize(("pipeline_id", "total"), [(0, 10), (1, 35)])
+def test_the_context_says_which_shard_to_make(pipeline_id: int, total: int) -> None:
+    def dataset_fn(context: InputContext) -> Any:
+        batches = torch.arange(100).split(context.get_per_replica_batch_size(10))
+        return list(batches)[context.input_pipeline_id :: context.num_input_pipelines]
+
+    dataset = distributed(dataset_fn, 1, context=InputContext(2, pipeline_id, 2))
+
+    first = next(iter(dataset))
+    assert int(first.values[0].sum()) == total
+
+
+def test_with_per_replica_each_replica_is_a_pipeline() -> None:
+    contexts = []
+
+    def dataset_fn(context: InputContext) -> Any:
+        contexts.append(context)
+        return list(torch.arange(4) + 10 * context.input_pipeline_id)
+
+    dataset = distributed(dataset_fn, options=PER_REPLICA)
+
+    assert contexts == [InputContext(2, 0, 2), InputContext(2, 1, 2)]
+    assert lists(dataset) == [[0, 10], [1, 11], [2, 12], [3, 13]]
+
+
+def test_a_pipeline_that_ends_early_gives_empty_batches() -> None:
+    def dataset_fn(context: InputContext) -> Any:
+        return [torch.tensor([i]) for i in range(1 + context.input_pipeline_id)]
+
+    assert lists(distributed(dataset_fn, options=PER_REPLICA)) == [[[0], [0]], [[], [1]]]
+
+
+def test_a_dataset_on_the_devices_is_handed_out_as_on_them() -> None:
+    options = InputOptions(
+        experimental_fetch_to_device=False,
+        experimental_replication_mode=InputReplicationMode.PER_REPLICA,
+        experimental_place_dataset_on_device=True,
+    )
+
+    (element,) = distributed(lambda _: [torch.arange(2)], options=options)
+
+    assert element.devices == cpu_slots(2)
+
+
+def test_batches_need_no_common_number_of_samples() -> None:
+    ragged = [[torch.zeros(3, 5, 5), torch.zeros(3, 7, 7)], {"boxes": torch.zeros(9, 4)}]
+
+    (element,) = distributed(lambda _: [ragged, ragged])
+
+    assert element[1]["boxes"].values[1].shape == (9, 4)
+
+
+def test_batches_of_different_structure_are_an_error_at_their_step() -> None:
+    iterator = iter(distributed(lambda _: [1, 2, 3, {"a": 1}, 5, 6]))
+    next(iterator)
+
+    with pytest.raises(ReplicaMismatchError):
+        next(iterator)
+    assert next(iterator).values == (5, 6)
+
+
+def test_a_single_replica_gets_bare_batches() -> None:
+    assert list(distributed(lambda _: [1, 2], 1)) == [1, 2]
+
+
+@pytest.mark.parametrize("wrong", [None, 3, TensorDataset(torch.arange(2))], ids=str)
+def test_a_function_that_makes_no_batches_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(UnsupportedError, match="`dataset_fn` returned no batches"):
+        distributed(lambda _: wrong)
+
+
+@given(st.integers(0, 30), st.integers(1, 6), st.integers(1, 5), st.booleans())
+def test_no_sample_is_lost_or_doubled(
+    num_samples: int, batch_size: int, num_replicas: int, is_per_replica: bool
+) -> None:
+    def dataset_fn(context: InputContext) -> Any:
+        batches = list(torch.arange(num_samples).split(batch_size)) if num_samples else []
+        return batches[context.input_pipeline_id :: context.num_input_pipelines]
+
+    iterator = iter(distributed(dataset_fn, num_replicas, PER_REPLICA if is_per_replica else None))
+
+    seen: list[int] = []
+    for element in iterator:
+        parts = element.values if isinstance(element, PerReplica) else (element,)
+        assert tuple(map(len, parts)) == iterator.last_counts
+        seen += torch.cat(parts).tolist()
+
+    assert seen == list(range(num_samples))
+
+
+def test_values_are_made_once_a_replica_and_wrapped() -> None:
+    value = values_from_function(lambda context: {"id": context}, cpu_slots(2))
+
+    assert value["id"].values == (ValueContext(0, 2), ValueContext(1, 2))
+    assert values_from_function(lambda _: 5, cpu_slots(1)).values == (5,)
+
+
+def test_values_can_be_those_of_one_of_several_hosts() -> None:
+    contexts = [ValueContext(2, 4), ValueContext(3, 4)]
+
+    value = values_from_function(
+        lambda context: context.replica_id_in_sync_group, cpu_slots(2), contexts
+    )
+
+    assert value.values == (2, 3)

@@ -1,0 +1,381 @@
+import io
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+)
+
+from unisono.devices import cpu_slots
+from unisono.errors import UnsupportedError
+from unisono.input import (
+    AutoShardPolicy,
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    InputContext,
+    InputOptions,
+)
+from unisono.input.dataset import DealtDataset
+
+
+class Noisy(Dataset[Tensor]):
+    """Each sample is its index and a random number, as random transforms make them."""
+
+    def __init__(self) -> None:
+        self.fetched: list[int] = []
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.fetched.append(index)
+        return torch.tensor([index, torch.rand(()).item()])
+
+
+class Shuffled(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        order = list(range(11))
+        random.shuffle(order)
+        return (torch.tensor([i, torch.rand(()).item()]) for i in order)
+
+
+class Passes:
+    """An iterable of shuffled batches."""
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.from_numpy(np.random.permutation(11)).split(2)
+
+
+class PythonShuffle(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(11))
+        random.shuffle(order)
+        return iter(order)
+
+
+def loader(dataset: Any = None, **settings: Any) -> DataLoader[Any]:
+    return DataLoader(dataset or Noisy(), batch_size=2, **settings)
+
+
+def split_over_two(source: Any, buffer_size: int = 1) -> DistributedDataset:
+    options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
+    return DistributedDataset(source, cpu_slots(2), options)
+
+
+def from_function(source: Any) -> DistributedDatasetsFromFunction:
+    return DistributedDatasetsFromFunction(lambda _: source, InputContext(1, 0, 2), cpu_slots(2))
+
+
+MAKERS: dict[str, Callable[[], DealtDataset]] = {
+    "in order": lambda: split_over_two(loader()),
+    "shuffled": lambda: split_over_two(loader(shuffle=True)),
+    "own generator": lambda: split_over_two(
+        loader(shuffle=True, generator=torch.Generator().manual_seed(5))
+    ),
+    "sampler's generator": lambda: split_over_two(
+        loader(sampler=RandomSampler(range(11), generator=torch.Generator().manual_seed(5)))
+    ),
+    "weighted": lambda: split_over_two(loader(sampler=WeightedRandomSampler([1.0] * 11, 11))),
+    "own sampler": lambda: split_over_two(loader(sampler=PythonShuffle())),
+    "workers": lambda: split_over_two(loader(shuffle=True, num_workers=2)),
+    "workers, own generator": lambda: split_over_two(
+        loader(shuffle=True, num_workers=2, generator=torch.Generator().manual_seed(5))
+    ),
+    "iterable": lambda: split_over_two(loader(Shuffled())),
+    "iterable, workers": lambda: split_over_two(loader(Shuffled(), num_workers=2)),
+    "any iterable": lambda: split_over_two(Passes()),
+    "read ahead": lambda: split_over_two(Passes(), buffer_size=3),
+    "from function": lambda: from_function(loader(shuffle=True)),
+}
+
+
+class Training:
+    """A loop that draws random numbers itself, and can be saved in the middle of a pass."""
+
+    def __init__(self, dataset: DealtDataset) -> None:
+        self.dataset = dataset
+        self.seen: list[Any] = []
+        self.saved = b""
+
+    def run(self, num_passes: int, save_at: int | None = None) -> list[Any]:
+        for _ in range(num_passes):
+            for element in self.dataset:
+                parts = [part.tolist() for part in element.values]
+                self.seen.append((parts, torch.rand(()).item(), random.random()))
+                if len(self.seen) == save_at:
+                    self.saved = self.checkpoint()
+        return self.seen
+
+    def checkpoint(self) -> bytes:
+        file = io.BytesIO()
+        state = {
+            "input": self.dataset.state_dict(),
+            "torch": torch.get_rng_state(),
+            "python": random.getstate(),
+            "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+            "position": np.random.get_state()[2],  # type: ignore[index]
+        }
+        torch.save(state, file)
+        return file.getvalue()
+
+    def restore(self, saved: bytes) -> None:
+        state = torch.load(io.BytesIO(saved), weights_only=True)
+        self.dataset.load_state_dict(state["input"])
+        torch.set_rng_state(state["torch"])
+        random.setstate(state["python"])
+        words = np.array(state["numpy"], dtype=np.uint32)
+        np.random.set_state(("MT19937", words, state["position"]))
+
+
+def start_anew(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+
+
+@pytest.mark.parametrize("save_at", [1, 4, 8])
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_resumed_pass_and_the_next_give_the_same_bits(kind: str, save_at: int) -> None:
+    start_anew(1)
+    whole = Training(MAKERS[kind]())
+    expected = whole.run(num_passes=3, save_at=save_at)[save_at:]
+
+    start_anew(99)
+    resumed = Training(MAKERS[kind]())
+    resumed.restore(whole.saved)
+
+    assert resumed.run(num_passes=3)[: len(expected)] == expected
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "own generator", "workers"])
+def test_a_pass_can_be_resumed_twice(kind: str) -> None:
+    start_anew(1)
+    whole = Training(MAKERS[kind]())
+    expected = whole.run(num_passes=1, save_at=2)
+    again = Training(MAKERS[kind]())
+    again.restore(whole.saved)
+    again.run(num_passes=1, save_at=2)
+
+    last = Training(MAKERS[kind]())
+    last.restore(again.saved)
+
+    assert last.run(num_passes=1) == expected[4:]
+
+
+@pytest.mark.parametrize("save_at", [3, 9])
+def test_workers_that_persist_resume_in_the_first_pass_and_the_second(save_at: int) -> None:
+    # Six steps a pass; the workers' own random numbers go on from pass to pass, so without noise.
+    def make() -> DistributedDataset:
+        return split_over_two(
+            DataLoader(
+                range(11),  # type: ignore[arg-type]
+                batch_size=2,
+                shuffle=True,
+                num_workers=2,
+                persistent_workers=True,
+            )
+        )
+
+    start_anew(1)
+    whole = Training(make())
+    expected = whole.run(num_passes=3, save_at=save_at)[save_at:]
+    resumed = Training(make())
+    resumed.restore(whole.saved)
+
+    assert resumed.run(num_passes=3 - save_at // 6) == expected
+
+
+@given(st.integers(0, 5), st.integers(1, 4), st.integers(0, 3))
+def test_a_saved_and_a_resumed_pass_hold_each_sample_once(
+    num_steps: int, num_replicas: int, buffer_size: int
+) -> None:
+    options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
+
+    def make() -> DistributedDataset:
+        source = DataLoader(range(11), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        return DistributedDataset(source, cpu_slots(num_replicas), options)
+
+    def samples(element: Any) -> list[int]:
+        parts = (element,) if num_replicas == 1 else element.values
+        return [int(sample) for part in parts for sample in part]
+
+    first = iter(make())
+    seen = [sample for _ in range(num_steps) for sample in samples(next(first))]
+    second = make()
+    second.load_state_dict(first.state_dict())
+    first.close()
+    seen += [sample for element in second for sample in samples(element)]
+
+    assert sorted(seen) == list(range(11))
+
+
+def test_resuming_fetches_nothing_that_was_consumed() -> None:
+    iterator = iter(split_over_two(loader(shuffle=True)))
+    consumed = [int(i) for _ in range(3) for part in next(iterator).values for i, _ in part]
+    source = Noisy()
+
+    resumed = split_over_two(loader(source, shuffle=True))
+    resumed.load_state_dict(iterator.state_dict())
+    list(resumed)
+
+    assert sorted(source.fetched) == sorted(set(range(11)) - set(consumed))
+
+
+def test_workers_can_be_told_to_fetch_nothing_again() -> None:
+    def make() -> DistributedDataset:
+        return split_over_two(
+            DataLoader(range(11), batch_size=2, shuffle=True, num_workers=2)  # type: ignore[arg-type]
+        )
+
+    iterator = iter(make())
+    next(iterator)
+    state = iterator.state_dict()
+    expected = [[part.tolist() for part in element.values] for element in iterator]
+
+    resumed = make()
+    resumed.load_state_dict(state, refetch=False)
+
+    assert [[part.tolist() for part in element.values] for element in resumed] == expected
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_resuming_leaves_the_global_generators_alone(kind: str) -> None:
+    iterator = iter(MAKERS[kind]())
+    next(iterator)
+    resumed = MAKERS[kind]()
+    resumed.load_state_dict(iterator.state_dict())
+    iterator.close()
+
+    start_anew(7)
+    expected = torch.rand(()), random.random(), np.random.random()
+    start_anew(7)
+    resumed_iterator = iter(resumed)
+
+    assert (torch.rand(()), random.random(), np.random.random()) == expected
+    resumed_iterator.close()
+
+
+def test_random_numbers_drawn_between_opening_and_the_first_step_change_nothing() -> None:
+    iterator = iter(split_over_two(loader(shuffle=True)))
+    torch.rand(3)
+    next(iterator)
+    state = iterator.state_dict()
+    expected = [[part[:, 0].tolist() for part in element.values] for element in iterator]
+
+    resumed = split_over_two(loader(shuffle=True))
+    resumed.load_state_dict(state)
+
+    assert [[p[:, 0].tolist() for p in element.values] for element in resumed] == expected
+
+
+def test_what_was_fetched_ahead_does_not_count_as_consumed() -> None:
+    dataset = split_over_two(list(torch.arange(12).split(2)), buffer_size=4)
+    iterator = iter(dataset)
+    next(iterator)
+
+    assert dataset.state_dict()["num_steps"] == 1
+    iterator.close()
+
+
+def test_an_iterator_can_be_sent_back() -> None:
+    iterator = iter(split_over_two(loader(shuffle=True)))
+    next(iterator)
+    state = iterator.state_dict()
+    rest = [element.values[0][:, 0].tolist() for element in iterator]
+
+    iterator.load_state_dict(state)
+
+    assert [element.values[0][:, 0].tolist() for element in iterator] == rest
+
+
+def test_a_finished_pass_resumes_as_a_new_one() -> None:
+    dataset = split_over_two(loader())
+    list(dataset)
+
+    resumed = split_over_two(loader())
+    resumed.load_state_dict(dataset.state_dict())
+
+    assert len(list(resumed)) == 6
+
+
+def test_saved_after_the_last_step_the_pass_ends_at_once() -> None:
+    dataset = split_over_two(loader(shuffle=True))
+    iterator = iter(dataset)
+    for _ in range(6):
+        next(iterator)
+
+    resumed = split_over_two(loader(shuffle=True))
+    resumed.load_state_dict(dataset.state_dict())
+
+    assert list(resumed) == []
+    assert len(list(resumed)) == 6
+
+
+def test_a_loaded_state_is_given_back_until_it_is_used() -> None:
+    iterator = iter(split_over_two(loader()))
+    next(iterator)
+    resumed = split_over_two(loader())
+    resumed.load_state_dict(iterator.state_dict())
+
+    assert resumed.state_dict()["num_steps"] == 1
+
+
+def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
+    batches = list(torch.arange(14).split(8))
+
+    def make() -> DistributedDataset:
+        return DistributedDataset(batches, cpu_slots(2), auto_shard_policy=AutoShardPolicy.OFF)
+
+    iterator = iter(make())
+    next(iterator)
+    resumed = make()
+    resumed.load_state_dict(iterator.state_dict())
+
+    assert [part.tolist() for part in next(iter(resumed)).values] == [[8, 9, 10, 11], [12, 13]]
+
+
+def test_an_input_that_is_shorter_than_the_saved_one_is_refused() -> None:
+    iterator = iter(split_over_two([torch.arange(2)] * 3))
+    for _ in range(3):
+        next(iterator)
+    resumed = split_over_two([torch.arange(2)] * 2)
+    resumed.load_state_dict(iterator.state_dict())
+
+    with pytest.raises(UnsupportedError, match="3 batches into the input, which has only 2"):
+        iter(resumed)
+
+
+def test_a_state_of_other_generators_is_refused() -> None:
+    iterator = iter(split_over_two(loader(generator=torch.Generator())))
+    resumed = split_over_two(loader())
+    resumed.load_state_dict(iterator.state_dict())
+
+    with pytest.raises(UnsupportedError, match=r"with 1 random generators .* has 1 with 0"):
+        iter(resumed)
+
+
+def test_a_state_of_another_number_of_batches_a_step_is_refused() -> None:
+    iterator = iter(from_function(loader()))
+    resumed = split_over_two(loader())
+    resumed.load_state_dict(iterator.state_dict())
+
+    with pytest.raises(UnsupportedError, match="2 batches a step, this input takes 1"):
+        iter(resumed)
+
+
+@pytest.mark.parametrize("wrong", [None, {}, {"num_steps": 3}], ids=str)
+def test_what_is_no_state_is_refused(wrong: Any) -> None:
+    with pytest.raises(UnsupportedError, match="state of an input holds"):
+        split_over_two(loader()).load_state_dict(wrong)

@@ -1,0 +1,59 @@
+from typing import Any
+
+import pytest
+import torch
+
+import unisono as uo
+from unisono.algorithms import Gather, Spread
+from unisono.devices import Device, cpu_slots, pretend
+from unisono.testing import separate_memories
+
+SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
+
+
+@pytest.mark.usefixtures("path", "memories")
+@pytest.mark.parametrize("num_replicas", range(1, 10))
+@pytest.mark.parametrize("num_packs", [0, 1, 2, 9])
+def test_every_replica_is_counted(num_replicas: int, num_packs: int) -> None:
+    ops = uo.HierarchicalCopyAllReduce(num_packs)
+    value = uo.PerReplica([torch.full((5,), 10**i) for i in range(num_replicas)])
+
+    for _ in range(2):
+        result: Any = ops.batch_reduce(SUM, [(value, value)])[0]
+
+        parts = result.values if num_replicas > 1 else (result,)
+        assert [part.unique().tolist() for part in parts] == [[int("1" * num_replicas)]] * len(
+            parts
+        )
+
+
+@pytest.mark.parametrize("num_packs", [0, 1, 2, 3, 4, 8, 100])
+def test_the_number_of_packs_never_changes_a_result(num_packs: int) -> None:
+    values = [
+        uo.PerReplica([torch.tensor(1.0), torch.tensor(2.0)]),
+        uo.PerReplica([torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0, 6.0])]),
+        uo.PerReplica([torch.tensor([[1.0, 1], [2, 2]]), torch.tensor([[3.0, 3], [4, 4]])]),
+    ]
+
+    with separate_memories():
+        results: list[Any] = uo.HierarchicalCopyAllReduce(num_packs).batch_reduce(
+            SUM, [(value, value) for value in values]
+        )
+
+    assert [result.values[1].tolist() for result in results] == [3, [5, 7, 9], [[4, 4], [6, 6]]]
+
+
+def test_the_schedule_is_two_level_over_halves() -> None:
+    schedule = uo.HierarchicalCopyAllReduce().all_reduce_schedule(cpu_slots(3), turn=1)
+
+    assert schedule == (Gather(1, (0,)), Gather(1, (2,)), Spread(1, (2,)), Spread(1, (0,)))
+
+
+def test_the_schedule_follows_the_links_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a % 2 == b % 2)
+    devices = tuple(Device("cuda", i) for i in range(4))
+
+    with pretend(gpus=tuple(torch.device("cuda", i) for i in range(4))):
+        schedule = uo.HierarchicalCopyAllReduce().all_reduce_schedule(devices, turn=0)
+
+    assert schedule[:2] == (Gather(0, (2,)), Gather(1, (3,)))
