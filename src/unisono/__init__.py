@@ -1,7 +1,21 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
 from unisono import contrib, errors, experimental, testing
+from unisono.contexts import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+)
 from unisono.devices import Device
+from unisono.input import (
+    DistributedDataset,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import (
     CrossDeviceOps,
@@ -9,21 +23,36 @@ from unisono.reductions import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
+from unisono.strategies import MirroredStrategy, OneDeviceStrategy, Strategy, StrategyExtended
 from unisono.values import DistributedValues, Mirrored, PerReplica
 
 __all__ = [
     "CrossDeviceOps",
     "Device",
+    "DistributedDataset",
+    "DistributedIterator",
     "DistributedValues",
     "HierarchicalCopyAllReduce",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
     "Mirrored",
+    "MirroredStrategy",
     "NcclAllReduce",
+    "OneDeviceStrategy",
     "PerReplica",
     "ReduceOp",
     "ReductionToOneDevice",
+    "ReplicaContext",
+    "Strategy",
+    "StrategyExtended",
     "VariableAggregation",
     "contrib",
     "errors",
     "experimental",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
     "testing",
 ]

@@ -29,6 +29,9 @@ from unisono.input import (
 )
 from unisono.values import PerReplica
 
+# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
 
 class Numbers(Dataset[int]):
     def __init__(self, num_samples: int) -> None:
@@ -161,7 +164,7 @@ def test_workers_share_a_batch_and_wrap_even_one_replica() -> None:
 
 
 def test_without_sharding_there_is_one_worker_for_now() -> None:
-    with pytest.raises(UnsupportedError, match="OFF splits .* there are 2"):
+    with pytest.raises(UnsupportedError, match=r"OFF splits .* there are 2"):
         distributed(
             [], 1, input_context=InputContext(2, 0, 2), auto_shard_policy=AutoShardPolicy.OFF
         )
@@ -315,9 +318,9 @@ def test_rows_of_arrays_come_in_steps_and_again_in_the_next_pass() -> None:
 
 
 def test_arrays_keep_their_structure_and_their_memory() -> None:
-    arrays = {"x": np.zeros((4, 2)), "y": (np.arange(4),)}
-    dataset = numpy_dataset(arrays)
-    arrays["x"][3] = 7  # type: ignore[call-overload]
+    x = np.zeros((4, 2))
+    dataset = numpy_dataset({"x": x, "y": (np.arange(4),)})
+    x[3] = 7
 
     assert dataset[3]["x"].tolist() == [7, 7]
     assert dataset[3]["y"][0].item() == 3

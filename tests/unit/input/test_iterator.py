@@ -112,12 +112,10 @@ def test_a_batch_that_cannot_be_split_is_an_error_at_its_step(buffer_size: int) 
 
 def test_counts_are_those_of_the_step_handed_out() -> None:
     iterator = iterator_over([torch.arange(4), torch.arange(1)], buffer_size=2)
-    assert iterator.last_counts == ()
 
-    next(iterator)
-    assert iterator.last_counts == (2, 2)
-    next(iterator)
-    assert iterator.last_counts == (1, 0)
+    counts = [iterator.last_counts, *(iterator.last_counts for _ in iterator)]
+
+    assert counts == [(), (2, 2), (1, 0)]
 
 
 def test_the_host_keeps_what_is_not_fetched_to_the_device() -> None:

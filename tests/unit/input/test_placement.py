@@ -10,6 +10,9 @@ from unisono.testing import virtual_gpus
 
 BUSY_CYCLES = 20_000_000
 
+# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
 
 def gpus(count: int) -> list[Device]:
     return [Device("cuda", i) for i in range(count)]

@@ -4,6 +4,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from unisono.devices import cpu_slots
 from unisono.input import DistributedDataset, InputOptions
 from unisono.input.prefetch import ReadAhead
 from unisono.input.sources import as_source
+
+# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 
 def input_threads() -> list[threading.Thread]:
@@ -103,7 +107,7 @@ def test_a_reader_in_a_reference_cycle_is_collected_with_its_thread() -> None:
 
 
 def test_an_abandoned_pass_over_workers_leaves_no_thread_and_no_process() -> None:
-    loader = DataLoader(range(100), batch_size=2, num_workers=2)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(100), batch_size=2, num_workers=2)  # type: ignore[arg-type]
     iterator = iter(DistributedDataset(loader, cpu_slots(2)))
     next(iterator)
     assert len(input_threads()) == 1
@@ -164,7 +168,7 @@ class Own(Sampler[int]):
 def test_only_a_loader_that_draws_no_global_random_number_is_read_ahead_unasked(
     settings: dict[str, object], is_alone: bool
 ) -> None:
-    loader = DataLoader(range(4), **settings)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(4), **settings)  # type: ignore[arg-type]
 
     assert as_source(loader).is_alone is is_alone
 
@@ -176,7 +180,7 @@ def test_only_a_loader_that_draws_no_global_random_number_is_read_ahead_unasked(
 def test_a_larger_buffer_asks_for_reading_ahead_and_none_forbids_it(
     buffer_size: int, num_workers: int, is_read_ahead: bool
 ) -> None:
-    loader = DataLoader(range(8), batch_size=2, num_workers=num_workers)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(8), batch_size=2, num_workers=num_workers)  # type: ignore[arg-type]
     options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
     iterator = iter(DistributedDataset(loader, cpu_slots(2), options))
     next(iterator)
@@ -189,7 +193,7 @@ def test_random_transforms_interleave_with_training_as_in_plain_iteration() -> N
     def collate(rows: list[int]) -> torch.Tensor:
         return torch.rand(len(rows))
 
-    loader = DataLoader(range(8), batch_size=2, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
+    loader: DataLoader[Any] = DataLoader(range(8), batch_size=2, shuffle=True, collate_fn=collate)  # type: ignore[arg-type]
 
     torch.manual_seed(1)
     plain = [(*batch.tolist(), torch.rand(())) for batch in loader]

@@ -29,6 +29,9 @@ from unisono.input import (
 )
 from unisono.input.dataset import DealtDataset
 
+# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+
 
 class Noisy(Dataset[Tensor]):
     """Each sample is its index and a random number, as random transforms make them."""
@@ -136,7 +139,7 @@ class Training:
         torch.set_rng_state(state["torch"])
         random.setstate(state["python"])
         words = np.array(state["numpy"], dtype=np.uint32)
-        np.random.set_state(("MT19937", words, state["position"]))
+        np.random.set_state(("MT19937", words, state["position"], 0, 0.0))
 
 
 def start_anew(seed: int) -> None:
@@ -204,7 +207,7 @@ def test_a_saved_and_a_resumed_pass_hold_each_sample_once(
     options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
 
     def make() -> DistributedDataset:
-        source = DataLoader(range(11), batch_size=2, shuffle=True)  # type: ignore[arg-type]
+        source: DataLoader[int] = DataLoader(list(range(11)), batch_size=2, shuffle=True)  # type: ignore[arg-type]
         return DistributedDataset(source, cpu_slots(num_replicas), options)
 
     def samples(element: Any) -> list[int]:

@@ -1,0 +1,33 @@
+"""Where the running code is, and what it can do there."""
+
+from unisono.contexts.current import (
+    Context,
+    current_context,
+    current_replica,
+    entered,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    in_cross_replica_context,
+    is_inside_run,
+    other_strategy,
+    set_outside,
+)
+from unisono.contexts.replica import CrossReplicaContext, Meeting, ReplicaContext
+
+__all__ = [
+    "Context",
+    "CrossReplicaContext",
+    "Meeting",
+    "ReplicaContext",
+    "current_context",
+    "current_replica",
+    "entered",
+    "get_replica_context",
+    "get_strategy",
+    "has_strategy",
+    "in_cross_replica_context",
+    "is_inside_run",
+    "other_strategy",
+    "set_outside",
+]

@@ -1,0 +1,130 @@
+"""Collectives between replicas that gradients flow through."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.values import DistributedValues, PerReplica, is_sparse
+
+if TYPE_CHECKING:
+    from unisono.contexts.replica import ReplicaContext
+
+_LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
+
+
+def reduce_tensors(
+    context: ReplicaContext,
+    op: ReduceOp,
+    tensors: Sequence[Tensor],
+    options: CommunicationOptions | None,
+) -> list[Tensor]:
+    """All-reduces the tensors of all replicas in one batch."""
+    if not tensors:
+        return []
+    if op in _LINEAR and not any(is_sparse(tensor) for tensor in tensors):
+        apply: Any = _AllReduce.apply
+        return list(apply(context, op, options, *tensors))
+    return _all_reduce(context, op, tensors, options)
+
+
+def _all_reduce(
+    context: ReplicaContext,
+    op: ReduceOp,
+    tensors: Sequence[Tensor],
+    options: CommunicationOptions | None,
+) -> list[Tensor]:
+    extended = context.strategy.extended
+
+    def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
+        lengths = [len(own) for own in given]
+        if len(set(lengths)) > 1:
+            raise ReplicaMismatchError(
+                f"The replicas reduce different numbers of tensors, {lengths} by replica. Call "
+                "`all_reduce` with the same structure on every replica."
+            )
+        values = [
+            PerReplica.placed(components, extended.worker_devices)
+            for components in zip(*given, strict=True)
+        ]
+        pairs = [(value, value) for value in values]
+        results = extended.cross_device_ops.batch_reduce(op, pairs, options)
+        by_value = [r.values if isinstance(r, DistributedValues) else (r,) for r in results]
+        return [list(own) for own in zip(*by_value, strict=True)]
+
+    what = f"all_reduce({op.name}) of {len(tensors)} tensors"
+    result: list[Tensor] = context.meeting.meet(
+        context.replica_id_in_sync_group, what, tensors, work
+    )
+    return result
+
+
+class _AllReduce(torch.autograd.Function):
+    """The gradient of an all-reduce is the all-reduce of the gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context: ReplicaContext,
+        op: ReduceOp,
+        options: CommunicationOptions | None,
+        *tensors: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.arguments = context, op, options
+        return tuple(_all_reduce(context, op, tensors, options))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        context, op, options = ctx.arguments
+        return None, None, None, *reduce_tensors(context, op, gradients, options)
+
+
+def gather_tensors(
+    context: ReplicaContext, tensor: Tensor, axis: int, options: CommunicationOptions | None
+) -> Tensor:
+    """Puts the tensors of all replicas end to end."""
+    if is_sparse(tensor):
+        raise UnsupportedError("Sparse tensors cannot be gathered; call `.to_dense()` first.")
+    if tensor.dim() == 0:
+        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    apply: Any = _AllGather.apply
+    gathered: Tensor = apply(context, options, axis, tensor)
+    return gathered
+
+
+class _AllGather(torch.autograd.Function):
+    """The gradient of a gather is each replica's own part of the summed gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        context: ReplicaContext,
+        options: CommunicationOptions | None,
+        axis: int,
+        tensor: Tensor,
+    ) -> Tensor:
+        def work(given: list[Tensor]) -> list[tuple[Tensor, int]]:
+            sizes = [own.shape[axis] for own in given]
+            starts = [sum(sizes[:i]) for i in range(len(sizes))]
+            parts = [
+                torch.cat([other.detach().to(own.device) for other in given], dim=axis)
+                for own in given
+            ]
+            return list(zip(parts, starts, strict=True))
+
+        replica_id = context.replica_id_in_sync_group
+        what = f"all_gather along {axis}"
+        gathered, start = context.meeting.meet(replica_id, what, tensor, work)
+        ctx.arguments = context, options, axis, start, tensor.shape[axis]
+        return gathered  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        context, options, axis, start, length = ctx.arguments
+        (total,) = reduce_tensors(context, ReduceOp.SUM, gradients, options)
+        return None, None, None, total.narrow(axis, start, length)

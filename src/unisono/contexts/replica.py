@@ -1,0 +1,104 @@
+"""What code on a replica can ask for: who it is, and to meet the other replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.devices import Device
+from unisono.errors import UnsupportedError
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.values import as_tensor, flatten
+
+if TYPE_CHECKING:
+    from unisono.strategies import Strategy
+
+
+class Meeting(Protocol):
+    """Where the replicas of one `run` meet."""
+
+    def meet(
+        self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
+        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
+
+    def call_waiting(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
+        """From within `work`: lets each replica make a call, with a meeting point of its own."""
+
+
+@dataclass(frozen=True)
+class CrossReplicaContext:
+    """The code runs once, for all replicas of `strategy`."""
+
+    strategy: Strategy
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaContext:
+    """The code runs on one replica.
+
+    Attributes:
+        strategy: Whose replica it is.
+        replica_id_in_sync_group: The number of the replica, from 0.
+        meeting: Where the replicas meet.
+        weight: What this replica's gradients count for in a mean; 1 unless batches are uneven.
+    """
+
+    strategy: Strategy
+    replica_id_in_sync_group: int
+    meeting: Meeting
+    weight: float = 1.0
+    notes: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that are kept in sync."""
+        return self.strategy.num_replicas_in_sync
+
+    @property
+    def device(self) -> Device:
+        """The device of this replica."""
+        return self.strategy.extended.worker_devices[self.replica_id_in_sync_group]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of this replica, as a tuple of one."""
+        return (self.device,)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Waits until every replica makes a `merge_call`, then calls `merge_fn` once.
+
+        `merge_fn(strategy, *args, **kwargs)` runs in cross-replica context, with the arguments of
+        all replicas as `PerReplica` values; replica 0's function is the one that is called. Of what
+        it returns each replica gets its own components.
+        """
+        return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduces every tensor of `value` over all replicas; every replica gets the result.
+
+        Gradients flow through sums and means: they are reduced in the same way on their way back.
+        """
+        op = ReduceOp.read(reduce_op)
+        leaves, rebuild = flatten(value)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        return rebuild(reduce_tensors(self, op, tensors, options))
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Puts every tensor of `value` end to end over all replicas, along `axis`.
+
+        The replicas' tensors may differ in length along `axis`. Gradients flow through.
+        """
+        if not isinstance(axis, int):
+            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
+        leaves, rebuild = flatten(value)
+        return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])

@@ -1,0 +1,18 @@
+"""How the replicas of one worker run."""
+
+from unisono.engines.ambient import Ambient
+from unisono.engines.meeting import ReplicaMeeting, ReplicaStopped
+from unisono.engines.randomness import ReplicaRandomness, draw_seed
+from unisono.engines.threads import ReplicaThreads
+from unisono.engines.turns import OneByOne, Turns
+
+__all__ = [
+    "Ambient",
+    "OneByOne",
+    "ReplicaMeeting",
+    "ReplicaRandomness",
+    "ReplicaStopped",
+    "ReplicaThreads",
+    "Turns",
+    "draw_seed",
+]

@@ -1,0 +1,67 @@
+"""What the caller of `run` has set for its own thread, and its replicas must see too."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ambient:
+    """The grad mode, inference mode, autocast, default device and context variables of a thread."""
+
+    is_grad_enabled: bool
+    is_inference: bool
+    autocasts: tuple[tuple[str, torch.dtype, bool], ...]
+    default_device: torch.device | None
+    variables: contextvars.Context
+
+    @classmethod
+    def of_this_thread(cls) -> Ambient:
+        """Notes what is set now."""
+        is_cached = torch.is_autocast_cache_enabled()
+        autocasts = tuple(
+            (kind, torch.get_autocast_dtype(kind), is_cached)
+            for kind in ("cpu", "cuda")
+            if torch.is_autocast_enabled(kind)
+        )
+        default_device = torch.get_default_device()
+        return cls(
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            autocasts,
+            default_device if default_device.type != "cpu" else None,
+            contextvars.copy_context(),
+        )
+
+    def call(self, fn: Callable[[], T]) -> T:
+        """Calls `fn` in another thread as if it were the one that was noted."""
+        # A context can be entered by one thread at a time, so each replica gets a copy.
+        return self.variables.copy().run(self._call, fn)
+
+    def _call(self, fn: Callable[[], T]) -> T:
+        with self._entered():
+            return fn()
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            enter: Callable[[Any], Any] = stack.enter_context
+            if self.is_inference:
+                enter(torch.inference_mode())
+            enter(torch.set_grad_enabled(self.is_grad_enabled))
+            for kind, dtype, is_cached in self.autocasts:
+                enter(torch.autocast(kind, dtype, cache_enabled=is_cached))
+            if self.default_device is not None:
+                enter(self.default_device)
+            # Backward then runs on the replica's own thread, on every device: a thread that
+            # several replicas share could wait for itself.
+            enter(torch.autograd.set_multithreading_enabled(False))
+            yield

@@ -1,0 +1,143 @@
+"""Where the replicas of a run meet, and how they are freed when one of them cannot come."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from unisono.engines.turns import Turns
+from unisono.errors import UnequalCallsError
+
+
+class ReplicaStopped(BaseException):
+    """Ends a replica because the step has failed elsewhere. Not an error for user code to catch."""
+
+
+class _Arrival(NamedTuple):
+    what: str
+    given: Any
+    work: Callable[[list[Any]], Sequence[Any]]
+
+
+class ReplicaMeeting:
+    """The meeting point of the replicas of one run.
+
+    Replicas wait in `meet` until all have come. Replica 0 then does the work, so it does not
+    depend on who came last. When a replica fails, or returns while others wait for it, the first
+    real error is kept and everybody who waits or comes later is stopped.
+    """
+
+    def __init__(self, num_replicas: int, turns: Turns) -> None:
+        self._num_replicas = num_replicas
+        self._turns = turns
+        self._changed = threading.Condition()
+        self._arrivals: dict[int, _Arrival] = {}
+        self._shares: dict[int, Any] = {}
+        self._calls: dict[int, Callable[[ReplicaMeeting], Any]] = {}
+        self._answers: dict[int, Any] = {}
+        self._returned: set[int] = set()
+        self.failure: BaseException | None = None
+
+    def meet(
+        self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
+    ) -> Any:
+        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
+        if self._num_replicas == 1:
+            return work([given])[0]
+        with self._changed:
+            self._arrivals[replica_id] = _Arrival(what, given, work)
+            self._check_calls()
+            self._changed.notify_all()
+        with self._turns.waiting(replica_id):
+            return self._lead() if replica_id == 0 else self._follow(replica_id)
+
+    def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
+        """From within `work`: every replica makes its call, with a meeting point of its own.
+
+        Replica 0, which does the work, makes its call too.
+        """
+        inner = ReplicaMeeting(self._num_replicas, self._turns)
+        if self._num_replicas == 1:
+            return [calls[0](inner)]
+        with self._changed:
+            self._calls = {i: self._made(call, i, inner) for i, call in enumerate(calls)}
+            own = self._calls.pop(0)
+            self._changed.notify_all()
+        own(inner)
+        with self._changed:
+            self._wait(lambda: len(self._answers) == self._num_replicas)
+            answers, self._answers = self._answers, {}
+        return [answers[i] for i in range(self._num_replicas)]
+
+    def leave(self, replica_id: int) -> None:
+        """Says that a replica has come to its end."""
+        with self._changed:
+            self._returned.add(replica_id)
+            self._check_calls()
+
+    def fail(self, error: BaseException) -> None:
+        """Stops everybody; only the first error counts."""
+        with self._changed:
+            if self.failure is None and not isinstance(error, ReplicaStopped):
+                self.failure = error
+            self._changed.notify_all()
+
+    def _lead(self) -> Any:
+        with self._changed:
+            self._wait(lambda: len(self._arrivals) == self._num_replicas)
+            arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
+        shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        with self._changed:
+            self._arrivals.clear()
+            self._shares = dict(enumerate(shares))
+            own = self._shares.pop(0)
+            self._changed.notify_all()
+        return own
+
+    def _follow(self, replica_id: int) -> Any:
+        while True:
+            with self._changed:
+                self._wait(lambda: replica_id in self._shares or replica_id in self._calls)
+                if replica_id in self._shares:
+                    return self._shares.pop(replica_id)
+                call = self._calls.pop(replica_id)
+            call(self)
+
+    def _made(
+        self, call: Callable[[ReplicaMeeting], Any], replica_id: int, inner: ReplicaMeeting
+    ) -> Callable[[ReplicaMeeting], Any]:
+        def make(_: ReplicaMeeting) -> None:
+            try:
+                with self._turns.running(replica_id):
+                    answer = call(inner)
+                inner.leave(replica_id)
+            except BaseException as error:
+                inner.fail(error)
+                self.fail(inner.failure or error)
+                raise
+            with self._changed:
+                self._answers[replica_id] = answer
+                self._changed.notify_all()
+
+        return make
+
+    def _wait(self, is_over: Callable[[], bool]) -> None:
+        while not is_over():
+            if self.failure is not None:
+                raise ReplicaStopped
+            self._changed.wait()
+
+    def _check_calls(self) -> None:
+        """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
+        names = {arrival.what for arrival in self._arrivals.values()}
+        if self.failure is None and (len(names) > 1 or (names and self._returned)):
+            waiting = [f"replica {i} is in {a.what}" for i, a in sorted(self._arrivals.items())]
+            returned = [f"replica {i} has returned" for i in sorted(self._returned)]
+            self.failure = UnequalCallsError(
+                "Every replica must make the same calls in the same order, but "
+                f"{', '.join(waiting + returned)}."
+            )
+        if self.failure is not None:
+            self._changed.notify_all()
+            raise ReplicaStopped

@@ -1,0 +1,170 @@
+"""A stream of random numbers of its own for every replica.
+
+torch has one generator for all threads of a process, so replicas that draw from it at the same time
+get other numbers in every run. Here each replica has a generator of its own, seeded at the start of
+every run from the caller's: different from replica to replica, the same in every run of a program
+that sets `torch.manual_seed`, and restored by `torch.set_rng_state`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+# Take a `generator` argument.
+_WITH_GENERATOR = frozenset(
+    [
+        torch.bernoulli,
+        torch.multinomial,
+        torch.normal,
+        torch.rand,
+        torch.rand_like,
+        torch.randint,
+        torch.randint_like,
+        torch.randn,
+        torch.randn_like,
+        torch.randperm,
+        torch.poisson,
+        Tensor.bernoulli,
+        Tensor.bernoulli_,
+        Tensor.cauchy_,
+        Tensor.exponential_,
+        Tensor.geometric_,
+        Tensor.log_normal_,
+        Tensor.multinomial,
+        Tensor.normal_,
+        Tensor.random_,
+        Tensor.uniform_,
+    ]
+)
+# Draw from the default generator without a way to name another. Each with the arguments without
+# which it draws nothing: their names, places and defaults.
+_P = ("p", 1, 0.5)
+_TRAINING = ("training", 2, True)
+_WITHOUT_GENERATOR: dict[Callable[..., Any], tuple[tuple[str, int, Any], ...]] = {
+    functional.alpha_dropout: (_P, ("training", 2, False)),
+    functional.dropout1d: (_P, _TRAINING),
+    functional.dropout2d: (_P, _TRAINING),
+    functional.dropout3d: (_P, _TRAINING),
+    functional.feature_alpha_dropout: (_P, ("training", 2, False)),
+    functional.fractional_max_pool2d: (),
+    functional.fractional_max_pool3d: (),
+    functional.gumbel_softmax: (),
+    functional.multi_head_attention_forward: (("dropout_p", 10, 0.0), ("training", 13, True)),
+    functional.rrelu: (("training", 3, False),),
+    functional.scaled_dot_product_attention: (("dropout_p", 4, 0.0),),
+    torch.alpha_dropout: (_P, ("train", 2, True)),
+    torch.feature_alpha_dropout: (_P, ("train", 2, True)),
+    torch.feature_dropout: (_P, ("train", 2, True)),
+    torch.native_dropout: (_P, ("train", 2, True)),
+    torch.rrelu: (("training", 3, False),),
+}
+_RECURRENT = frozenset([torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh])
+_DROPOUT = frozenset([functional.dropout, torch.dropout])
+
+# Held while a replica's state stands in for that of the default generator.
+_default_lock = threading.Lock()
+
+
+def draw_seed() -> int:
+    """Draws the seed of one run from the caller's generator."""
+    return int(torch.empty((), dtype=torch.int64).random_())
+
+
+class ReplicaRandomness(TorchFunctionMode):
+    """Within the block torch draws random numbers for one replica."""
+
+    def __init__(self, seed: int, replica_id: int) -> None:
+        super().__init__()
+        # Any odd number with well mixed bits keeps the seeds of replicas far apart.
+        self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Passes everything on, random functions with this replica's generator."""
+        kwargs = kwargs or {}
+        if func in _DROPOUT:
+            return self._dropout(*args, **kwargs)
+        if func in _WITH_GENERATOR and kwargs.get("generator") is None:
+            return func(*args, **{**kwargs, "generator": self._generator(_device(args, kwargs))})
+        if _draws_from_default(func, args, kwargs):
+            return self._as_default(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self._seed)
+        return self._generators[device]
+
+    def _dropout(
+        self,
+        input: Tensor,
+        p: float = 0.5,
+        training: bool = True,  # noqa: FBT001, FBT002 - the signature of torch
+        inplace: bool = False,  # noqa: FBT001, FBT002
+    ) -> Tensor:
+        if not training or p in (0, 1) or not 0 < p < 1:
+            return functional.dropout(input, p, training, inplace)
+        keep = torch.empty_like(input).bernoulli_(1 - p, generator=self._generator(input.device))
+        keep.div_(1 - p)
+        return input.mul_(keep) if inplace else input * keep
+
+    def _as_default(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        device = _device(args, kwargs)
+        own = self._generator(device)
+        default = _default_generator(device)
+        with _default_lock:
+            kept = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                return func(*args, **kwargs)
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(kept)
+
+
+def _draws_from_default(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> bool:
+    if func in _RECURRENT:
+        # In both their signatures the dropout is the first float, and training comes after it.
+        at = next((i for i, value in enumerate(args) if isinstance(value, float)), None)
+        return at is not None and args[at] > 0 and bool(args[at + 1])
+    if func not in _WITHOUT_GENERATOR:
+        return False
+    return all(
+        kwargs.get(name, args[place] if place < len(args) else default)
+        for name, place, default in _WITHOUT_GENERATOR[func]
+    )
+
+
+def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
+    given = kwargs.get("device")
+    if given is not None:
+        device = torch.device(given)
+    else:
+        tensor = next((value for value in args if isinstance(value, Tensor)), None)
+        device = torch.get_default_device() if tensor is None else tensor.device
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _default_generator(device: torch.device) -> torch.Generator:
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator

@@ -1,0 +1,43 @@
+"""How one host's input is dealt to its replicas."""
+
+from unisono.input.arrays import ArrayDataset, numpy_dataset
+from unisono.input.context import (
+    DEFAULT_INPUT_OPTIONS,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    ValueContext,
+)
+from unisono.input.dataset import DistributedDataset
+from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
+from unisono.input.iterator import DistributedIterator, EndOfInputError, OptionalElement
+from unisono.input.sharding import (
+    AutoShardPolicy,
+    filled_slices,
+    fixed_sizes,
+    legacy_sizes,
+    legacy_slices,
+)
+from unisono.input.splitting import counts_of
+
+__all__ = [
+    "DEFAULT_INPUT_OPTIONS",
+    "ArrayDataset",
+    "AutoShardPolicy",
+    "DistributedDataset",
+    "DistributedDatasetsFromFunction",
+    "DistributedIterator",
+    "EndOfInputError",
+    "InputContext",
+    "InputOptions",
+    "InputReplicationMode",
+    "OptionalElement",
+    "ValueContext",
+    "counts_of",
+    "filled_slices",
+    "fixed_sizes",
+    "legacy_sizes",
+    "legacy_slices",
+    "numpy_dataset",
+    "values_from_function",
+]

@@ -1,0 +1,44 @@
+"""NumPy arrays as a dataset of their rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import TensorDataset
+
+from unisono.errors import UnsupportedError
+from unisono.input.structure import take_apart
+from unisono.values import as_tensor
+
+
+class ArrayDataset(TensorDataset):
+    """The rows of a nested structure of arrays. The arrays are shared, not copied.
+
+    Wrap it in a `DataLoader` to shuffle and batch it.
+    """
+
+    def __init__(self, arrays: Any) -> None:
+        self._tree, leaves = take_apart(arrays)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        sizes = {
+            path or "the array": len(tensor) if tensor.dim() else "no rows"
+            for path, tensor in zip(self._tree.paths, tensors, strict=True)
+        }
+        if len(set(sizes.values())) != 1 or "no rows" in sizes.values():
+            listed = ", ".join(f"{path} has {size}" for path, size in sizes.items()) or "nothing"
+            raise UnsupportedError(
+                f"Arrays of one dataset must have one number of rows, got: {listed}."
+            )
+        super().__init__(*tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tree.build([tensor[index] for tensor in self.tensors])
+
+
+def numpy_dataset(arrays: Any) -> ArrayDataset:
+    """Makes a dataset of the rows of an array, or of a tuple, list or dict of arrays.
+
+    >>> numpy_dataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
+    {'x': tensor([3., 4.]), 'y': tensor(1)}
+    """
+    return ArrayDataset(arrays)

@@ -1,0 +1,113 @@
+"""What an input function is told, and how input is fetched."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from unisono.errors import UnsupportedError
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """Which part of the input a pipeline makes.
+
+    Attributes:
+        num_input_pipelines: How many pipelines there are, one a worker unless asked otherwise.
+        input_pipeline_id: Which of them this is.
+        num_replicas_in_sync: How many replicas all pipelines feed together.
+    """
+
+    num_input_pipelines: int = 1
+    input_pipeline_id: int = 0
+    num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        if self.num_replicas_in_sync < 1:
+            raise UnsupportedError(
+                f"`num_replicas_in_sync` must be 1 or more, got {self.num_replicas_in_sync}."
+            )
+        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
+            raise UnsupportedError(
+                f"`input_pipeline_id` must be from 0 to {self.num_input_pipelines - 1}, as "
+                f"`num_input_pipelines` is {self.num_input_pipelines}; got "
+                f"{self.input_pipeline_id}."
+            )
+
+    def get_per_replica_batch_size(self, global_batch_size: int) -> int:
+        """Returns the share of one replica, which must come out even."""
+        share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
+        if rest:
+            raise UnsupportedError(
+                f"A global batch of {global_batch_size} does not divide over "
+                f"{self.num_replicas_in_sync} replicas: {rest} are left over. Use a multiple of "
+                f"{self.num_replicas_in_sync}."
+            )
+        return share
+
+
+@dataclass(frozen=True)
+class ValueContext:
+    """Which replica a value is made for.
+
+    Attributes:
+        replica_id_in_sync_group: The replica.
+        num_replicas_in_sync: How many there are.
+    """
+
+    replica_id_in_sync_group: int = 0
+    num_replicas_in_sync: int = 1
+
+
+class InputReplicationMode(enum.Enum):
+    """How often an input function is called: once a worker, or once a replica."""
+
+    PER_WORKER = "PER_WORKER"
+    PER_REPLICA = "PER_REPLICA"
+
+
+@dataclass(frozen=True)
+class InputOptions:
+    """How input is fetched.
+
+    Attributes:
+        experimental_fetch_to_device: Whether a replica's part is copied to its device. Otherwise
+            all parts stay on the host.
+        experimental_replication_mode: How often an input function is called.
+        experimental_place_dataset_on_device: Whether an input function makes its batches on the
+            device of its replica. Needs `PER_REPLICA`, and no fetching to the device.
+        experimental_per_replica_buffer_size: How many steps are fetched ahead of use. 0 fetches
+            nothing ahead. 1 fetches ahead where that cannot change a random number: from a
+            `DataLoader` with workers, whose samples are made in other processes. 2 or more fetches
+            ahead from any source: what the source draws from the global random generators is then
+            drawn on another thread, at no certain time.
+    """
+
+    experimental_fetch_to_device: bool = True
+    experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
+    experimental_place_dataset_on_device: bool = False
+    experimental_per_replica_buffer_size: int = 1
+
+    def __post_init__(self) -> None:
+        mode = self.experimental_replication_mode
+        if not isinstance(mode, InputReplicationMode):
+            members = ", ".join(str(member) for member in InputReplicationMode)
+            raise UnsupportedError(
+                f"`experimental_replication_mode` must be one of {members}, got {mode!r}."
+            )
+        if self.experimental_per_replica_buffer_size < 0:
+            raise UnsupportedError(
+                "`experimental_per_replica_buffer_size` must be 0 or more, got "
+                f"{self.experimental_per_replica_buffer_size}."
+            )
+        if self.experimental_place_dataset_on_device and (
+            self.experimental_fetch_to_device or mode is not InputReplicationMode.PER_REPLICA
+        ):
+            raise UnsupportedError(
+                "`experimental_place_dataset_on_device` needs `experimental_fetch_to_device=False` "
+                "and `experimental_replication_mode=InputReplicationMode.PER_REPLICA`, got "
+                f"{self.experimental_fetch_to_device} and {mode}."
+            )
+
+
+DEFAULT_INPUT_OPTIONS = InputOptions()

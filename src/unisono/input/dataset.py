@@ -1,0 +1,218 @@
+"""`DistributedDataset`: each global batch is split over the replicas."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.devices import Device
+from unisono.errors import UnsupportedError
+from unisono.input.context import (
+    DEFAULT_INPUT_OPTIONS,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+)
+from unisono.input.iterator import Deal, Dealt, DistributedIterator
+from unisono.input.passes import Pass, Progress
+from unisono.input.placement import Placement
+from unisono.input.sharding import AutoShardPolicy, filled_slices, fixed_sizes, legacy_slices
+from unisono.input.source import Source
+from unisono.input.sources import as_source
+from unisono.input.splitting import Parts, split, whole
+
+
+class DealtDataset(Dealt):
+    """What all distributed datasets do: iterate, and save and resume in the middle of a pass.
+
+    Args:
+        sources: What batches are drawn from, all of them at each step.
+        devices: The devices of this host's replicas.
+        input_context: Which worker of how many this is.
+        options: How batches are fetched.
+    """
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        devices: Sequence[Device],
+        input_context: InputContext,
+        options: InputOptions,
+    ) -> None:
+        self._sources = tuple(sources)
+        self._context = input_context
+        self._options = options
+        self._placement = Placement(
+            devices,
+            to_devices=options.experimental_fetch_to_device
+            or options.experimental_place_dataset_on_device,
+        )
+        self._progress = Progress(batches_per_step=self.batches_per_step)
+        self._pending: tuple[Progress, bool] | None = None
+        self._latest: weakref.ref[DistributedIterator] | None = None
+
+    @property
+    def options(self) -> InputOptions:
+        """See `Dealt.options`."""
+        return self._options
+
+    @property
+    def placement(self) -> Placement:
+        """See `Dealt.placement`."""
+        return self._placement
+
+    @property
+    def is_wrapped(self) -> bool:
+        """See `Dealt.is_wrapped`."""
+        return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
+
+    @property
+    def batches_per_step(self) -> int:
+        """How many batches each source gives a step."""
+        return 1
+
+    def deal(self, opened: Pass) -> Deal:
+        """Says how the batches of a pass are dealt."""
+        raise NotImplementedError
+
+    def __iter__(self) -> DistributedIterator:
+        pending, self._pending = self._pending, None
+        deal = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
+        iterator = DistributedIterator(self, deal)
+        self._latest = weakref.ref(iterator)
+        return iterator
+
+    def begin(self) -> Deal:
+        """See `Dealt.begin`."""
+        self._leave_latest()
+        return self._started(Pass.begin(self._sources, self.batches_per_step))
+
+    def resume(self, progress: Progress, *, refetch: bool) -> Deal:
+        """See `Dealt.resume`."""
+        if progress.batches_per_step != self.batches_per_step:
+            raise UnsupportedError(
+                f"The saved state is of {progress.batches_per_step} batches a step, this input "
+                f"takes {self.batches_per_step}. Resume with the same number of replicas."
+            )
+        self._leave_latest()
+        return self._started(Pass.resume(self._sources, progress, refetch=refetch))
+
+    def _started(self, opened: Pass) -> Deal:
+        self._progress = opened.progress
+        return self.deal(opened)
+
+    def _leave_latest(self) -> None:
+        """Stops an older pass from drawing where the next one is about to."""
+        latest = None if self._latest is None else self._latest()
+        if latest is not None and any(source.has_one_pass for source in self._sources):
+            latest.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns how far the latest pass is: its steps, and the random state that it began with.
+
+        What was fetched ahead but not handed out does not count. `torch.save` takes it.
+        """
+        return (self._pending[0] if self._pending else self._progress).state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
+        """Makes the next pass go on where another one was saved.
+
+        The sampler's order is replayed, what was consumed is skipped, and the global random
+        generators are left alone: with their state restored as well, and the same input, the
+        rest of the pass gives the same bits. Without workers a map-style `DataLoader` fetches
+        nothing to get there; other inputs are drawn and dropped.
+
+        Args:
+            state: What `state_dict` returned.
+            refetch: Whether a `DataLoader` with workers draws and drops too, so that random
+                transforms in the workers give the same bits. Turned off, its sampler skips at once.
+        """
+        progress = Progress.from_state_dict(state)
+        self._pending = None if progress.at_start is None else (progress, refetch)
+        self._progress = Progress(batches_per_step=self.batches_per_step)
+
+
+class DistributedDataset(DealtDataset):
+    """Global batches, each split over the replicas.
+
+    Args:
+        source: A `DataLoader` with the global batch size, or any iterable of batches.
+        devices: The devices of this host's replicas.
+        options: How batches are fetched.
+        input_context: Which worker of how many this is. None means the only one.
+        auto_shard_policy: How the workers share the batches, and how a batch is split.
+    """
+
+    def __init__(
+        self,
+        source: Any,
+        devices: Sequence[Device],
+        options: InputOptions | None = None,
+        *,
+        input_context: InputContext | None = None,
+        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+    ) -> None:
+        options = options or DEFAULT_INPUT_OPTIONS
+        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+            raise NotImplementedError(
+                "A dataset is split over the replicas, so there is one a worker: "
+                f"{InputReplicationMode.PER_REPLICA} works with "
+                "`distribute_datasets_from_function` alone."
+            )
+        if isinstance(source, Dealt):
+            raise UnsupportedError("This dataset is distributed already; iterate it as it is.")
+        context = input_context or InputContext(num_replicas_in_sync=len(devices))
+        self._is_fixed = auto_shard_policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
+        if self._is_fixed and context.num_input_pipelines > 1:
+            raise UnsupportedError(
+                f"{auto_shard_policy.name} splits the batches of one worker, and there are "
+                f"{context.num_input_pipelines}. Use {AutoShardPolicy.DATA.name}, or "
+                "`distribute_datasets_from_function`."
+            )
+        super().__init__([as_source(source)], devices, context, options)
+
+    def deal(self, opened: Pass) -> Deal:
+        """See `DealtDataset.deal`."""
+        if not self.is_wrapped:
+            return _WholeBatches(opened)
+        num_replicas = len(self.placement.devices)
+        if self._is_fixed:
+            return _FixedSplit(opened, num_replicas)
+        return _LegacySplit(opened, num_replicas, self._context)
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+
+class _WholeBatches(Deal):
+    def draw(self) -> Parts:
+        return whole(next(self.opened.batches[0]))
+
+
+class _LegacySplit(Deal):
+    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
+        super().__init__(opened)
+        self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
+
+    def draw(self) -> Parts:
+        return split(next(self.opened.batches[0]), lambda n: legacy_slices(n, *self._place))
+
+
+class _FixedSplit(Deal):
+    """The first batch of the first pass says what a full one is, unless the source does."""
+
+    def __init__(self, opened: Pass, num_replicas: int) -> None:
+        super().__init__(opened)
+        self._num_replicas = num_replicas
+        if opened.progress.batch_size is None:
+            opened.progress.batch_size = opened.sources[0].batch_size
+
+    def _slices(self, num_samples: int) -> tuple[slice, ...]:
+        progress = self.opened.progress
+        progress.batch_size = progress.batch_size or num_samples
+        full = max(progress.batch_size, num_samples)
+        return filled_slices(num_samples, fixed_sizes(full, 1, 0, self._num_replicas))
+
+    def draw(self) -> Parts:
+        return split(next(self.opened.batches[0]), self._slices)

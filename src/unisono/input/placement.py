@@ -1,0 +1,91 @@
+"""Parts of a batch copied to the devices of their replicas, beside what the devices compute."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.devices import Device, cpu_slots, this_machine
+from unisono.input.splitting import Parts
+
+
+@dataclass(frozen=True)
+class Placed:
+    """One step's input on its devices, where the copies may still be under way.
+
+    Attributes:
+        parts: The input.
+        copied: For each GPU, what it waits for before it may read.
+    """
+
+    parts: Parts
+    copied: dict[torch.device, torch.cuda.Event]
+
+
+class Placement:
+    """Copies the part of each replica to its device.
+
+    What is on a GPU is copied from pinned memory and on a stream of its own, so that neither the
+    host nor the GPU's other work waits for it. CPU devices share the host's memory: their parts
+    stay where they are.
+    """
+
+    def __init__(self, devices: Sequence[Device], *, to_devices: bool) -> None:
+        self.devices = tuple(devices) if to_devices else cpu_slots(len(devices))
+        machine = this_machine()
+        self._targets = [machine.torch_device(device) for device in self.devices]
+        gpus = [target for target in dict.fromkeys(self._targets) if target.type == "cuda"]
+        self._streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}
+
+    def place(self, parts: Parts) -> Placed:
+        """Starts the copies. Any thread may do this."""
+        if not self._streams:
+            return Placed(parts, {})
+        for stream in self._streams.values():
+            _wait_for_gpu_tensors(stream, parts)
+        leaves = [
+            tuple(
+                self._copied(component, target)
+                for component, target in zip(leaf, self._targets, strict=True)
+            )
+            for leaf in parts.leaves
+        ]
+        copied = {gpu: stream.record_event() for gpu, stream in self._streams.items()}
+        return Placed(Parts(parts.tree, leaves, parts.counts), copied)
+
+    def _copied(self, component: Any, target: torch.device) -> Any:
+        if not isinstance(component, Tensor) or target.type != "cuda":
+            return component
+        if component.device.type == "cpu" and component.numel() and not component.is_pinned():
+            component = component.pin_memory()
+        with torch.cuda.stream(self._streams[target]):
+            return component.to(target, non_blocking=True)
+
+    def hand_out(self, placed: Placed) -> Parts:
+        """Makes what the caller does next on the GPUs wait for the copies."""
+        for gpu, event in placed.copied.items():
+            current = torch.cuda.current_stream(gpu)
+            current.wait_event(event)
+            for leaf in placed.parts.leaves:
+                for component in leaf:
+                    if isinstance(component, Tensor) and component.device == gpu:
+                        # Its memory came from the copying stream, which must not take it back
+                        # while this one still reads it.
+                        component.record_stream(current)
+        return placed.parts
+
+
+def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: Parts) -> None:
+    """Input that was made on a GPU may still be in the making, on the stream of this thread."""
+    made_on = {
+        component.device
+        for leaf in parts.leaves
+        for component in leaf
+        if isinstance(component, Tensor) and component.is_cuda
+    }
+    for gpu in made_on:
+        stream.wait_stream(torch.cuda.current_stream(gpu))

@@ -1,0 +1,95 @@
+"""Which samples of a batch go to which replica: W workers, of which this is w, with R replicas.
+
+legacy   a batch of n becomes W R sub-batches of ceil(n / (W R)), the later ones shorter or
+         empty; worker w keeps the sub-batches w, w + W, w + 2 W, ...
+fixed    a batch of G becomes W R sub-batches of fixed sizes that differ by at most one; a
+         shorter batch fills them in order
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Iterable
+
+from unisono.errors import UnsupportedError
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How the workers share a dataset.
+
+    `AUTO` and `DATA`: all workers read everything, and each keeps its samples. `FILE`: each reads
+    its own files. `OFF`: each gets everything. `HINT`: the dataset says it itself.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
+
+
+def legacy_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns the sizes of the sub-batches: the rounded-up share until nothing is left.
+
+    >>> legacy_sizes(13, 4), legacy_sizes(4, 3), legacy_sizes(5, 4)
+    ((4, 4, 4, 1), (2, 2, 0), (2, 2, 1, 0))
+    """
+    share = -(-num_samples // num_replicas)
+    return tuple(min(share, max(0, num_samples - i * share)) for i in range(num_replicas))
+
+
+def legacy_slices(
+    num_samples: int, num_workers: int, worker_id: int, num_replicas: int
+) -> tuple[slice, ...]:
+    """Returns the samples of each of this worker's replicas.
+
+    >>> legacy_slices(8, num_workers=2, worker_id=1, num_replicas=2)
+    (slice(2, 4, None), slice(6, 8, None))
+    """
+    _check(num_workers, worker_id, num_replicas)
+    slices = _slices(legacy_sizes(num_samples, num_workers * num_replicas))
+    return slices[worker_id::num_workers]
+
+
+def fixed_sizes(
+    batch_size: int, num_workers: int, worker_id: int, num_replicas: int
+) -> tuple[int, ...]:
+    """Returns the sizes of the sub-batches that a worker makes of each of its batches.
+
+    The larger ones come first, rotated from worker to worker, so that the workers together make
+    every global step as large as a batch.
+
+    >>> fixed_sizes(7, 2, 0, 2), fixed_sizes(7, 2, 1, 2)
+    ((2, 2, 2, 1), (2, 1, 2, 2))
+    """
+    _check(num_workers, worker_id, num_replicas)
+    num_parts = num_workers * num_replicas
+    share, num_larger = divmod(batch_size, num_parts)
+    sizes = [share + (i < num_larger) for i in range(num_parts)]
+    first = worker_id * num_replicas
+    return tuple(sizes[first:] + sizes[:first])
+
+
+def filled_slices(num_samples: int, sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Returns the samples of parts of `sizes` that are filled in order, until nothing is left.
+
+    >>> filled_slices(6, (4, 4))
+    (slice(0, 4, None), slice(4, 6, None))
+    """
+    return tuple(
+        slice(min(part.start, num_samples), min(part.stop, num_samples)) for part in _slices(sizes)
+    )
+
+
+def _slices(sizes: Iterable[int]) -> tuple[slice, ...]:
+    ends = itertools.accumulate(sizes, initial=0)
+    return tuple(itertools.starmap(slice, itertools.pairwise(ends)))
+
+
+def _check(num_workers: int, worker_id: int, num_replicas: int) -> None:
+    if num_replicas < 1 or not 0 <= worker_id < num_workers:
+        raise UnsupportedError(
+            "Input is dealt to 1 or more replicas on workers 0 to W - 1, got "
+            f"{num_replicas} replicas on worker {worker_id} of {num_workers}."
+        )

@@ -1,0 +1,162 @@
+"""One host batch becomes a part for each replica: views of it, along the first dimension."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Sequence, Sized
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.input.structure import Tree, has_rows, take_apart
+from unisono.values import PerReplica, as_tensor
+
+# What torch has a dtype for: bool, signed, unsigned, float and complex.
+_NUMERIC = "biufc"
+
+Slices: TypeAlias = Callable[[int], Sequence[slice]]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """One step's input, dealt.
+
+    Attributes:
+        tree: The structure.
+        leaves: For each leaf its parts, by replica id.
+        counts: How many samples each replica got.
+    """
+
+    tree: Tree
+    leaves: list[tuple[Any, ...]]
+    counts: tuple[int, ...]
+
+
+def whole(batch: Any) -> Parts:
+    """Gives all of `batch` to the one replica there is."""
+    tree, leaves = take_apart(batch)
+    leaves = [_read(leaf) for leaf in leaves]
+    return Parts(tree, [(leaf,) for leaf in leaves], (_num_samples(leaves),))
+
+
+def split(batch: Any, slices: Slices) -> Parts:
+    """Splits `batch` as `slices` says for its number of samples.
+
+    Leaves without a batch dimension, such as numbers, text and None, are given to every replica.
+    """
+    tree, leaves = take_apart(batch)
+    leaves = [_read(leaf) for leaf in leaves]
+    num_samples = _agreed(tree, leaves)
+    shares = slices(num_samples)
+    counts = tuple(share.stop - share.start for share in shares)
+    parts = [
+        tuple(_rows(leaf, share) for share in shares) if has_rows(leaf) else (leaf,) * len(shares)
+        for leaf in leaves
+    ]
+    return Parts(tree, parts, counts)
+
+
+def join(batches: Sequence[Any]) -> Parts:
+    """Gives each replica a whole batch of its own; all must be of one structure."""
+    opened = [take_apart(batch) for batch in batches]
+    tree = opened[0][0]
+    for replica_id, (other, _) in enumerate(opened):
+        if other.paths != tree.paths:
+            raise ReplicaMismatchError(
+                f"The batch of replica {replica_id} holds {_listed(other)}, that of replica 0 "
+                f"{_listed(tree)}. Make all batches of one structure."
+            )
+    by_replica = [[_read(leaf) for leaf in leaves] for _, leaves in opened]
+    counts = tuple(_num_samples(leaves) for leaves in by_replica)
+    return Parts(tree, list(zip(*by_replica, strict=True)), counts)
+
+
+def empty_like(batch: Any) -> Any | None:
+    """Returns `batch` without its samples, or None if no leaf has a batch dimension."""
+    tree, leaves = take_apart(batch)
+    if not any(has_rows(leaf) for leaf in leaves):
+        return None
+    nothing = slice(0, 0)
+    return tree.build([_rows(leaf, nothing) if has_rows(leaf) else leaf for leaf in leaves])
+
+
+def counts_of(structure: Any) -> tuple[int, ...] | None:
+    """Returns how many samples each replica got, or None where the leaves do not agree on it.
+
+    A structure without a `PerReplica` counts as that of the only replica.
+    """
+    _, leaves = take_apart(structure)
+    parts = [leaf.values for leaf in leaves if isinstance(leaf, PerReplica)]
+    if not parts:
+        parts = [(leaf,) for leaf in leaves]
+    found = {counts for components in parts if (counts := _counts(components)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _counts(components: Sequence[Any]) -> tuple[int, ...] | None:
+    sizes: list[int] = []
+    for component in components:
+        tree, leaves = take_apart(component)
+        rows = {len(leaf) for leaf in leaves if has_rows(leaf)}
+        if not tree.paths:
+            rows = {0}  # A column that ran out of entries.
+        if len(rows) != 1:
+            return None
+        sizes.extend(rows)
+    return tuple(sizes)
+
+
+def _read(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMERIC:
+        return as_tensor(leaf)
+    return leaf
+
+
+def _rows(leaf: Any, share: slice) -> Any:
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        return leaf.narrow_copy(0, share.start, share.stop - share.start)
+    return leaf[share]
+
+
+def _num_samples(leaves: Sequence[Any]) -> int:
+    return next((len(leaf) for leaf in leaves if has_rows(leaf)), 1)
+
+
+def _agreed(tree: Tree, leaves: Sequence[Any]) -> int:
+    """Returns the number of samples, on which all leaves with a batch dimension must agree."""
+    sizes: dict[str, int] = {}
+    for path, leaf in zip(tree.paths, leaves, strict=True):
+        if has_rows(leaf):
+            sizes[path or "the batch"] = len(leaf)
+        elif isinstance(leaf, Sized) and not _is_given_whole(leaf):
+            raise UnsupportedError(
+                f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
+                "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
+                "dataclasses."
+            )
+    if not sizes:
+        raise UnsupportedError(
+            f"Cannot split {leaves[0] if leaves else 'nothing'!r} over the replicas: it has no "
+            "batch dimension. Distribute batches: wrap the dataset in a `DataLoader` with the "
+            "global batch size."
+        )
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
+        raise UnsupportedError(
+            "All tensors, arrays and lists of a batch must have one number of samples in their "
+            f"first dimension, got: {listed}. Pad them in `collate_fn`, or deal whole batches "
+            "with `distribute_datasets_from_function`."
+        )
+    return next(iter(sizes.values()))
+
+
+def _is_given_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (str, bytes, numbers.Number, Tensor, np.ndarray, np.generic))
+
+
+def _listed(tree: Tree) -> str:
+    return ", ".join(path or "one leaf" for path in tree.paths) or "nothing"

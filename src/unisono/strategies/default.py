@@ -1,0 +1,20 @@
+"""The strategy of code that is under none: one replica, which needs no care."""
+
+from __future__ import annotations
+
+from unisono.contexts import ReplicaContext, set_outside
+from unisono.devices import Device
+from unisono.engines import ReplicaMeeting, Turns
+from unisono.reductions import ReductionToOneDevice
+from unisono.strategies.extended import StrategyExtended
+from unisono.strategies.strategy import Strategy
+
+
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` gives outside every scope."""
+
+    def __init__(self) -> None:
+        super().__init__(StrategyExtended((Device("cpu", 0),), ReductionToOneDevice()))
+
+
+set_outside(ReplicaContext(DefaultStrategy(), 0, ReplicaMeeting(1, Turns())))

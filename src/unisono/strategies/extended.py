@@ -1,0 +1,223 @@
+"""`StrategyExtended`: what strategies are made of."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+from unisono.contexts import (
+    CrossReplicaContext,
+    ReplicaContext,
+    entered,
+    is_inside_run,
+)
+from unisono.devices import Device, this_machine
+from unisono.errors import ContextError, UnsupportedError
+from unisono.input import counts_of
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.reductions import CrossDeviceOps, destinations_of
+from unisono.strategies.runner import Runner
+from unisono.values import DistributedValues, Mirrored, regroup, select_replica
+from unisono.variables import GradientReducer, Mirrors, bring_in, creating
+
+if TYPE_CHECKING:
+    from unisono.strategies.strategy import Strategy
+
+
+class StrategyExtended:
+    """Further methods of a strategy of one worker.
+
+    Args:
+        devices: The device of each replica.
+        cross_device_ops: What reduces between them.
+        reduce_gradients: How the gradients of the replicas become one.
+        options: Hints for all reductions.
+        is_serial: Whether replicas run one after another.
+        synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas.
+    """
+
+    experimental_require_static_shapes = False
+    experimental_between_graph = False
+    experimental_should_init = True
+    should_checkpoint = True
+    should_save_summary = True
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        cross_device_ops: CrossDeviceOps,
+        *,
+        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        options: CommunicationOptions = DEFAULT_OPTIONS,
+        is_serial: bool = False,
+        synchronize_batch_norm: bool = False,
+    ) -> None:
+        self._duplicate = functools.partial(
+            type(self),
+            devices,
+            cross_device_ops,
+            reduce_gradients=reduce_gradients,
+            options=options,
+            is_serial=is_serial,
+            synchronize_batch_norm=synchronize_batch_norm,
+        )
+        self._devices = devices
+        self.cross_device_ops = cross_device_ops
+        self.reduce_gradients = reduce_gradients
+        self.options = options
+        machine = this_machine()
+        places = tuple(machine.torch_device(device) for device in devices)
+        self.mirrors = Mirrors(
+            tuple(machine.memory(device) for device in devices),
+            places,
+            synchronize_batch_norm=synchronize_batch_norm,
+        )
+        self._gradients = GradientReducer(
+            self.mirrors, devices, cross_device_ops, reduce_gradients, options
+        )
+        self._runner = Runner(devices, is_serial=is_serial)
+        self._strategy: Strategy | None = None
+
+    def bind(self, strategy: Strategy) -> None:
+        """Says whose extension this is."""
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that this extends."""
+        assert self._strategy is not None
+        return self._strategy
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The devices that replicas run on, by replica id."""
+        return self._devices
+
+    @property
+    def parameter_devices(self) -> tuple[Device, ...]:
+        """The devices that variables are kept on."""
+        return self._devices
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over which gradients are aggregated."""
+        return len(self._devices)
+
+    @property
+    def host(self) -> Device:
+        """Where results go that are for the program: the first replica's device."""
+        return self._devices[0]
+
+    def creating(self) -> AbstractContextManager[None]:
+        """Within the block, what is made belongs to the strategy."""
+        return creating(self.mirrors)
+
+    def bring_in(self, target: Any) -> None:
+        """Makes what was made elsewhere belong to the strategy."""
+        bring_in(target, self.mirrors)
+
+    def close(self) -> None:
+        """Ends the threads of the replicas."""
+        self._runner.close()
+
+    def call_for_each_replica(
+        self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Calls `fn` on every replica; see `Strategy.run`."""
+        if is_inside_run():
+            raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
+        kwargs = kwargs or {}
+        weights = self._weights((args, kwargs))
+        self.mirrors.refresh()
+        self._gradients.begin(weights)
+        with entered(CrossReplicaContext(self.strategy)):
+            return self._runner.run(self.strategy, fn, args, kwargs, weights)
+
+    def _weights(self, inputs: Any) -> list[float]:
+        """Returns what each replica's gradients count for: its share of the samples.
+
+        A loss that is a mean over the replica's batch makes the mean over replicas that of all
+        samples only if the batches are even, or are weighted so.
+        """
+        num_replicas = len(self._devices)
+        counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
+        if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
+            return [1.0] * num_replicas
+        return [count * num_replicas / sum(counts) for count in counts]
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Does the work of `ReplicaContext.merge_call`."""
+
+        def work(given: list[Any]) -> list[Any]:
+            all_args, all_kwargs = regroup(given, self._devices)
+            with entered(CrossReplicaContext(self.strategy)):
+                result = merge_fn(self.strategy, *all_args, **all_kwargs)
+            return [select_replica(i, result) for i in range(len(self._devices))]
+
+        return context.meeting.meet(
+            context.replica_id_in_sync_group, "merge_call()", (args, kwargs), work
+        )
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduces a value to devices. A mirrored value is its own mean, and has no sum."""
+        self.strategy._check_cross_replica("reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        if not isinstance(value, DistributedValues) and self.num_replicas_in_sync > 1:
+            return self._reduce_single(op, value, destinations)
+        if isinstance(value, Mirrored):
+            if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
+                raise UnsupportedError(
+                    "A mirrored value is the same on every replica, so its sum over replicas has "
+                    "no meaning. Use MEAN, or multiply it by the number of replicas."
+                )
+            return self.broadcast_to(value, destinations)
+        return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
+
+    def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        """Reduces what is not distributed: the same on every replica."""
+        is_zero = isinstance(value, (int, float)) and value == 0
+        if op is ReduceOp.SUM and not is_zero:
+            raise UnsupportedError(
+                f"{value!r} is one value and not one a replica, so its sum over "
+                f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
+            )
+        return self.broadcast_to(value, destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduces many values to devices."""
+        self.strategy._check_cross_replica("batch_reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        results = self.cross_device_ops.batch_reduce(
+            op, value_destination_pairs, self._merged(options)
+        )
+        return list(results)
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to devices."""
+        self.strategy._check_cross_replica("broadcast_to()")
+        return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
+
+    def _merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        return self.options.merge(options)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
+        return self._duplicate()

@@ -1,0 +1,103 @@
+"""What a strategy does with input, under the names of all versions of `tf.distribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from unisono.devices import Device
+from unisono.input import (
+    ArrayDataset,
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    DistributedIterator,
+    InputContext,
+    InputOptions,
+    InputReplicationMode,
+    ValueContext,
+    numpy_dataset,
+    values_from_function,
+)
+
+if TYPE_CHECKING:
+    from unisono.strategies.extended import StrategyExtended
+
+
+class InputMethods:
+    """The part of a strategy that deals out input."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def extended(self) -> StrategyExtended:
+            """See `Strategy.extended`."""
+
+        def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
+            """See `Strategy.run`."""
+
+    def experimental_distribute_dataset(
+        self, dataset: Any, options: InputOptions | None = None
+    ) -> DistributedDataset:
+        """Splits the batches of a `DataLoader`, or of any iterable, over the replicas.
+
+        The batch size is the global one. Each step gives the structure of a batch with `PerReplica`
+        leaves; with one replica, the batch itself. A last batch that does not divide is split as it
+        is: some replicas get fewer samples, or none, and no sample is lost or seen twice.
+        """
+        return DistributedDataset(
+            dataset, self._input_devices, options, input_context=self._input_context
+        )
+
+    def distribute_datasets_from_function(
+        self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
+    ) -> DistributedDatasetsFromFunction:
+        """Deals out batches of per-replica size that `dataset_fn(input_context)` makes."""
+        return DistributedDatasetsFromFunction(
+            dataset_fn, self._input_context, self._input_devices, options
+        )
+
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+    def experimental_distribute_values_from_function(
+        self, value_fn: Callable[[ValueContext], Any]
+    ) -> Any:
+        """Calls `value_fn(value_context)` for each replica; the result is always distributed."""
+        return values_from_function(value_fn, self._input_devices)
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: object = None
+    ) -> ArrayDataset:
+        """Makes a dataset of the rows of one array, or of a nested structure of arrays."""
+        return numpy_dataset(numpy_input)
+
+    def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
+        """Returns an iterator over the distributed dataset; `initialize()` begins it anew."""
+        return iter(self.experimental_distribute_dataset(dataset))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Any],
+        replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
+    ) -> DistributedIterator:
+        """Returns an iterator over what `input_fn(input_context)` makes."""
+        if replication_mode is not InputReplicationMode.PER_WORKER:
+            raise ValueError(
+                f"`replication_mode` must be {InputReplicationMode.PER_WORKER}, got "
+                f"{replication_mode!r}."
+            )
+        return iter(self.distribute_datasets_from_function(input_fn))
+
+    def experimental_run(
+        self, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None
+    ) -> Any:
+        """Runs `fn` on every replica, with the next element of `input_iterator` as its argument."""
+        args = () if input_iterator is None else (input_iterator.get_next(),)
+        return self.run(fn, args=args)
+
+    @property
+    def _input_devices(self) -> tuple[Device, ...]:
+        return self.extended.worker_devices
+
+    @property
+    def _input_context(self) -> InputContext:
+        return InputContext(num_replicas_in_sync=self.extended.num_replicas_in_sync)

@@ -1,0 +1,63 @@
+"""`MirroredStrategy`: all devices of one host, from one process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from unisono.devices import DeviceLike, default_devices, resolve
+from unisono.errors import DeviceError
+from unisono.options import ReduceOp
+from unisono.reductions import CrossDeviceOps, select_cross_device_ops
+from unisono.strategies.extended import StrategyExtended
+from unisono.strategies.strategy import Strategy
+
+
+class MirroredStrategy(Strategy):
+    """Trains on all devices of a host, one replica a device, from one process.
+
+    Args:
+        devices: One device a replica. None means all GPUs, or one CPU replica without any. CPU
+            devices are replica slots: `["cpu:0", "cpu:1"]` makes two replicas.
+        cross_device_ops: What reduces between the devices; chosen by the devices if None.
+        serial: Runs replicas one after another, so that a debugger can stand in one of them. The
+            environment variable UNISONO_SERIAL=1 does the same.
+        reduce_gradients: How gradients are aggregated. `MEAN` fits a loss that is a mean over the
+            replica's batch, as torch's losses are; `SUM` one that is divided by the global batch.
+        synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas. If
+            not, each replica normalises its own batch, and the running statistics are averaged
+            when they are read.
+    """
+
+    def __init__(
+        self,
+        devices: Sequence[DeviceLike] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        *,
+        serial: bool = False,
+        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        synchronize_batch_norm: bool = False,
+    ) -> None:
+        resolved = default_devices() if devices is None else tuple(map(resolve, devices))
+        if not resolved:
+            raise DeviceError("`devices` is empty; a strategy needs at least one device.")
+        if len(set(resolved)) < len(resolved):
+            names = ", ".join(map(str, resolved))
+            raise DeviceError(f"Each device can have one replica, got {names}.")
+        super().__init__(
+            StrategyExtended(
+                resolved,
+                cross_device_ops or select_cross_device_ops(resolved),
+                reduce_gradients=ReduceOp.check(reduce_gradients),
+                is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
+                synchronize_batch_norm=synchronize_batch_norm,
+            )
+        )
+
+
+class OneDeviceStrategy(Strategy):
+    """Trains on one device, with the programming model of many."""
+
+    def __init__(self, device: DeviceLike) -> None:
+        resolved = (resolve(device),)
+        super().__init__(StrategyExtended(resolved, select_cross_device_ops(resolved)))

@@ -1,0 +1,98 @@
+"""Runs a function on every replica of one worker."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.contexts import ReplicaContext, entered
+from unisono.devices import Device, this_machine
+from unisono.engines import (
+    Ambient,
+    OneByOne,
+    ReplicaMeeting,
+    ReplicaRandomness,
+    ReplicaThreads,
+    Turns,
+    draw_seed,
+)
+from unisono.values import regroup, select_replica
+
+if TYPE_CHECKING:
+    from unisono.strategies.strategy import Strategy
+
+
+class Runner:
+    """One thread a replica, or the caller's own where there is one replica."""
+
+    def __init__(self, devices: tuple[Device, ...], *, is_serial: bool) -> None:
+        self._devices = devices
+        self._is_serial = is_serial
+        self._threads = ReplicaThreads(len(devices))
+        self._lock = threading.Lock()
+
+    def run(
+        self,
+        strategy: Strategy,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        weights: Sequence[float],
+    ) -> Any:
+        """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
+        num_replicas = len(self._devices)
+        turns = OneByOne(num_replicas) if self._is_serial else Turns()
+        meeting = ReplicaMeeting(num_replicas, turns)
+        contexts = [
+            ReplicaContext(strategy, replica_id, meeting, weight)
+            for replica_id, weight in enumerate(weights)
+        ]
+        if num_replicas == 1:
+            with entered(contexts[0]), self._on_device(0):
+                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+        ambient = Ambient.of_this_thread()
+        seed = draw_seed()
+
+        def call(context: ReplicaContext) -> Callable[[], Any]:
+            replica_id = context.replica_id_in_sync_group
+
+            def body() -> Any:
+                randomness = ReplicaRandomness(seed, replica_id)
+                with entered(context), self._on_device(replica_id), randomness:
+                    own = select_replica(replica_id, (tuple(args), kwargs))
+                    return fn(*own[0], **own[1])
+
+            def on_thread() -> Any:
+                try:
+                    with turns.running(replica_id):
+                        result = ambient.call(body)
+                    meeting.leave(replica_id)
+                except BaseException as error:
+                    _note(error, f"Raised on replica {replica_id} ({self._devices[replica_id]}).")
+                    meeting.fail(error)
+                    raise
+                return result
+
+            return on_thread
+
+        with self._lock:
+            results = self._threads.run([call(context) for context in contexts], meeting)
+        return regroup(results, self._devices)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.close()
+
+    def _on_device(self, replica_id: int) -> AbstractContextManager[Any]:
+        place = this_machine().torch_device(self._devices[replica_id])
+        return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+def _note(error: BaseException, note: str) -> None:
+    if sys.version_info >= (3, 11):
+        error.add_note(note)

@@ -1,0 +1,211 @@
+"""`Strategy`: what a training program sees of its replicas."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
+from unisono.errors import ContextError, UnsupportedError
+from unisono.options import ReduceOp
+from unisono.strategies.extended import StrategyExtended
+from unisono.strategies.input_methods import InputMethods
+from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
+
+T = TypeVar("T")
+
+
+class Strategy(InputMethods):
+    """Trains on several replicas as if they were one.
+
+    Args:
+        extended: What does the work; made by the subclass.
+    """
+
+    def __init__(self, extended: StrategyExtended) -> None:
+        self._extended = extended
+        extended.bind(self)
+
+    @property
+    def extended(self) -> StrategyExtended:
+        """Further methods, for those who write training loops or strategies."""
+        return self._extended
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over which gradients are aggregated."""
+        return self._extended.num_replicas_in_sync
+
+    @property
+    def cluster_resolver(self) -> None:
+        """The cluster this strategy runs in; None for a strategy of one worker."""
+        return
+
+    @contextmanager
+    def scope(self) -> Iterator[Strategy]:
+        """Makes this the current strategy; models and optimizers made within belong to it.
+
+        It may be entered again while it is open, but not another strategy's.
+        """
+        self._check_cross_replica("scope()")
+        with entered(CrossReplicaContext(self)), self._extended.creating():
+            yield self
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        options: object = None,
+    ) -> Any:
+        """Calls `fn` on every replica at the same time.
+
+        Distributed values in the arguments are replaced by the replica's own components. What the
+        replicas return is merged into one structure of `PerReplica` values; what is the same object
+        on all of them, and everything where there is one replica, is returned as it is.
+        """
+        if not isinstance(args, (list, tuple)):
+            raise UnsupportedError(
+                f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
+                "a single argument."
+            )
+        self._check_cross_replica("run()")
+        return self._extended.call_for_each_replica(fn, args, kwargs)
+
+    def reduce(
+        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+    ) -> Any:
+        """Reduces a value over the replicas, to one tensor.
+
+        Args:
+            reduce_op: How; a `ReduceOp` or its name.
+            value: A `PerReplica` value, or a nested structure of them.
+            axis: Also reduce over these dimensions of each component. A mean is then over all
+                elements of all replicas, which is right for uneven and empty batches.
+        """
+        self._check_cross_replica("reduce()")
+        op = ReduceOp.read(reduce_op)
+        leaves, rebuild = flatten(value)
+        return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
+
+    def gather(self, value: Any, axis: int) -> Any:
+        """Puts the components of a value end to end along `axis`, in replica order."""
+        self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
+        if not isinstance(value, DistributedValues):
+            return value
+        tensors = [as_tensor(component).to_dense() for component in value.values]
+        return torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
+
+    def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
+        """Returns what each replica of this worker has of `value`, always as a tuple."""
+        leaves, _ = flatten(value)
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,)
+        num_replicas = len(self._extended.worker_devices)
+        return tuple(select_replica(i, value) for i in range(num_replicas))
+
+    unwrap = experimental_local_results
+
+    def mirror(self, target: T) -> T:
+        """Brings in a model, optimizer, scheduler or `GradScaler` that was made elsewhere."""
+        self._check_cross_replica("mirror()")
+        self._extended.bring_in(target)
+        return target
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """On a replica: within the block backward passes add to its own gradients only.
+
+        The next backward pass outside the block reduces all that has been added up.
+        """
+        context = current_replica()
+        if context is None or context.strategy is not self:
+            raise ContextError(
+                "`no_sync()` is for code on a replica: enter it in the function you run."
+            )
+        before = context.notes.get("no_sync", False)
+        context.notes["no_sync"] = True
+        try:
+            yield
+        finally:
+            context.notes["no_sync"] = before
+
+    def experimental_initialize(self) -> list[Any]:
+        """Does what must be done before a run, which is nothing on one host."""
+        return []
+
+    def experimental_finalize(self) -> list[Any]:
+        """Does what must be done after the last run: ends the threads of the replicas."""
+        self.close()
+        return []
+
+    def update_config_proto(self, config_proto: T) -> T:
+        """Returns a copy of a configuration, changed for this strategy: on one host, not at all."""
+        return copy.deepcopy(config_proto)
+
+    def close(self) -> None:
+        """Ends the threads of the replicas; they start again with the next `run`."""
+        self._extended.close()
+
+    def __copy__(self) -> Strategy:
+        raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        duplicate = object.__new__(type(self))
+        memo[id(self)] = duplicate
+        Strategy.__init__(duplicate, copy.deepcopy(self._extended, memo))
+        return duplicate
+
+    def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+        if axes is None:
+            return self._extended.reduce_to(op, value, self._extended.host)
+        num_replicas = self.num_replicas_in_sync
+        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_replicas
+        tensors = [as_tensor(part) for part in parts]
+        if op is ReduceOp.SUM:
+            return self._sum([tensor.sum(dim=axes) for tensor in tensors])
+        if op is not ReduceOp.MEAN:
+            raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
+        total = self._sum([tensor.sum(dim=axes) for tensor in tensors])
+        counts = [tensor.sum(dim=axes).numel() for tensor in tensors]
+        num_elements = sum(
+            tensor.numel() // max(1, count) for tensor, count in zip(tensors, counts, strict=True)
+        )
+        is_real = total.is_floating_point() or total.is_complex()
+        return (total if is_real else total.double()) / num_elements
+
+    def _sum(self, tensors: Sequence[Tensor]) -> Any:
+        value = PerReplica.placed(tuple(tensors), self._extended.worker_devices)
+        return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
+
+    def _check_cross_replica(self, what: str, remedy: str = "") -> None:
+        other = other_strategy(self)
+        if other is not None:
+            raise ContextError(
+                f"`{what}` of {self!r} was called under another strategy, {other!r}. Leave its "
+                "scope first."
+            )
+        if current_replica() is not None:
+            raise ContextError(
+                f"`{what}` was called on a replica, but is for the program that runs them. "
+                + (remedy or "Call it outside `run`, or in a `merge_call`.")
+            )
+
+    def __repr__(self) -> str:
+        devices = ", ".join(map(str, self._extended.worker_devices))
+        return f"{type(self).__name__}({devices})"
+
+
+def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if axis is None:
+        return None
+    if isinstance(axis, int):
+        return (axis,)
+    if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
+        return tuple(axis)
+    raise UnsupportedError(f"`axis` must be an int, a sequence of ints or None, got {axis!r}.")

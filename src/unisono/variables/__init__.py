@@ -1,0 +1,7 @@
+"""State that all replicas share: modules, their gradients, and what updates them."""
+
+from unisono.variables.creation import bring_in, creating
+from unisono.variables.gradients import GradientReducer
+from unisono.variables.mirrors import Leaves, Mirrors
+
+__all__ = ["GradientReducer", "Leaves", "Mirrors", "bring_in", "creating"]

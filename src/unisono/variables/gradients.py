@@ -1,0 +1,166 @@
+"""Gradients are reduced while the backward pass still runs.
+
+Parameters are put into packs in the reverse of the order in which they were made, which is about
+the order in which their gradients come. The replica that brings the last gradient of a pack reduces
+it, while the others go on. When a replica's backward pass ends it waits for the others, so after
+`backward()` every gradient is the reduced one; what was not used is reduced last.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.contexts import ReplicaContext, current_replica
+from unisono.devices import Device
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import group_by_bytes
+from unisono.reductions import CrossDeviceOps
+from unisono.values import DistributedValues, PerReplica
+from unisono.variables.mirrors import Leaves, Mirrors
+
+# Small enough that the first packs are reduced early in the pass, large enough that there are few.
+BYTES_PER_PACK = 4 << 20
+
+
+class _Pass:
+    """One backward pass of all replicas: what is still missing of each pack."""
+
+    def __init__(self, pack_sizes: Sequence[int], num_replicas: int) -> None:
+        self.lock = threading.Lock()
+        self.missing = [size * num_replicas for size in pack_sizes]
+
+    def arrives(self, pack: int) -> bool:
+        """Counts a gradient, and returns whether it was the last of its pack."""
+        with self.lock:
+            self.missing[pack] -= 1
+            return self.missing[pack] == 0
+
+
+class GradientReducer:
+    """Reduces the gradients of the leaves of one strategy."""
+
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        devices: tuple[Device, ...],
+        cross_device_ops: CrossDeviceOps,
+        reduce_op: ReduceOp,
+        options: CommunicationOptions,
+    ) -> None:
+        self._mirrors = mirrors
+        self._devices = devices
+        self._ops = cross_device_ops
+        self._op = reduce_op
+        self._options = options
+        self._generation = -1
+        self._packs: list[list[Leaves]] = []
+        self._handles: list[Any] = []
+        self._weight_handles: list[Any] = []
+        self._passes: dict[int, _Pass] = {}
+        self._lock = threading.Lock()
+
+    def begin(self, weights: Sequence[float]) -> None:
+        """Before a run: looks at the leaves that there are now, and what each replica counts."""
+        self._passes.clear()
+        self._track()
+        for handle in self._weight_handles:
+            handle.remove()
+        self._weight_handles = [
+            one.leaves[replica_id].register_hook(functools.partial(_weighted, weight))
+            for replica_id, weight in enumerate(weights)
+            if weight != 1.0
+            for one in self._mirrors.all_leaves
+            if one.primary.requires_grad
+        ]
+
+    def _track(self) -> None:
+        if self._generation == self._mirrors.generation:
+            return
+        self._generation = self._mirrors.generation
+        for handle in self._handles:
+            handle.remove()
+        leaves = self._mirrors.all_leaves[::-1]
+        sizes = [one.primary.nbytes for one in leaves]
+        groups = group_by_bytes(sizes, self._options.bytes_per_pack or BYTES_PER_PACK)
+        self._packs = [[leaves[i] for i in group] for group in groups if group]
+        self._handles = [
+            leaf.register_post_accumulate_grad_hook(functools.partial(self._arrived, pack))
+            for pack, members in enumerate(self._packs)
+            for one in members
+            for leaf in one.leaves
+            if leaf.requires_grad
+        ]
+
+    def _arrived(self, pack: int, leaf: Tensor) -> None:
+        """A leaf has its gradient. Runs on the thread of its replica."""
+        context = current_replica()
+        if context is None or context.notes.get("no_sync"):
+            return
+        if not context.notes.get("in_backward"):
+            context.notes["in_backward"] = True
+            torch.autograd.Variable._execution_engine.queue_callback(
+                functools.partial(self._finish, context)
+            )
+        if self._pass(context).arrives(pack):
+            self._reduce([self._packs[pack]])
+
+    def _pass(self, context: ReplicaContext) -> _Pass:
+        number = context.notes.get("backwards", 0)
+        with self._lock:
+            if number not in self._passes:
+                sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
+                self._passes[number] = _Pass(sizes, len(self._devices))
+            return self._passes[number]
+
+    def _finish(self, context: ReplicaContext) -> None:
+        """A replica's backward pass has ended: wait for the others, and reduce what is left."""
+        current = self._pass(context)
+
+        def work(_: Any) -> list[None]:
+            left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
+            self._reduce(left)
+            return [None] * len(self._devices)
+
+        number = context.notes.get("backwards", 0)
+        context.notes.update(in_backward=False, backwards=number + 1)
+        context.meeting.meet(
+            context.replica_id_in_sync_group, f"backward() number {number}", None, work
+        )
+
+    def _reduce(self, packs: Sequence[Sequence[Leaves]]) -> None:
+        batch = [_gradients(one.leaves) for pack in packs for one in pack]
+        owners = [one for pack in packs for one in pack]
+        present = [(one, grads) for one, grads in zip(owners, batch, strict=True) if grads]
+        if not present:
+            return
+        if self._ops.reduce_in_place(self._op, [grads for _, grads in present], self._devices):
+            return
+        values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
+        results = self._ops.batch_reduce(self._op, [(v, v) for v in values], self._options)
+        for (one, _), result in zip(present, results, strict=True):
+            parts = result.values if isinstance(result, DistributedValues) else (result,)
+            for leaf, part in zip(one.leaves, parts, strict=True):
+                leaf.grad = part
+
+
+def _weighted(weight: float, grad: Tensor) -> Tensor:
+    # What came of no sample at all may be NaN, which no factor makes zero.
+    return grad * weight if weight else torch.zeros_like(grad)
+
+
+def _gradients(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns the gradient of each replica; zeros where a replica has none, none where all."""
+    grads = [leaf.grad for leaf in leaves]
+    model = next((grad for grad in grads if grad is not None), None)
+    if model is None:
+        return []
+    for leaf, grad in zip(leaves, grads, strict=True):
+        if grad is None:
+            leaf.grad = torch.zeros_like(model, device=leaf.device)
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]

@@ -1,0 +1,195 @@
+"""Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
+
+Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
+this end the class of the object is replaced by one that comes before it and goes by its name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.values import as_tensor
+from unisono.variables.mirrors import Leaves, Mirrors
+
+MIRRORS = "_unisono_mirrors"
+
+
+def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
+    """Lets the replicas meet, does the work once for all of them, and gives all the result."""
+
+    def once(_: Any) -> list[Any]:
+        with entered(CrossReplicaContext(context.strategy)):
+            return [work()] * context.num_replicas_in_sync
+
+    return context.meeting.meet(context.replica_id_in_sync_group, what, None, once)
+
+
+class OnceOptimizer:
+    """Comes before the class of an optimizer."""
+
+    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+        """Makes one update for all replicas, with the gradients that they have reduced."""
+        context = current_replica()
+        what = f"{type(self).__name__}.step()"
+        if context is None:
+            return self._update(closure, **kwargs)
+        if closure is None:
+            return do_once(context, what, functools.partial(self._update, None, **kwargs))
+        return _step_with_closures(self, context, what, closure)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+        """Clears the gradients of this replica; outside a replica, those of all."""
+        context = current_replica()
+        for leaves in _leaves(self):
+            owners = leaves.leaves
+            if context is not None:
+                owners = [leaves.leaves[context.replica_id_in_sync_group]]
+            for owner in owners:
+                _clear(owner, set_to_none=set_to_none)
+        if context is None or context.replica_id_in_sync_group == 0:
+            super().zero_grad(set_to_none)  # type: ignore[misc]
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        take_gradients(self)
+        step = super().step  # type: ignore[misc]
+        result = step(**kwargs) if closure is None else step(closure, **kwargs)
+        getattr(self, MIRRORS).spread(_parameters(self))
+        return result
+
+
+# torch wraps every `step` to call its hooks; the one that makes the update is wrapped already.
+OnceOptimizer.step.hooked = True  # type: ignore[attr-defined]
+
+
+class OnceScheduler:
+    """Comes before the class of a learning-rate scheduler."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes one step for all replicas."""
+        context = current_replica()
+        step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
+        if context is None:
+            return step()
+        return do_once(context, f"{type(self).__name__}.step()", step)
+
+
+class OnceScaler:
+    """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
+
+    def unscale_(self, optimizer: Optimizer) -> Any:
+        """Unscales the reduced gradients, which the leaves of all replicas then have."""
+        return self._once("unscale_()", optimizer, super().unscale_)  # type: ignore[misc]
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Makes one update for all replicas, unless a gradient is infinite."""
+        step = functools.partial(super().step, **kwargs)  # type: ignore[misc]
+        return self._once("step()", optimizer, step, *args)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the scale once for all replicas."""
+        context = current_replica()
+        update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
+        return update() if context is None else do_once(context, "GradScaler.update()", update)
+
+    def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
+        context = current_replica()
+        if context is None:
+            return method(optimizer, *args)
+
+        def work() -> Any:
+            take_gradients(optimizer)
+            result = method(optimizer, *args)
+            for leaves in _leaves(optimizer):
+                _copy_gradient(leaves)
+            return result
+
+        return do_once(context, f"GradScaler.{what}", work)
+
+
+def make_once(target: Any, mirrors: Mirrors) -> None:
+    """Makes an optimizer, scheduler or scaler one that all replicas share."""
+    if mirrors.is_single:
+        return
+    before = _before(target)
+    target.__dict__[MIRRORS] = mirrors
+    if not isinstance(target, before):
+        cls: Any = type(target)
+        target.__class__ = _once_class(before, cls)
+
+
+def _before(target: Any) -> type:
+    if isinstance(target, Optimizer):
+        return OnceOptimizer
+    return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
+
+
+@functools.cache
+def _once_class(before: type, cls: type) -> type:
+    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (before, cls), {**namespace, "__doc__": cls.__doc__})
+
+
+def take_gradients(optimizer: Any) -> None:
+    """Gives the primaries the gradients that replica 0 has, which all replicas have."""
+    for leaves in _leaves(optimizer):
+        leaves.primary.grad = leaves.leaves[0].grad
+
+
+def _copy_gradient(leaves: Leaves) -> None:
+    """Gives all replicas the gradient of replica 0."""
+    first = leaves.leaves[0].grad
+    for leaf in leaves.leaves[1:]:
+        if leaf.grad is not None and first is not None:
+            leaf.grad.copy_(first)
+
+
+def _parameters(optimizer: Any) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _leaves(optimizer: Any) -> list[Leaves]:
+    mirrors: Mirrors = getattr(optimizer, MIRRORS)
+    found = (mirrors.leaves_of(parameter) for parameter in _parameters(optimizer))
+    return [leaves for leaves in found if leaves is not None]
+
+
+def _clear(leaf: Tensor, *, set_to_none: bool) -> None:
+    if leaf.grad is None:
+        return
+    if set_to_none:
+        leaf.grad = None
+    else:
+        leaf.grad.detach_().zero_()
+
+
+def _step_with_closures(
+    optimizer: Any, context: ReplicaContext, what: str, closure: Callable[[], Any]
+) -> Any:
+    """Lets an optimizer evaluate the closures of all replicas as one function of their mean."""
+
+    def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
+        def evaluate() -> Tensor:
+            losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
+            take_gradients(optimizer)
+            return torch.stack([loss.detach().to(losses[0].device) for loss in losses]).mean()
+
+        with entered(CrossReplicaContext(context.strategy)):
+            return [optimizer._update(evaluate)] * context.num_replicas_in_sync
+
+    def on_this_replica(meeting: Any) -> Any:
+        inner = dataclasses.replace(context, meeting=meeting)
+        with entered(inner), torch.enable_grad():
+            return closure()
+
+    replica_id = context.replica_id_in_sync_group
+    return context.meeting.meet(replica_id, what, on_this_replica, work)
