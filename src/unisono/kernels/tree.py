@@ -22,8 +22,9 @@ _COMBINE: dict[ReduceOp, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
     ReduceOp.MEAN: torch.add,
     ReduceOp.PROD: lambda a, b: _multiply(a, b),
-    ReduceOp.MIN: torch.minimum,
-    ReduceOp.MAX: torch.maximum,
+    # Not `torch.minimum`, which for 0.0 and -0.0 keeps now the first, now the second.
+    ReduceOp.MIN: lambda a, b: torch.where((b < a) | (b != b), b, a),
+    ReduceOp.MAX: lambda a, b: torch.where((b > a) | (b != b), b, a),
 }
 _WIDE = {
     torch.float16: torch.float32,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.kernels import divide, result_dtype, tree_reduce, wide_dtype
+from unisono.kernels import divide, reduce_batch, result_dtype, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
@@ -216,3 +216,13 @@ def tree_by_hand(combine: Callable[[Any, Any], Any], tensors: Sequence[Tensor]) 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX])
+@pytest.mark.parametrize("length", [1, 7, 64])
+def test_equal_zeros_keep_the_sign_of_the_first(path: str, op: ReduceOp, length: int) -> None:
+    zeros = [torch.full((length,), zero) for zero in (0.0, 0.0, -0.0)]
+
+    ((result,),) = reduce_batch(op, [zeros], [1])
+
+    assert not result.signbit().any()

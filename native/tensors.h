@@ -1,0 +1,48 @@
+// Reads and makes torch tensors through the DLPack exchange table of their type, without libtorch.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "dlpack.h"
+#include "kernels.h"
+
+namespace unisono {
+
+// Borrowed: good while the tensor lives and keeps its shape.
+struct TensorView {
+  void* data;
+  dlpack::DataType stored_dtype;
+  std::span<const std::int64_t> shape;
+  DType dtype;               // of what is reduced: the parts of complex numbers
+  std::size_t num_elements;  // of `dtype`
+  std::size_t bytes;
+
+  bool isLike(const TensorView& other) const;
+};
+
+class TensorExchange {
+ public:
+  explicit TensorExchange(nanobind::type_object tensor_type);
+
+  // Fills `view` and returns nullptr, or returns what is wrong with `object`.
+  const char* read(nanobind::handle object, TensorView& view) const;
+
+  // A tensor of the shape and dtype of `like` in `memory`.
+  nanobind::object make(const TensorView& like, std::shared_ptr<void> memory) const;
+
+ private:
+  bool isTrue(nanobind::handle method, nanobind::handle object) const;
+
+  const dlpack::ExchangeTable* table_;
+  nanobind::object tensor_type_;
+  nanobind::object parameter_type_;
+  nanobind::object is_neg_;
+  nanobind::object is_conj_;
+};
+
+}  // namespace unisono

@@ -1,0 +1,67 @@
+// Helpers do each piece once, under load from several callers and after a fork.
+#include "pool.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <thread>
+
+#include "check.h"
+
+using namespace unisono;
+
+namespace {
+
+void offerManyTimes(int rounds) {
+  constexpr std::size_t kPieces = 100;
+  for (int round = 0; round < rounds; ++round) {
+    std::atomic<std::size_t> next = 0, done = 0;
+    const auto work = [&] {
+      while (next.fetch_add(1) < kPieces) done.fetch_add(1);
+    };
+    {
+      const Offer offer(work, static_cast<std::size_t>(round % 4));
+      work();
+    }
+    CHECK(done == kPieces);
+  }
+}
+
+void checkHelpersCome() {
+  std::atomic<int> inside = 0;
+  const auto work = [&] {
+    ++inside;
+    while (inside < 3) std::this_thread::yield();
+  };
+  const Offer offer(work, 2);
+  work();
+}
+
+void checkChildHasItsOwnPool() {
+  CHECK(Pool::instance().numWorkers() > 0);
+  const pid_t child = fork();
+  if (child == 0) {
+    const bool fresh = Pool::instance().numWorkers() == 0;
+    offerManyTimes(100);
+    checkHelpersCome();
+    _exit(fresh ? 0 : 1);
+  }
+  int status = -1;
+  CHECK(waitpid(child, &status, 0) == child);
+  CHECK(status == 0);
+}
+
+}  // namespace
+
+int main() {
+  offerManyTimes(1000);
+  checkHelpersCome();
+  checkChildHasItsOwnPool();
+  std::vector<std::thread> callers;
+  for (int i = 0; i < 2; ++i) callers.emplace_back([] { offerManyTimes(3000); });
+#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
+  // The allocators of the sanitizers may be locked for ever in the child.
+  for (int i = 0; i < 5; ++i) checkChildHasItsOwnPool();
+#endif
+  for (std::thread& caller : callers) caller.join();
+}
