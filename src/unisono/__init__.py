@@ -25,6 +25,7 @@ from unisono.reductions import (
 )
 from unisono.strategies import MirroredStrategy, OneDeviceStrategy, Strategy, StrategyExtended
 from unisono.values import DistributedValues, Mirrored, PerReplica
+from unisono.variables import Variable, VariableSynchronization
 
 __all__ = [
     "CrossDeviceOps",
@@ -46,7 +47,9 @@ __all__ = [
     "ReplicaContext",
     "Strategy",
     "StrategyExtended",
+    "Variable",
     "VariableAggregation",
+    "VariableSynchronization",
     "contrib",
     "errors",
     "experimental",

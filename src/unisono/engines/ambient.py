@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -15,17 +15,18 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Ambient:
-    """The grad mode, inference mode, autocast, default device and context variables of a thread."""
+    """The modes, default device, context variables and CUDA streams of a thread."""
 
     is_grad_enabled: bool
     is_inference: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     default_device: torch.device | None
     variables: contextvars.Context
+    streams: dict[torch.device, torch.cuda.Stream]
 
     @classmethod
-    def of_this_thread(cls) -> Ambient:
-        """Notes what is set now."""
+    def of_this_thread(cls, places: Sequence[torch.device]) -> Ambient:
+        """Notes what is set now, for use on `places`."""
         is_cached = torch.is_autocast_cache_enabled()
         autocasts = tuple(
             (kind, torch.get_autocast_dtype(kind), is_cached)
@@ -39,21 +40,26 @@ class Ambient:
             autocasts,
             default_device if default_device.type != "cpu" else None,
             contextvars.copy_context(),
+            {place: torch.cuda.current_stream(place) for place in places if place.type == "cuda"},
         )
 
-    def call(self, fn: Callable[[], T]) -> T:
-        """Calls `fn` in another thread as if it were the one that was noted."""
+    def call(self, fn: Callable[[], T], place: torch.device) -> T:
+        """Calls `fn` on `place`, in another thread, as if it were the one that was noted."""
         # A context can be entered by one thread at a time, so each replica gets a copy.
-        return self.variables.copy().run(self._call, fn)
+        return self.variables.copy().run(self._call, fn, place)
 
-    def _call(self, fn: Callable[[], T]) -> T:
-        with self._entered():
+    def _call(self, fn: Callable[[], T], place: torch.device) -> T:
+        with self._entered(place):
             return fn()
 
     @contextmanager
-    def _entered(self) -> Iterator[None]:
+    def _entered(self, place: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
             enter: Callable[[Any], Any] = stack.enter_context
+            if place.type == "cuda":
+                # A device that counts as current already would leave a new thread without it.
+                torch.cuda.set_device(place)
+                enter(torch.cuda.stream(self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())
             enter(torch.set_grad_enabled(self.is_grad_enabled))

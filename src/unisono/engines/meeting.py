@@ -82,6 +82,7 @@ class ReplicaMeeting:
             if self.failure is None and not isinstance(error, ReplicaStopped):
                 self.failure = error
             self._changed.notify_all()
+        self._turns.end()
 
     def _lead(self) -> Any:
         with self._changed:
@@ -140,4 +141,5 @@ class ReplicaMeeting:
             )
         if self.failure is not None:
             self._changed.notify_all()
+            self._turns.end()
             raise ReplicaStopped

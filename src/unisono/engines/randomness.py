@@ -74,7 +74,7 @@ _default_lock = threading.Lock()
 
 def draw_seed() -> int:
     """Draws the seed of one run from the caller's generator."""
-    return int(torch.empty((), dtype=torch.int64).random_())
+    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
 class ReplicaRandomness(TorchFunctionMode):

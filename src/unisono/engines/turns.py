@@ -18,6 +18,9 @@ class Turns:
         """Within the block, which a running replica enters, it waits for others."""
         return nullcontext()
 
+    def end(self) -> None:
+        """Lets everybody run to their end, because the step has failed."""
+
 
 class OneByOne(Turns):
     """One replica runs at a time, in the order of their ids, until it waits or ends.
@@ -31,6 +34,7 @@ class OneByOne(Turns):
         self._wanting: set[int] = set()
         self._running: int | None = None
         self._last = -1
+        self._is_over = False
 
     @contextmanager
     def running(self, replica_id: int) -> Iterator[None]:
@@ -53,7 +57,7 @@ class OneByOne(Turns):
     def _start(self, replica_id: int) -> None:
         with self._changed:
             self._wanting.add(replica_id)
-            self._changed.wait_for(lambda: self._running is None and self._next() == replica_id)
+            self._changed.wait_for(lambda: self._is_over or self._is_next(replica_id))
             self._wanting.remove(replica_id)
             self._running = self._last = replica_id
 
@@ -62,6 +66,13 @@ class OneByOne(Turns):
             self._running = None
             self._changed.notify_all()
 
-    def _next(self) -> int:
-        """The replica after the last one that ran, of those that want to."""
-        return min(self._wanting, key=lambda i: (i - self._last - 1) % self._num_replicas)
+    def _is_next(self, replica_id: int) -> bool:
+        """Whether nobody runs, and this is the next after the last, of those that want to."""
+        first = min(self._wanting, key=lambda i: (i - self._last - 1) % self._num_replicas)
+        return self._running is None and first == replica_id
+
+    def end(self) -> None:
+        """See `Turns.end`."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()

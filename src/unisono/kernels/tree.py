@@ -72,8 +72,15 @@ def divide(total: Tensor, count: int, dtype: torch.dtype) -> Tensor:
     if total.is_complex():
         # torch divides a complex number by a complex one; part by part is exact and the same
         # everywhere.
-        return torch.view_as_complex(torch.view_as_real(total) / count).to(result)
-    return (total.to(wide_dtype(result)) / count).to(result)
+        return torch.view_as_complex(_quotient(torch.view_as_real(total), count)).to(result)
+    return _quotient(total.to(wide_dtype(result)), count).to(result)
+
+
+def _quotient(total: Tensor, count: int) -> Tensor:
+    if not total.is_cuda:
+        return total / count
+    # On a GPU torch multiplies by the reciprocal of a number, which rounds twice.
+    return total / torch.full((), count, dtype=total.dtype, device=total.device)
 
 
 def _combine(op: ReduceOp, tensors: list[Tensor]) -> Tensor:

@@ -19,14 +19,15 @@ from unisono.input import counts_of
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import CrossDeviceOps, destinations_of
 from unisono.strategies.runner import Runner
+from unisono.strategies.variable_methods import VariableMethods
 from unisono.values import DistributedValues, Mirrored, regroup, select_replica
-from unisono.variables import GradientReducer, Mirrors, bring_in, creating
+from unisono.variables import GradientReducer, Mirrors, Variable, bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended:
+class StrategyExtended(VariableMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -126,6 +127,7 @@ class StrategyExtended:
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls `fn` on every replica; see `Strategy.run`."""
+        self.strategy._check_cross_replica("call_for_each_replica()")
         if is_inside_run():
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
         kwargs = kwargs or {}
@@ -178,7 +180,7 @@ class StrategyExtended:
         op = ReduceOp.read(reduce_op)
         if not isinstance(value, DistributedValues) and self.num_replicas_in_sync > 1:
             return self._reduce_single(op, value, destinations)
-        if isinstance(value, Mirrored):
+        if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 raise UnsupportedError(
                     "A mirrored value is the same on every replica, so its sum over replicas has "

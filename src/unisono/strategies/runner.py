@@ -46,6 +46,7 @@ class Runner:
     ) -> Any:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
+        places = [this_machine().torch_device(device) for device in self._devices]
         turns = OneByOne(num_replicas) if self._is_serial else Turns()
         meeting = ReplicaMeeting(num_replicas, turns)
         contexts = [
@@ -53,9 +54,9 @@ class Runner:
             for replica_id, weight in enumerate(weights)
         ]
         if num_replicas == 1:
-            with entered(contexts[0]), self._on_device(0):
+            with entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
-        ambient = Ambient.of_this_thread()
+        ambient = Ambient.of_this_thread(places)
         seed = draw_seed()
 
         def call(context: ReplicaContext) -> Callable[[], Any]:
@@ -63,14 +64,14 @@ class Runner:
 
             def body() -> Any:
                 randomness = ReplicaRandomness(seed, replica_id)
-                with entered(context), self._on_device(replica_id), randomness:
+                with entered(context), randomness:
                     own = select_replica(replica_id, (tuple(args), kwargs))
                     return fn(*own[0], **own[1])
 
             def on_thread() -> Any:
                 try:
                     with turns.running(replica_id):
-                        result = ambient.call(body)
+                        result = ambient.call(body, places[replica_id])
                     meeting.leave(replica_id)
                 except BaseException as error:
                     _note(error, f"Raised on replica {replica_id} ({self._devices[replica_id]}).")
@@ -88,9 +89,9 @@ class Runner:
         """Ends the threads."""
         self._threads.close()
 
-    def _on_device(self, replica_id: int) -> AbstractContextManager[Any]:
-        place = this_machine().torch_device(self._devices[replica_id])
-        return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+def _on_device(place: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
 
 
 def _note(error: BaseException, note: str) -> None:

@@ -98,7 +98,7 @@ class Strategy(InputMethods):
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         if not isinstance(value, DistributedValues):
             return value
-        tensors = [as_tensor(component).to_dense() for component in value.values]
+        tensors = [as_tensor(component).detach().to_dense() for component in value.values]
         return torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -106,6 +106,8 @@ class Strategy(InputMethods):
         leaves, _ = flatten(value)
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return (value,)
+        if isinstance(value, DistributedValues):
+            return value.values
         num_replicas = len(self._extended.worker_devices)
         return tuple(select_replica(i, value) for i in range(num_replicas))
 

@@ -3,5 +3,15 @@
 from unisono.variables.creation import bring_in, creating
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.mirrors import Leaves, Mirrors
+from unisono.variables.policy import VariableSynchronization
+from unisono.variables.variable import Variable
 
-__all__ = ["GradientReducer", "Leaves", "Mirrors", "bring_in", "creating"]
+__all__ = [
+    "GradientReducer",
+    "Leaves",
+    "Mirrors",
+    "Variable",
+    "VariableSynchronization",
+    "bring_in",
+    "creating",
+]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from unisono.devices import Device, this_machine
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
+from unisono.variables.writes import Write
 
 _REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 
@@ -25,35 +28,6 @@ class VariableSynchronization(enum.Enum):
     NONE = "none"
     ON_WRITE = "on_write"
     ON_READ = "on_read"
-
-
-class Write(enum.Enum):
-    """The ways to change a variable, by the name of the method."""
-
-    ASSIGN = "assign"
-    ASSIGN_ADD = "assign_add"
-    ASSIGN_SUB = "assign_sub"
-    SCATTER_ADD = "scatter_add"
-    SCATTER_SUB = "scatter_sub"
-    SCATTER_MUL = "scatter_mul"
-    SCATTER_DIV = "scatter_div"
-    SCATTER_MIN = "scatter_min"
-    SCATTER_MAX = "scatter_max"
-    SCATTER_UPDATE = "scatter_update"
-
-    @property
-    def is_scatter(self) -> bool:
-        """Whether it changes some rows only, so that the change is a sparse tensor."""
-        return self.name.startswith("SCATTER")
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether several changes to one row are factors, and not addends."""
-        return self in (Write.SCATTER_MUL, Write.SCATTER_DIV)
-
-    def apply(self, component: Tensor, change: Tensor) -> None:
-        """Changes `component` in place."""
-        _APPLY[self](component.detach(), change)
 
 
 @dataclass(frozen=True)
@@ -135,6 +109,45 @@ class VariablePolicy:
                 "`read_value=False`."
             )
 
+    def owners(self, devices: Sequence[Device]) -> tuple[int, ...]:
+        """Returns for each replica the first one that its component shares a storage with."""
+        if self.is_local:
+            return tuple(range(len(devices)))
+        memories = [this_machine().memory(device) for device in devices]
+        return tuple(memories.index(memory) for memory in memories)
+
+    def shares(self, value: Tensor, num_replicas: int, num_components: int) -> list[Tensor]:
+        """Returns what to set each component to so that the variable reads as `value`.
+
+        The shares of a sum are equal, but for integers, whose rest goes to the first replicas.
+        """
+        if not (self.is_on_read and self.reduce_op is ReduceOp.SUM):
+            return [value] * num_components
+        if self.dtype.is_floating_point or self.dtype.is_complex:
+            return [value / num_replicas] * num_components
+        share = torch.div(value, num_replicas, rounding_mode="floor")
+        rest = value - share * num_replicas
+        return [share + (rest > i).to(self.dtype) for i in range(num_components)]
+
+    def check_shares(self, value: Tensor, num_replicas: int) -> None:
+        """Raises unless every share of `value` is the same."""
+        first, *others = self.shares(value, num_replicas, num_replicas)
+        if any(not torch.equal(first, other) for other in others if other is not first):
+            raise UnsupportedError(
+                f"An ON_READ variable of {self.dtype} that is the SUM of {num_replicas} replicas "
+                f"cannot be assigned {value.tolist()} in equal shares. Assign a multiple of "
+                f"{num_replicas}, or use `load()`, which gives the rest to the first replicas."
+            )
+
+    def check_not_sum(self, what: str, value: Any) -> None:
+        """Raises if replicas' values are added, of which `value` is not one."""
+        if self.reduce_op is ReduceOp.SUM:
+            raise UnsupportedError(
+                f"{value!r} is one value for all replicas, so the SUM that {what} takes has no "
+                "meaning. Give each replica a tensor of its own, such as `torch.tensor(...)`, or "
+                "write it outside `run`."
+            )
+
     def _check_scatter(self, write: Write) -> None:
         if self.is_on_read:
             raise NotImplementedError(
@@ -150,55 +163,33 @@ class VariablePolicy:
             )
 
 
-def combine_factors(change: Tensor) -> Tensor:
-    """Returns a sparse change with one entry a row: the product of all entries of that row."""
-    rows, places = change._indices()[0].unique(return_inverse=True)
-    values = change._values()
-    if len(rows) < len(places):
-        shape = (-1, *[1] * (values.dim() - 1))
-        factors = values.new_ones((len(rows), *values.shape[1:]))
-        where = places.view(shape).expand_as(values)
-        values = factors.scatter_reduce_(0, where, values, "prod")
-    else:
-        # Each row comes once: the places say where, and nothing has to be multiplied.
-        values = torch.empty_like(values).index_copy_(0, places, values)
-    return torch.sparse_coo_tensor(
-        rows[None], values, change.shape, is_coalesced=True, check_invariants=False
-    )
+class HasPolicy:
+    """What can be asked of everything that has a policy."""
+
+    __slots__ = ()
+
+    _policy: VariablePolicy
+
+    @property
+    def synchronization(self) -> VariableSynchronization:
+        """When replicas' values are combined."""
+        return self._policy.synchronization
+
+    @property
+    def aggregation(self) -> VariableAggregation:
+        """How replicas' values are combined."""
+        return self._policy.aggregation
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it is meant to be trained; components then collect gradients if they can."""
+        return bool(self._policy.trainable)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of every component."""
+        return self._policy.dtype
 
 
-def _reduce_rows(component: Tensor, change: Tensor, how: str) -> None:
-    rows, values = change._indices()[0], change._values()
-    where = rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
-    component.scatter_reduce_(0, where, values, how)
-
-
-def _multiply_rows(component: Tensor, change: Tensor) -> None:
-    rows = change._indices()[0]
-    component.index_copy_(0, rows, component.index_select(0, rows) * change._values())
-
-
-def _divide_rows(component: Tensor, change: Tensor) -> None:
-    rows = change._indices()[0]
-    is_real = component.is_floating_point() or component.is_complex()
-    chosen = component.index_select(0, rows)
-    quotient = torch.div(chosen, change._values(), rounding_mode=None if is_real else "trunc")
-    component.index_copy_(0, rows, quotient)
-
-
-_APPLY: dict[Write, Callable[[Tensor, Tensor], object]] = {
-    Write.ASSIGN: Tensor.copy_,
-    Write.ASSIGN_ADD: Tensor.add_,
-    Write.ASSIGN_SUB: Tensor.sub_,
-    Write.SCATTER_ADD: lambda t, c: t.index_add_(0, c._indices()[0], c._values()),
-    Write.SCATTER_SUB: lambda t, c: t.index_add_(0, c._indices()[0], c._values(), alpha=-1),
-    Write.SCATTER_MUL: _multiply_rows,
-    Write.SCATTER_DIV: _divide_rows,
-    Write.SCATTER_MIN: lambda t, c: _reduce_rows(t, c, "amin"),
-    Write.SCATTER_MAX: lambda t, c: _reduce_rows(t, c, "amax"),
-    Write.SCATTER_UPDATE: lambda t, c: t.index_copy_(0, c._indices()[0], c._values()),
-}
-
-
-def _listed(members: object) -> str:
-    return ", ".join(str(member) for member in members)  # type: ignore[attr-defined]
+def _listed(members: Iterable[enum.Enum]) -> str:
+    return ", ".join(map(str, members))

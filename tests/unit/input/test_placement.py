@@ -65,6 +65,17 @@ def test_a_busy_gpu_reads_what_was_copied_ahead_and_nothing_else() -> None:
 
 
 @pytest.mark.gpu
+def test_a_copy_that_is_under_way_is_waited_for() -> None:
+    batch = torch.ones(1 << 25).pin_memory()
+
+    with virtual_gpus(2):
+        (element,) = DistributedDataset([batch], gpus(2))
+        sums = [part.sum() for part in element.values]
+
+    assert [int(s) for s in sums] == [1 << 24, 1 << 24]
+
+
+@pytest.mark.gpu
 def test_a_batch_that_is_still_being_made_on_the_gpu_is_waited_for() -> None:
     def batches() -> Any:
         for i in range(4):
@@ -72,11 +83,14 @@ def test_a_batch_that_is_still_being_made_on_the_gpu_is_waited_for() -> None:
             torch.cuda._sleep(BUSY_CYCLES)
             yield batch.add_(i)
 
-    with virtual_gpus(2):
-        elements = list(DistributedDataset(batches(), gpus(2)))
+    options = InputOptions(experimental_per_replica_buffer_size=2)
 
-    assert [int(e.values[1].max()) for e in elements] == [0, 1, 2, 3]
-    assert [int(e.values[1].min()) for e in elements] == [0, 1, 2, 3]
+    # The reader makes its batches on the default stream, and this thread reads them on another.
+    with virtual_gpus(2), torch.cuda.stream(torch.cuda.Stream()):
+        dataset = DistributedDataset(batches(), gpus(2), options)
+        smallest = [element.values[1].min() for element in dataset]
+
+        assert [int(value) for value in smallest] == [0, 1, 2, 3]
 
 
 @pytest.mark.gpu

@@ -1,0 +1,128 @@
+"""What a strategy's extension does with variables, under the names of `tf.distribute`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from unisono.contexts import CrossReplicaContext, current_replica, entered
+from unisono.devices import Device, cpu_slots
+from unisono.errors import ContextError, UnsupportedError
+from unisono.values import Mirrored, flatten, select_replica
+from unisono.variables import Variable
+
+if TYPE_CHECKING:
+    from unisono.strategies.strategy import Strategy
+
+
+class VariableMethods:
+    """The part of an extension that is about variables."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def strategy(self) -> Strategy:
+            """See `StrategyExtended.strategy`."""
+
+        @property
+        def worker_devices(self) -> tuple[Device, ...]:
+            """See `StrategyExtended.worker_devices`."""
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
+    ) -> Any:
+        """Calls `fn(component, *args, **kwargs)` once for each storage of a variable.
+
+        `fn` changes the component, a tensor, in place. Of distributed arguments it gets the
+        component of the same replica. On a replica this is a `merge_call`.
+
+        Returns:
+            A `Mirrored` of what `fn` returns, or with `group=False` a tuple of it, one entry a
+            storage: replicas that share a memory share one.
+        """
+        if not isinstance(var, Variable):
+            raise UnsupportedError(
+                f"`update()` is for a `Variable` of the strategy, got {type(var).__name__}."
+            )
+        context = current_replica()
+        if context is not None:
+            return context.merge_call(
+                lambda _, *a, **k: self._update(var, fn, a, k, is_grouped=group), args, kwargs
+            )
+        with entered(CrossReplicaContext(self.strategy)):
+            return self._update(var, fn, args, kwargs or {}, is_grouped=group)
+
+    def _update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        *,
+        is_grouped: bool,
+    ) -> Any:
+        results = []
+        for owner in var.owners:
+            own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
+            results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
+        if not is_grouped:
+            return tuple(results)
+        leaves = [flatten(result)[0] for result in results]
+        if all(leaf is None for own in leaves for leaf in own):
+            return None
+        devices = tuple(var.devices[owner] for owner in var.owners)
+        return results[0] if len(results) == 1 else Mirrored.placed(tuple(results), devices)
+
+    def update_non_slot(
+        self,
+        colocate_with: Sequence[Device],
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
+    ) -> Any:
+        """Calls `fn(*args, **kwargs)` once for each of the devices, with their own arguments."""
+        devices = tuple(colocate_with)
+        results = []
+        for device in devices:
+            replica_id = self.worker_devices.index(device)
+            own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))
+            results.append(fn(*own_args, **own_kwargs))
+        if not group or len(results) == 1:
+            return tuple(results) if not group else results[0]
+        return Mirrored.placed(tuple(results), devices)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[Device, ...]:
+        """Returns the devices for what belongs to no single variable."""
+        return tuple(dict.fromkeys(d for var in var_list for d in var.devices)) or cpu_slots(1)
+
+    def read_var(self, v: Variable) -> Any:
+        """Reads a variable; one that is `ON_READ`, as the aggregation says."""
+        return v.value()
+
+    def value_container(self, value: Any) -> Any:
+        """Returns the variable that `value` is a component of, or `value` itself."""
+        return value
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether a variable was made under this strategy."""
+        return isinstance(v, Variable) and v.strategy is self.strategy
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Within the block, variables are made on the devices of another variable.
+
+        All variables of a strategy are on all its devices, so this only checks whose it is.
+        """
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise ContextError(
+                f"`colocate_vars_with()` takes a variable of {self.strategy!r}, got "
+                f"{colocate_with_variable!r}."
+            )
+        yield

@@ -1,0 +1,327 @@
+"""`Variable`: a tensor that all replicas of a strategy share, or add up when it is read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from unisono.contexts import (
+    ReplicaContext,
+    current_replica,
+    get_replica_context,
+    get_strategy,
+    has_strategy,
+    other_strategy,
+)
+from unisono.devices import this_machine
+from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
+from unisono.options import ReduceOp, VariableAggregation
+from unisono.reductions import Destinations, destinations_of
+from unisono.values import DistributedValues, Mirrored, PerReplica
+from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
+from unisono.variables.tensor_like import TensorLike
+from unisono.variables.writes import (
+    NUMBERS,
+    Write,
+    apart_from,
+    cast,
+    change_of_rows,
+    check_value,
+    combine_factors,
+)
+
+if TYPE_CHECKING:
+    from unisono.strategies import Strategy
+
+
+class _MadeOnce(type):
+    """On a replica, making an object is a meeting: replica 0 makes it, and all get that one."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        context = current_replica()
+        make = super().__call__
+        if context is None:
+            return make(*args, **kwargs)
+        return context.merge_call(lambda _: make(*args, **kwargs))
+
+
+class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
+    """A tensor with a component on every replica of the strategy that it is made under.
+
+    It can be used wherever torch takes a tensor: a replica's code sees its own component, other
+    code the first one, or for `ON_READ` the components combined. `ON_WRITE` components of replicas
+    that share a memory share one storage, unless the aggregation is `NONE`; they collect gradients
+    of their own nevertheless.
+
+    Args:
+        initial_value: The value to start from, or a function that returns it and is called once.
+            On a replica, that of replica 0 counts.
+        trainable: Whether components collect gradients. None means unless `ON_READ`.
+        dtype: The dtype; that of the value if None.
+        synchronization: Whether replicas' values are combined when written or when read.
+        aggregation: How they are combined.
+        name: What messages call it.
+    """
+
+    __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_strategy", "_what")
+
+    def __init__(
+        self,
+        initial_value: Any,
+        trainable: bool | None = None,  # noqa: FBT001 - the signature of tf.Variable
+        dtype: torch.dtype | None = None,
+        synchronization: VariableSynchronization = VariableSynchronization.AUTO,
+        aggregation: VariableAggregation = VariableAggregation.NONE,
+        name: str | None = None,
+    ) -> None:
+        self._strategy: Strategy = get_strategy()
+        self._name = name or "Variable"
+        self._what = f"Variable {self._name!r}"
+        given = initial_value() if callable(initial_value) else initial_value
+        value = cast(self._given(given), dtype)
+        self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
+        devices = self._strategy.extended.worker_devices
+        if not has_strategy():
+            devices = destinations_of(value).devices
+        self._owner_of = self._policy.owners(devices)
+        places = [this_machine().torch_device(device) for device in devices]
+        storages = {owner: value.to(places[owner], copy=True) for owner in self.owners}
+        super().__init__(self._aliases(storages), devices)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return self._name
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that it was made under."""
+        return self._strategy
+
+    @property
+    def is_mirrored(self) -> bool:
+        """Whether all components always have the same value."""
+        return not self._policy.is_local
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of every component."""
+        return torch.Size(self._values[0].shape)
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The replicas whose components have a storage of their own: writing to these is enough."""
+        return tuple(dict.fromkeys(self._owner_of))
+
+    def select(self, replica_id: int) -> Variable:
+        """Returns the variable itself: code on a replica sees its own component of it."""
+        super().select(replica_id)
+        return self
+
+    def value(self) -> Tensor:
+        """Returns what the running code sees: no copy of a component, a new tensor if reduced."""
+        replica = self._replica()
+        component: Tensor = self._values[replica.replica_id_in_sync_group if replica else 0]
+        if replica is not None or not self._policy.is_on_read:
+            return component
+        self._policy.check_read()
+        op = self._policy.reduce_op
+        if op is None:
+            return component
+        parts = PerReplica.placed(self._values, self.devices)
+        reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
+        return reduced
+
+    read_value = value
+
+    def assign(self, value: Any, *, read_value: bool = True) -> Any:
+        """Sets the variable.
+
+        On a replica the values of all replicas are combined first, as the aggregation says, and
+        all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
+        code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
+
+        Returns:
+            The component on a replica; elsewhere the components, or what an `ON_READ` variable
+            reads as; None without `read_value`.
+        """
+        return self._write(Write.ASSIGN, value, is_read=read_value)
+
+    def assign_add(self, delta: Any, *, read_value: bool = True) -> Any:
+        """Adds to the variable; see `assign`."""
+        return self._write(Write.ASSIGN_ADD, delta, is_read=read_value)
+
+    def assign_sub(self, delta: Any, *, read_value: bool = True) -> Any:
+        """Subtracts from the variable; see `assign`."""
+        return self._write(Write.ASSIGN_SUB, delta, is_read=read_value)
+
+    def scatter_add(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Adds `updates[i]` to row `indices[i]`, for every i.
+
+        On a replica, a sum applies what all replicas give, and a mean an N-th of it. Rows may come
+        several times.
+        """
+        return self._write(Write.SCATTER_ADD, updates, indices, is_read=read_value)
+
+    def scatter_sub(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Subtracts from rows; see `scatter_add`."""
+        return self._write(Write.SCATTER_SUB, updates, indices, is_read=read_value)
+
+    def scatter_mul(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Multiplies rows. A mean takes the average factor; a replica without one counts as 0."""
+        return self._write(Write.SCATTER_MUL, updates, indices, is_read=read_value)
+
+    def scatter_div(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Divides rows, integers towards zero; means are as in `scatter_mul`."""
+        return self._write(Write.SCATTER_DIV, updates, indices, is_read=read_value)
+
+    def scatter_min(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Lowers rows to `updates`; not for variables that are a sum or mean."""
+        return self._write(Write.SCATTER_MIN, updates, indices, is_read=read_value)
+
+    def scatter_max(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Raises rows to `updates`; not for variables that are a sum or mean."""
+        return self._write(Write.SCATTER_MAX, updates, indices, is_read=read_value)
+
+    def scatter_update(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
+        """Sets rows; not for variables that are a sum or mean."""
+        return self._write(Write.SCATTER_UPDATE, updates, indices, is_read=read_value)
+
+    def state(self) -> Tensor:
+        """Returns a copy of the one value that a checkpoint keeps."""
+        self._check_place("state()", is_for_all=True)
+        return self.value().detach().clone()
+
+    def load(self, value: Any) -> None:
+        """Sets the variable to what `state` returned; a sum is spread without loss."""
+        self._check_place("load()", is_for_all=True)
+        self._write_all(Write.ASSIGN, value, is_rest_allowed=True)
+
+    def _replica(self) -> ReplicaContext | None:
+        """Returns the replica of the variable's own strategy that the running code is on."""
+        context = get_replica_context()
+        return context if context is not None and context.strategy is self._strategy else None
+
+    def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
+        other = other_strategy(self._strategy)
+        if other is not None:
+            raise ContextError(
+                f"`{what}`: {self._what} was made under {self._strategy!r}, not under {other!r}. "
+                "Leave the scope of the latter, or make the variable there."
+            )
+        if is_for_all and current_replica() is not None:
+            raise ContextError(
+                f"`{what}` of {self._what} was called on a replica, but is for all. Call it "
+                "outside `run`."
+            )
+
+    def _write(self, write: Write, given: Any, indices: Any = None, *, is_read: bool) -> Any:
+        self._check_place(f"{write.value}()")
+        replica = self._replica()
+        self._policy.check_write(write, is_on_replica=replica is not None, is_read=is_read)
+        if write.is_scatter:
+            rows, values = self._given(indices), self._given(given)
+            given = change_of_rows(self._what, rows, values, self.shape, self.dtype)
+            given = combine_factors(given) if write.multiplies else given
+        if replica is None:
+            self._write_all(write, given)
+        else:
+            self._write_on(replica, write, given)
+        if not is_read:
+            return None
+        if replica is not None or self._policy.is_on_read or len(self._values) == 1:
+            return self.value()
+        return Mirrored.placed(self._values, self.devices)
+
+    def _write_on(self, replica: ReplicaContext, write: Write, given: Any) -> None:
+        value = self._given(given)
+        check_value(self._what, value, self.shape, self.dtype)
+        if self._policy.is_local:
+            self._apply(write, {replica.replica_id_in_sync_group: value})
+            return
+        # A number does not say whether it is the replica's own, and whether replicas give equal
+        # ones may depend on the data: refused always, and not only when they do.
+        if isinstance(value, NUMBERS) and replica.num_replicas_in_sync > 1:
+            self._policy.check_not_sum(self._what, value)
+        elif not isinstance(value, Tensor):
+            value = cast(value, self.dtype)
+        replica.merge_call(Variable._merge, (self, write, value))
+
+    @staticmethod
+    def _merge(_: Strategy, variable: Any, write: Any, value: Any) -> None:
+        """In a `merge_call`: writes what replicas gave, a `PerReplica` or the same object."""
+        if isinstance(variable, PerReplica) or isinstance(write, PerReplica):
+            raise UnequalCallsError(
+                "Every replica must write the same variables in the same way and order, but they "
+                f"now write {variable} with {write}."
+            )
+        op = variable._policy.reduce_op
+        if len(variable._values) == 1:
+            value = PerReplica.placed((value,), variable.devices)
+        if not isinstance(value, PerReplica):
+            variable._policy.check_not_sum(variable._what, value)
+            variable._apply(write, dict.fromkeys(variable.owners, value))
+        elif op is None:
+            variable._apply(write, dict.fromkeys(variable.owners, value.values[0]))
+        else:
+            pairs = zip(value.values, variable.values, strict=True)
+            parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
+            targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
+            given = PerReplica.placed(parts, variable.devices)
+            total = variable._strategy.extended.reduce_to(op, given, targets)
+            totals = total.values if isinstance(total, DistributedValues) else (total,)
+            if write.multiplies:
+                combine = combine_factors if op is ReduceOp.SUM else Tensor.coalesce
+                totals = tuple(combine(one) for one in totals)
+            variable._apply(write, dict(zip(variable.owners, totals, strict=True)))
+
+    def _write_all(self, write: Write, given: Any, *, is_rest_allowed: bool = False) -> None:
+        value = self._given(given)
+        check_value(self._what, value, self.shape, self.dtype)
+        num_replicas, num_components = self._strategy.num_replicas_in_sync, len(self._values)
+        shares = [value] * num_components
+        if write is Write.ASSIGN:
+            whole = cast(value, self.dtype)
+            if not is_rest_allowed:
+                self._policy.check_shares(whole, num_replicas)
+            shares = self._policy.shares(whole, num_replicas, num_components)
+        self._apply(write, {owner: shares[owner] for owner in self.owners})
+
+    @torch.no_grad()
+    def _apply(self, write: Write, changes: dict[int, Any]) -> None:
+        """Writes to components, after a look at all changes: they may come from this variable."""
+        ready = {i: apart_from(self._values, cast(c, self.dtype)) for i, c in changes.items()}
+        for replica_id, change in ready.items():
+            component = self._values[replica_id]
+            write.apply(component, change.to(component.device))
+
+    def _given(self, value: Any) -> Any:
+        """Returns what the running code means by `value`: its own component, or one for all."""
+        if isinstance(value, Variable):
+            return value.value()
+        if not isinstance(value, DistributedValues):
+            return value
+        replica = current_replica()
+        if replica is not None:
+            return value.select(replica.replica_id_in_sync_group)
+        if isinstance(value, Mirrored):
+            return value.values[0]
+        raise UnsupportedError(
+            f"{self._what} takes one value for all replicas here, got a {type(value).__name__} of "
+            f"{len(value.values)}. Reduce it first, or write each component on its replica."
+        )
+
+    def _aliases(self, storages: dict[int, Tensor]) -> tuple[Tensor, ...]:
+        """Returns a component for each replica, which has its own gradient but not its storage."""
+        needs = self._policy.collects_gradients
+        return tuple(storages[owner].detach().requires_grad_(needs) for owner in self._owner_of)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
+        duplicate: Variable = object.__new__(type(self))
+        for name in ("_devices", "_name", "_owner_of", "_policy", "_strategy", "_what"):
+            setattr(duplicate, name, getattr(self, name))
+        storages = {owner: self._values[owner].detach().clone() for owner in self.owners}
+        duplicate._values = self._aliases(storages)
+        return duplicate

@@ -1,0 +1,164 @@
+"""The ways to change a variable, and what they do to one component."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnsupportedError
+from unisono.values import as_tensor
+
+NUMBERS = (bool, int, float, complex)
+
+
+class Write(enum.Enum):
+    """The ways to change a variable, by the name of the method."""
+
+    ASSIGN = "assign"
+    ASSIGN_ADD = "assign_add"
+    ASSIGN_SUB = "assign_sub"
+    SCATTER_ADD = "scatter_add"
+    SCATTER_SUB = "scatter_sub"
+    SCATTER_MUL = "scatter_mul"
+    SCATTER_DIV = "scatter_div"
+    SCATTER_MIN = "scatter_min"
+    SCATTER_MAX = "scatter_max"
+    SCATTER_UPDATE = "scatter_update"
+
+    @property
+    def is_scatter(self) -> bool:
+        """Whether it changes some rows only, so that the change is a sparse tensor."""
+        return self.name.startswith("SCATTER")
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether several changes to one row are factors, and not addends."""
+        return self in (Write.SCATTER_MUL, Write.SCATTER_DIV)
+
+    def apply(self, component: Tensor, change: Tensor) -> None:
+        """Changes `component` in place."""
+        _APPLY[self](component.detach(), change)
+
+
+def cast(value: Any, dtype: torch.dtype | None) -> Tensor:
+    """Returns a value as a detached tensor of `dtype`; Python numbers keep their precision."""
+    tensor = as_tensor(value).detach()
+    if dtype is None or tensor.dtype == dtype:
+        return tensor
+    if isinstance(value, (*NUMBERS, list, tuple)):
+        return torch.as_tensor(value, dtype=dtype)
+    return tensor.to(dtype)
+
+
+def apart_from(components: Iterable[Tensor], change: Tensor) -> Tensor:
+    """Returns `change`, or a copy of it if it is seen through one of `components` itself."""
+    if change.layout is not torch.strided:
+        return change
+    storages = {component.untyped_storage().data_ptr() for component in components}
+    return change.clone() if change.untyped_storage().data_ptr() in storages else change
+
+
+def check_value(what: str, value: Any, shape: torch.Size, dtype: torch.dtype) -> None:
+    """Raises unless `value` can be written where there is something of `shape` and `dtype`."""
+    tensor = as_tensor(value)
+    if tensor.shape != shape:
+        raise UnsupportedError(
+            f"{what} takes a value of shape {tuple(shape)} here, got {tuple(tensor.shape)}. "
+            "Nothing is broadcast."
+        )
+    if not torch.can_cast(tensor.dtype, dtype):
+        raise UnsupportedError(
+            f"{what} is {dtype} and cannot hold {tensor.dtype} without loss. Convert the value "
+            f"with `.to({dtype})` first."
+        )
+
+
+def change_of_rows(
+    what: str, indices: Any, updates: Any, shape: torch.Size, dtype: torch.dtype
+) -> Tensor:
+    """Returns `updates`, one a row in `indices` or one number for all, as a sparse tensor."""
+    rows = as_tensor(indices).detach()
+    rows = rows if rows.numel() else rows.long()  # An empty list is read as floats.
+    if not shape:
+        raise UnsupportedError(f"{what} is a scalar and has no rows. Use `assign()`.")
+    if rows.is_floating_point() or rows.is_complex() or rows.dtype == torch.bool:
+        raise UnsupportedError(f"`indices` must be integers, got {rows.dtype}.")
+    if rows.numel() and not (int(rows.min()) >= 0 and int(rows.max()) < shape[0]):
+        raise UnsupportedError(
+            f"`indices` must be from 0 to {shape[0] - 1}, the rows of {what}, got {rows.tolist()}."
+        )
+    needed = torch.Size([*rows.shape, *shape[1:]])
+    if isinstance(updates, NUMBERS):
+        updates = as_tensor(updates).expand(needed)
+    check_value(what, updates, needed, dtype)
+    values = cast(updates, dtype).reshape(rows.numel(), *shape[1:]).to(rows.device, copy=True)
+    return _sparse(rows.reshape(-1).long(), values, shape, is_coalesced=False)
+
+
+def combine_factors(change: Tensor) -> Tensor:
+    """Returns a sparse change with one entry a row: the product of all entries of that row."""
+    rows, places = change._indices()[0].unique(return_inverse=True)
+    values = change._values()
+    if len(rows) < len(places):
+        shape = (-1, *[1] * (values.dim() - 1))
+        factors = values.new_ones((len(rows), *values.shape[1:]))
+        where = places.view(shape).expand_as(values)
+        values = factors.scatter_reduce_(0, where, values, "prod")
+    else:
+        # Each row comes once: the places say where, and nothing has to be multiplied.
+        values = torch.empty_like(values).index_copy_(0, places, values)
+    return _sparse(rows, values, change.shape, is_coalesced=True)
+
+
+def _sparse(rows: Tensor, values: Tensor, shape: torch.Size, *, is_coalesced: bool) -> Tensor:
+    # The rows have been checked; the public function can warn that it checks nothing.
+    make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
+    sparse: Tensor = make(
+        1,
+        len(shape) - 1,
+        shape,
+        rows[None],
+        values,
+        dtype=values.dtype,
+        layout=torch.sparse_coo,
+        device=values.device,
+        is_coalesced=is_coalesced,
+    )
+    return sparse
+
+
+def _reduce_rows(component: Tensor, change: Tensor, how: str) -> None:
+    rows, values = change._indices()[0], change._values()
+    where = rows.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+    component.scatter_reduce_(0, where, values, how)
+
+
+def _multiply_rows(component: Tensor, change: Tensor) -> None:
+    rows = change._indices()[0]
+    component.index_copy_(0, rows, component.index_select(0, rows) * change._values())
+
+
+def _divide_rows(component: Tensor, change: Tensor) -> None:
+    rows = change._indices()[0]
+    is_real = component.is_floating_point() or component.is_complex()
+    chosen = component.index_select(0, rows)
+    quotient = torch.div(chosen, change._values(), rounding_mode=None if is_real else "trunc")
+    component.index_copy_(0, rows, quotient)
+
+
+_APPLY: dict[Write, Callable[[Tensor, Tensor], object]] = {
+    Write.ASSIGN: Tensor.copy_,
+    Write.ASSIGN_ADD: Tensor.add_,
+    Write.ASSIGN_SUB: Tensor.sub_,
+    Write.SCATTER_ADD: lambda t, c: t.index_add_(0, c._indices()[0], c._values()),
+    Write.SCATTER_SUB: lambda t, c: t.index_add_(0, c._indices()[0], c._values(), alpha=-1),
+    Write.SCATTER_MUL: _multiply_rows,
+    Write.SCATTER_DIV: _divide_rows,
+    Write.SCATTER_MIN: lambda t, c: _reduce_rows(t, c, "amin"),
+    Write.SCATTER_MAX: lambda t, c: _reduce_rows(t, c, "amax"),
+    Write.SCATTER_UPDATE: lambda t, c: t.index_copy_(0, c._indices()[0], c._values()),
+}
