@@ -1,6 +1,6 @@
 """Reduces the gradients of four replicas, and shows by what and how fast.
 
-    scripts/demo
+    python examples/reduce_four_replicas.py
     python examples/reduce_four_replicas.py --replicas 8
 
 The result is checked against float64, and has the same bits whichever reduction made it.
@@ -9,9 +9,11 @@ The result is checked against float64, and has the same bits whichever reduction
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -44,12 +46,12 @@ def main() -> None:
     baseline = _seconds(lambda: _torch_loop(gradients))
     table.add_row("plain torch loop", f"{baseline * 1e3:.2f}", "1.0x", "")
     for ops in [uo.ReductionToOneDevice(), uo.HierarchicalCopyAllReduce(), uo.NcclAllReduce()]:
-        results = ops.batch_reduce(uo.ReduceOp.MEAN, pairs)
+        results: list[Any] = ops.batch_reduce(uo.ReduceOp.MEAN, pairs)
         error = max(
             float((result.values[-1] - torch.stack(one).double().mean(0)).abs().max())
             for result, one in zip(results, gradients, strict=True)
         )
-        seconds = _seconds(lambda ops=ops: ops.batch_reduce(uo.ReduceOp.MEAN, pairs))
+        seconds = _seconds(functools.partial(ops.batch_reduce, uo.ReduceOp.MEAN, pairs))
         table.add_row(
             type(ops).__name__,
             f"{seconds * 1e3:.2f}",

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unisono.contexts.replica import CrossReplicaContext, ReplicaContext
@@ -46,14 +44,25 @@ def current_replica() -> ReplicaContext | None:
     return None
 
 
-@contextmanager
-def entered(context: Context) -> Iterator[None]:
-    """Puts the running code into `context` until the block ends."""
-    _stack.entered.append(context)
-    try:
-        yield
-    finally:
-        _stack.entered.pop()
+class entered:
+    """Puts the running code into `context` until the block ends.
+
+    A class and not a generator: a replica may be stopped at any instruction, and a generator that
+    was not left properly would be ended later, by another thread.
+    """
+
+    __slots__ = ("_context", "_depth")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth = len(_stack.entered)
+        _stack.entered.append(self._context)
+
+    def __exit__(self, *error: object) -> None:
+        del _stack.entered[self._depth :]
 
 
 def get_replica_context() -> ReplicaContext | None:

@@ -1,13 +1,15 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
-from unisono.engines.meeting import ReplicaMeeting, ReplicaStopped
+from unisono.engines.guard import Guard, ReplicaStopped
+from unisono.engines.meeting import ReplicaMeeting
 from unisono.engines.randomness import ReplicaRandomness, draw_seed
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
+    "Guard",
     "OneByOne",
     "ReplicaMeeting",
     "ReplicaRandomness",

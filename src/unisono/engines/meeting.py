@@ -6,12 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import UnequalCallsError
-
-
-class ReplicaStopped(BaseException):
-    """Ends a replica because the step has failed elsewhere. Not an error for user code to catch."""
 
 
 class _Arrival(NamedTuple):
@@ -25,19 +22,37 @@ class ReplicaMeeting:
 
     Replicas wait in `meet` until all have come. Replica 0 then does the work, so it does not
     depend on who came last. When a replica fails, or returns while others wait for it, the first
-    real error is kept and everybody who waits or comes later is stopped.
+    real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     """
 
-    def __init__(self, num_replicas: int, turns: Turns) -> None:
+    def __init__(
+        self, num_replicas: int, turns: Turns, guards: Sequence[Guard] | None = None
+    ) -> None:
         self._num_replicas = num_replicas
         self._turns = turns
+        self._guards = guards or [Guard() for _ in range(num_replicas)]
         self._changed = threading.Condition()
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
-        self._calls: dict[int, Callable[[ReplicaMeeting], Any]] = {}
+        self._calls: dict[int, Callable[[], None]] = {}
         self._answers: dict[int, Any] = {}
         self._returned: set[int] = set()
         self.failure: BaseException | None = None
+
+    def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
+        """Runs the code of a replica from its beginning to its end."""
+        try:
+            with self._turns.running(replica_id):
+                if self.failure is not None:
+                    raise ReplicaStopped
+                result = self._exposed(replica_id, body)
+            with self._changed:
+                self._returned.add(replica_id)
+                self._check_calls()
+        except BaseException as error:
+            self.fail(error)
+            raise
+        return result
 
     def meet(
         self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
@@ -45,36 +60,33 @@ class ReplicaMeeting:
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
         if self._num_replicas == 1:
             return work([given])[0]
-        with self._changed:
-            self._arrivals[replica_id] = _Arrival(what, given, work)
-            self._check_calls()
-            self._changed.notify_all()
+        self._guards[replica_id].cover()
         with self._turns.waiting(replica_id):
-            return self._lead() if replica_id == 0 else self._follow(replica_id)
+            with self._changed:
+                self._arrivals[replica_id] = _Arrival(what, given, work)
+                self._check_calls()
+                self._changed.notify_all()
+            share = self._lead() if replica_id == 0 else self._follow(replica_id)
+        self._guards[replica_id].expose()
+        return share
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
         """From within `work`: every replica makes its call, with a meeting point of its own.
 
         Replica 0, which does the work, makes its call too.
         """
-        inner = ReplicaMeeting(self._num_replicas, self._turns)
+        inner = ReplicaMeeting(self._num_replicas, self._turns, self._guards)
         if self._num_replicas == 1:
             return [calls[0](inner)]
         with self._changed:
-            self._calls = {i: self._made(call, i, inner) for i, call in enumerate(calls)}
+            self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
             self._changed.notify_all()
-        own(inner)
-        with self._changed:
+        own()
+        with self._turns.waiting(0), self._changed:
             self._wait(lambda: len(self._answers) == self._num_replicas)
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
-
-    def leave(self, replica_id: int) -> None:
-        """Says that a replica has come to its end."""
-        with self._changed:
-            self._returned.add(replica_id)
-            self._check_calls()
 
     def fail(self, error: BaseException) -> None:
         """Stops everybody; only the first error counts."""
@@ -83,12 +95,26 @@ class ReplicaMeeting:
                 self.failure = error
             self._changed.notify_all()
         self._turns.end()
+        for guard in self._guards:
+            guard.stop()
+
+    def _exposed(self, replica_id: int, body: Callable[[], Any]) -> Any:
+        guard = self._guards[replica_id]
+        guard.expose()
+        try:
+            result = body()
+            guard.cover()
+        except BaseException:
+            guard.cover(is_quiet=True)
+            raise
+        return result
 
     def _lead(self) -> Any:
         with self._changed:
             self._wait(lambda: len(self._arrivals) == self._num_replicas)
             arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
-        shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        with self._turns.running(0):
+            shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
         with self._changed:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
@@ -103,16 +129,15 @@ class ReplicaMeeting:
                 if replica_id in self._shares:
                     return self._shares.pop(replica_id)
                 call = self._calls.pop(replica_id)
-            call(self)
+            with self._turns.running(replica_id):
+                call()
 
-    def _made(
+    def _answered(
         self, call: Callable[[ReplicaMeeting], Any], replica_id: int, inner: ReplicaMeeting
-    ) -> Callable[[ReplicaMeeting], Any]:
-        def make(_: ReplicaMeeting) -> None:
+    ) -> Callable[[], None]:
+        def make() -> None:
             try:
-                with self._turns.running(replica_id):
-                    answer = call(inner)
-                inner.leave(replica_id)
+                answer = self._exposed(replica_id, lambda: call(inner))
             except BaseException as error:
                 inner.fail(error)
                 self.fail(inner.failure or error)
@@ -141,5 +166,4 @@ class ReplicaMeeting:
             )
         if self.failure is not None:
             self._changed.notify_all()
-            self._turns.end()
             raise ReplicaStopped

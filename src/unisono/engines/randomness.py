@@ -8,19 +8,24 @@ that sets `torch.manual_seed`, and restored by `torch.set_rng_state`.
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
+from torch.nn import functional, init
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 # Take a `generator` argument.
 _WITH_GENERATOR = frozenset(
     [
+        torch._sample_dirichlet,
+        torch._standard_gamma,
         torch.bernoulli,
+        torch.binomial,
         torch.multinomial,
         torch.normal,
         torch.rand,
@@ -41,6 +46,15 @@ _WITH_GENERATOR = frozenset(
         Tensor.normal_,
         Tensor.random_,
         Tensor.uniform_,
+        init.kaiming_normal_,
+        init.kaiming_uniform_,
+        init.normal_,
+        init.orthogonal_,
+        init.sparse_,
+        init.trunc_normal_,
+        init.uniform_,
+        init.xavier_normal_,
+        init.xavier_uniform_,
     ]
 )
 # Draw from the default generator without a way to name another. Each with the arguments without
@@ -67,9 +81,69 @@ _WITHOUT_GENERATOR: dict[Callable[..., Any], tuple[tuple[str, int, Any], ...]] =
 }
 _RECURRENT = frozenset([torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh])
 _DROPOUT = frozenset([functional.dropout, torch.dropout])
+_RANDOM = frozenset(
+    [Tensor.backward, *_WITH_GENERATOR, *_WITHOUT_GENERATOR, *_RECURRENT, *_DROPOUT]
+)
 
 # Held while a replica's state stands in for that of the default generator.
 _default_lock = threading.Lock()
+
+
+class _Current(threading.local):
+    randomness: ReplicaRandomness | None = None
+
+
+_current = _Current()
+
+
+@functools.cache
+def _install() -> None:
+    """Makes torch's functions for the state speak of a replica's generator on a replica.
+
+    Activation checkpointing depends on it: it sets the state back to draw the same numbers again.
+    """
+    for module in (torch, torch.random):
+        _redirect(module, torch.random, lambda given: torch.device("cpu"))
+    for module in (torch.cuda, torch.cuda.random):
+        _redirect(module, torch.cuda.random, lambda given: _device((), {"device": given}))
+    torch.random.fork_rng = _wrap_fork(torch.random.fork_rng)
+
+
+def _wrap_fork(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    @contextmanager
+    def fork_rng(*args: Any, **kwargs: Any) -> Iterator[None]:
+        randomness = _current.randomness
+        with original(*args, **kwargs):
+            if randomness is None or randomness in _get_current_function_mode_stack():
+                yield
+            else:
+                # In a backward pass, where no mode is on: a checkpoint draws its numbers again.
+                with randomness:
+                    yield
+
+    return fork_rng
+
+
+def _redirect(module: Any, original: Any, device_of: Callable[[Any], torch.device]) -> None:
+    get_state, set_state = original.get_rng_state, original.set_rng_state
+
+    @functools.wraps(get_state)
+    def get_rng_state(device: Any = "cuda") -> Tensor:
+        if _current.randomness is not None:
+            return _current.randomness.get_state(device_of(device))
+        return cast(Tensor, get_state() if module in (torch, torch.random) else get_state(device))
+
+    @functools.wraps(set_state)
+    def set_rng_state(new_state: Tensor, device: Any = "cuda") -> None:
+        if _current.randomness is not None:
+            _current.randomness.set_state(new_state, device_of(device))
+        elif module in (torch, torch.random):
+            set_state(new_state)
+        else:
+            set_state(new_state, device)
+
+    module.get_rng_state, module.set_rng_state = get_rng_state, set_rng_state
 
 
 def draw_seed() -> int:
@@ -85,6 +159,7 @@ class ReplicaRandomness(TorchFunctionMode):
         # Any odd number with well mixed bits keeps the seeds of replicas far apart.
         self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
         self._generators: dict[torch.device, torch.Generator] = {}
+        self._depth = 0
 
     def __torch_function__(
         self,
@@ -95,6 +170,8 @@ class ReplicaRandomness(TorchFunctionMode):
     ) -> Any:
         """Passes everything on, random functions with this replica's generator."""
         kwargs = kwargs or {}
+        if func not in _RANDOM:
+            return func(*args, **kwargs)
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _WITH_GENERATOR and kwargs.get("generator") is None:
@@ -102,6 +179,25 @@ class ReplicaRandomness(TorchFunctionMode):
         if _draws_from_default(func, args, kwargs):
             return self._as_default(func, args, kwargs)
         return func(*args, **kwargs)
+
+    def __enter__(self) -> Any:
+        _install()
+        self._depth += 1
+        _current.randomness = self
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self._depth -= 1
+        _current.randomness = self if self._depth else None
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def get_state(self, device: torch.device) -> Tensor:
+        """Returns the state of this replica's generator."""
+        return self._generator(device).get_state()
+
+    def set_state(self, state: Tensor, device: torch.device) -> None:
+        """Sets the state of this replica's generator."""
+        self._generator(device).set_state(state)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:

@@ -31,7 +31,8 @@ class OneByOne(Turns):
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
         self._changed = threading.Condition()
-        self._wanting: set[int] = set()
+        # All of them want to begin, also those whose threads have not got so far.
+        self._wanting = set(range(num_replicas))
         self._running: int | None = None
         self._last = -1
         self._is_over = False

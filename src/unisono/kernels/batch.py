@@ -44,7 +44,19 @@ def reduce_native(
         return [None] * len(batch)
     is_mean = op is ReduceOp.MEAN
     name = "sum" if is_mean else op.value
-    return kernel.reduce(name, batch, copies, is_mean, torch.get_num_threads())
+    # It would refuse sparse tensors too, but torch takes long to say that they have no storage.
+    kept = [i for i, item in enumerate(batch) if not _is_sparse(item)]
+    if len(kept) == len(batch):
+        return kernel.reduce(name, batch, copies, is_mean, torch.get_num_threads())
+    given = [batch[i] for i in kept], [copies[i] for i in kept]
+    reduced = kernel.reduce(name, *given, is_mean, torch.get_num_threads())
+    by_index = dict(zip(kept, reduced, strict=True))
+    return [by_index.get(i) for i in range(len(batch))]
+
+
+def _is_sparse(item: Item) -> bool:
+    first = item[0]
+    return isinstance(first, Tensor) and first.layout is not torch.strided
 
 
 def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[Tensor]]) -> bool:
@@ -53,7 +65,7 @@ def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[
     Returns False, with nothing written, if the native core does not take every item.
     """
     kernel = native_core().kernel
-    if kernel is None:
+    if kernel is None or any(_is_sparse(item) for item in batch):
         return False
     is_mean = op is ReduceOp.MEAN
     name = "sum" if is_mean else op.value

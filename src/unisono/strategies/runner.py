@@ -68,18 +68,14 @@ class Runner:
                     own = select_replica(replica_id, (tuple(args), kwargs))
                     return fn(*own[0], **own[1])
 
-            def on_thread() -> Any:
+            def on_device() -> Any:
                 try:
-                    with turns.running(replica_id):
-                        result = ambient.call(body, places[replica_id])
-                    meeting.leave(replica_id)
-                except BaseException as error:
+                    return ambient.call(body, places[replica_id])
+                except Exception as error:
                     _note(error, f"Raised on replica {replica_id} ({self._devices[replica_id]}).")
-                    meeting.fail(error)
                     raise
-                return result
 
-            return on_thread
+            return lambda: meeting.attend(replica_id, on_device)
 
         with self._lock:
             results = self._threads.run([call(context) for context in contexts], meeting)

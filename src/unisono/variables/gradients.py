@@ -139,6 +139,10 @@ class GradientReducer:
         present = [(one, grads) for one, grads in zip(owners, batch, strict=True) if grads]
         if not present:
             return
+        for group in _by_layout(present):
+            self._reduce_group(group)
+
+    def _reduce_group(self, present: Sequence[tuple[Leaves, list[Tensor]]]) -> None:
         if self._ops.reduce_in_place(self._op, [grads for _, grads in present], self._devices):
             return
         values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
@@ -147,6 +151,17 @@ class GradientReducer:
             parts = result.values if isinstance(result, DistributedValues) else (result,)
             for leaf, part in zip(one.leaves, parts, strict=True):
                 leaf.grad = part
+
+
+def _by_layout(
+    present: Sequence[tuple[Leaves, list[Tensor]]],
+) -> list[list[tuple[Leaves, list[Tensor]]]]:
+    """Parts dense gradients, which can be reduced in place, from sparse ones."""
+    groups: dict[bool, list[tuple[Leaves, list[Tensor]]]] = {}
+    for one, grads in present:
+        is_dense = all(grad.layout is torch.strided for grad in grads)
+        groups.setdefault(is_dense, []).append((one, grads))
+    return list(groups.values())
 
 
 def _weighted(weight: float, grad: Tensor) -> Tensor:

@@ -27,7 +27,8 @@ def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
-        with entered(CrossReplicaContext(context.strategy)):
+        # Updates draw no random numbers, so the replica's own need not be looked out for.
+        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
             return [work()] * context.num_replicas_in_sync
 
     return context.meeting.meet(context.replica_id_in_sync_group, what, None, once)

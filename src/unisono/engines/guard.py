@@ -1,0 +1,52 @@
+"""Stopping a thread in the middle of user code, and nowhere else."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+
+
+class ReplicaStopped(BaseException):
+    """Ends a replica because the step has failed elsewhere. Not an error for user code to catch."""
+
+
+class Guard:
+    """Says whether a replica's thread is in user code, where it may be stopped at any instruction.
+
+    Our own code must not be: a lock that is just being taken would stay taken for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread = 0
+        self._is_exposed = False
+        self._is_stopped = False
+
+    def expose(self) -> None:
+        """Before user code: from now on `stop` reaches the current thread."""
+        with self._lock:
+            self._thread = threading.get_ident()
+            self._is_exposed = True
+
+    def cover(self, *, is_quiet: bool = False) -> None:
+        """After user code: `stop` no longer reaches it. Raises if it already has."""
+        with self._lock:
+            self._is_exposed = False
+            if self._is_stopped:
+                # What was sent may not have arrived.
+                _send(self._thread, None)
+        if self._is_stopped and not is_quiet:
+            raise ReplicaStopped
+
+    def stop(self) -> None:
+        """Raises `ReplicaStopped` at the next instruction of a thread that is in user code."""
+        with self._lock:
+            if self._is_exposed and not self._is_stopped:
+                self._is_stopped = True
+                _send(self._thread, ReplicaStopped)
+
+
+def _send(thread: int, error: type[BaseException] | None) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(thread), None if error is None else ctypes.py_object(error)
+    )

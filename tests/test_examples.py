@@ -1,0 +1,117 @@
+"""Every example runs, and what its first lines promise is true."""
+
+from __future__ import annotations
+
+import ast
+import runpy
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+# Sets environment variables when it is first imported, which must not happen within a test.
+with suppress(ImportError):
+    import sklearn  # type: ignore[import-untyped]  # noqa: F401
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+@pytest.fixture(autouse=True)
+def one_thread_a_replica() -> Iterator[None]:
+    # torch's own threads spin while they wait, which takes for ever on a busy machine.
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+
+    yield
+
+    torch.set_num_threads(before)
+
+
+def run(name: str, *arguments: object) -> Any:
+    """Runs an example as its command line would, and returns what its `main` does."""
+    main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    return main([str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_first_lines_say_how_to_run_it(path: Path) -> None:
+    docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
+
+    assert f"python examples/{path.name}" in docstring
+
+
+def test_digits_are_learnt_to_97_percent() -> None:
+    pytest.importorskip("sklearn")
+
+    (training,) = run("digits", "--replicas", 2)
+
+    assert training.accuracies[-1] >= 0.97
+
+
+def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "digits.png"
+
+    trainings = run("digits", "--compare", "--epochs", 3, "--plot", picture)
+
+    assert [one.num_replicas for one in trainings] == [1, 2, 4]
+    for one in trainings[1:]:
+        assert one.losses == pytest.approx(trainings[0].losses, rel=1e-9)
+    assert picture.stat().st_size > 1000
+
+
+def test_the_recommender_comes_near_the_noise() -> None:
+    assert run("recommender", "--replicas", 2) <= 0.15
+
+
+def test_the_recommender_does_not_depend_on_the_number_of_replicas() -> None:
+    errors = [run("recommender", "--replicas", count, "--epochs", 1) for count in (1, 3)]
+
+    assert errors[0] == pytest.approx(errors[1], rel=1e-9)
+
+
+@pytest.mark.timeout(300)
+def test_characters_need_fewer_bits_than_their_frequencies() -> None:
+    assert run("characters", "--epochs", 2) < 4.7
+
+
+def test_characters_are_the_same_in_two_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    outputs = []
+    for _ in range(2):
+        run("characters", "--replicas", 2, "--epochs", 1)
+        outputs.append(capsys.readouterr().out)
+
+    assert outputs[0] == outputs[1]
+
+
+def test_the_gan_finds_the_ring() -> None:
+    quality = run("gan")
+
+    assert quality.near >= 0.8
+    assert quality.num_modes >= 5
+
+
+def test_rounded_gradients_train_as_well_for_half_the_bytes() -> None:
+    whole, half = run("own_reduction")
+
+    assert half.loss == pytest.approx(whole.loss, rel=0.1)
+    assert half.num_bytes * 2 == whole.num_bytes
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
+def test_the_port_ends_with_the_loss_of_a_plain_loop(replicas: int) -> None:
+    loss, plain = run("from_tensorflow", "--replicas", replicas)
+
+    assert loss == pytest.approx(plain, abs=1e-12)
+
+
+def test_the_tensorflow_program_in_the_comments_is_whole() -> None:
+    lines = (EXAMPLES / "from_tensorflow.py").read_text().splitlines()
+    comments = [line.strip().removeprefix("# tf|") for line in lines if "# tf|" in line]
+
+    program = ast.parse("\n".join(comment.removeprefix(" ") for comment in comments))
+
+    assert "MirroredStrategy" in ast.unparse(program)

@@ -1,0 +1,100 @@
+from typing import Any
+
+import pytest
+import torch
+
+from unisono import Mirrored, PerReplica
+from unisono.devices import cpu_slots
+from unisono.errors import ReplicaMismatchError
+from unisono.values import flatten, map_leaves, regroup, select_replica
+
+
+def regrouped(*structures: Any) -> Any:
+    return regroup(structures, cpu_slots(len(structures)))
+
+
+def test_leaves_of_the_replicas_become_one_per_replica_value() -> None:
+    grouped = regrouped({"a": 1, "b": [2]}, {"a": 10, "b": [20]})
+
+    assert grouped["a"].values == (1, 10)
+    assert grouped["b"][0].values == (2, 20)
+    assert grouped["a"].devices == cpu_slots(2)
+
+
+def test_what_is_one_object_on_every_replica_is_not_wrapped() -> None:
+    tensor = torch.ones(2)
+
+    grouped = regrouped((tensor, None, "same"), (tensor, None, "same"))
+
+    assert grouped[0] is tensor
+    assert grouped[1:] == (None, "same")
+
+
+def test_equal_tensors_are_not_one_object() -> None:
+    grouped = regrouped(torch.ones(2), torch.ones(2))
+
+    assert isinstance(grouped, PerReplica)
+
+
+def test_one_object_on_some_replicas_is_wrapped() -> None:
+    tensor = torch.ones(2)
+
+    grouped = regrouped(tensor, tensor, torch.zeros(2))
+
+    assert [component.sum().item() for component in grouped.values] == [2, 2, 0]
+
+
+def test_a_single_replica_is_never_wrapped() -> None:
+    tensor = torch.ones(2)
+
+    assert regrouped([tensor, 5]) == [tensor, 5]
+
+
+@pytest.mark.parametrize(
+    ("other", "spelled"),
+    [([1, 2, 3], r"\[\*, \*, \*\], not \[\*, \*\]"), ((1, 2), r"\(\*, \*\), not \[\*, \*\]")],
+)
+def test_another_structure_names_the_replica(other: Any, spelled: str) -> None:
+    with pytest.raises(ReplicaMismatchError, match=f"Replica 2 returned.*{spelled}"):
+        regrouped([1, 2], [10, 20], other)
+
+
+def test_dicts_with_other_keys_are_another_structure() -> None:
+    with pytest.raises(ReplicaMismatchError, match="Replica 1"):
+        regrouped({"a": 1}, {"b": 1})
+
+
+def test_a_replica_gets_its_component_of_every_distributed_value() -> None:
+    structure = {"a": PerReplica((1, 10)), "b": [Mirrored((2, 2)), 5]}
+
+    assert select_replica(0, structure) == {"a": 1, "b": [2, 5]}
+    assert select_replica(1, structure) == {"a": 10, "b": [2, 5]}
+
+
+def test_what_is_not_distributed_is_the_same_for_every_replica() -> None:
+    tensor = torch.ones(2)
+
+    assert select_replica(3, (tensor,))[0] is tensor
+
+
+def test_a_value_for_fewer_replicas_names_the_replica_without_one() -> None:
+    with pytest.raises(ReplicaMismatchError, match="1 values has none for replica 1"):
+        select_replica(1, PerReplica((1,)))
+
+
+def test_selecting_undoes_regrouping() -> None:
+    structures = ({"a": (1, [2])}, {"a": (10, [20])}, {"a": (100, [200])})
+
+    grouped = regrouped(*structures)
+
+    assert tuple(select_replica(i, grouped) for i in range(3)) == structures
+
+
+def test_a_distributed_value_is_one_leaf() -> None:
+    value = PerReplica(([1, 2], [3, 4]))
+
+    leaves, rebuild = flatten([value, {"x": 5}])
+
+    assert leaves == [value, 5]
+    assert rebuild(["a", "b"]) == ["a", {"x": "b"}]
+    assert map_leaves(type, [value]) == [PerReplica]

@@ -1,0 +1,391 @@
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.optim import lr_scheduler
+
+import unisono as uo
+
+Make = Callable[..., uo.MirroredStrategy]
+
+# 2 replicas, whose mean gradient of the weight w of y = w x is 5.5.
+X = uo.PerReplica((torch.full((1, 1), 1.0), torch.full((1, 1), 10.0)))
+
+
+class Setup:
+    """One weight of 0 that is trained by SGD with a learning rate of 1."""
+
+    def __init__(self, strategy: uo.Strategy) -> None:
+        self.strategy = strategy
+        with strategy.scope():
+            self.model = nn.Linear(1, 1, bias=False)
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
+        nn.init.zeros_(self.model.weight)
+
+    @property
+    def weight(self) -> float:
+        return self.model.weight.item()
+
+    def backward(self, x: Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(x).sum().backward()
+
+    def run(self, step: Callable[[Tensor], Any]) -> Any:
+        return self.strategy.run(step, args=(X,))
+
+
+@pytest.fixture
+def setup(mirrored: Make, memories: str) -> Setup:
+    return Setup(mirrored())
+
+
+def test_one_update_for_all_replicas(setup: Setup) -> None:
+    def step(x: Tensor) -> None:
+        setup.backward(x)
+        setup.optimizer.step()
+
+    for expected in (-5.5, -11.0):
+        setup.run(step)
+        assert setup.weight == expected
+        seen = setup.strategy.run(lambda: setup.model.weight.item())
+        assert setup.strategy.experimental_local_results(seen)[-1] == expected
+
+
+def test_every_replica_gets_what_step_returns(setup: Setup) -> None:
+    def step(x: Tensor) -> Any:
+        setup.backward(x)
+        return setup.optimizer.step()
+
+    assert setup.run(step) is None
+
+
+def test_hooks_of_the_optimizer_run_once(setup: Setup) -> None:
+    calls: list[str] = []
+    setup.optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    setup.optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+
+    def step(x: Tensor) -> None:
+        setup.backward(x)
+        setup.optimizer.step()
+
+    setup.run(step)
+
+    assert calls == ["before", "after"]
+
+
+def test_an_optimizer_made_outside_for_a_mirrored_model(setup: Setup) -> None:
+    other = torch.optim.SGD(setup.model.parameters(), lr=2.0)
+
+    def step(x: Tensor) -> None:
+        other.zero_grad()
+        setup.model(x).sum().backward()
+        other.step()
+
+    setup.run(step)
+
+    assert setup.weight == -11
+
+
+def test_a_model_and_an_optimizer_made_outside(mirrored: Make) -> None:
+    strategy = mirrored()
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+
+    assert strategy.mirror(model) is model
+    assert strategy.mirror(optimizer) is optimizer
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).sum().backward()
+        optimizer.step()
+
+    strategy.run(step, args=(X,))
+    assert model.weight.item() == -5.5
+
+
+def test_step_outside_run_uses_the_reduced_gradients(setup: Setup) -> None:
+    setup.run(setup.backward)
+
+    setup.optimizer.step()
+
+    assert setup.weight == -5.5
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_zero_grad(setup: Setup, set_to_none: bool) -> None:
+    def step(x: Tensor) -> Any:
+        setup.optimizer.zero_grad(set_to_none)
+        setup.model(x).sum().backward()
+        setup.optimizer.step()
+        setup.optimizer.zero_grad(set_to_none)
+        return setup.model.weight.grad is None
+
+    for expected in (-5.5, -11.0):
+        assert setup.run(step) is set_to_none
+        assert setup.weight == expected
+
+
+def test_zero_grad_outside_run(setup: Setup) -> None:
+    def step(x: Tensor) -> None:
+        setup.model(x).sum().backward()
+        setup.optimizer.step()
+
+    for expected in (-5.5, -11.0):
+        setup.optimizer.zero_grad()
+        setup.run(step)
+        assert setup.weight == expected
+
+
+def test_the_norm_is_that_of_the_reduced_gradient(setup: Setup) -> None:
+    def step(x: Tensor) -> float:
+        setup.backward(x)
+        norm = clip_grad_norm_(setup.model.parameters(), 2.0)
+        setup.optimizer.step()
+        return norm.item()
+
+    norms = setup.strategy.experimental_local_results(setup.run(step))
+
+    assert set(norms) == {5.5}
+    assert setup.weight == pytest.approx(-2)
+
+
+def test_clipping_by_value(setup: Setup) -> None:
+    def step(x: Tensor) -> None:
+        setup.backward(x)
+        clip_grad_value_(setup.model.parameters(), 3.0)
+        setup.optimizer.step()
+
+    setup.run(step)
+
+    assert setup.weight == -3
+
+
+def test_clipping_outside_run(setup: Setup) -> None:
+    setup.run(setup.backward)
+
+    clip_grad_value_(setup.model.parameters(), 3.0)
+    setup.optimizer.step()
+
+    assert setup.weight == -3
+
+
+def test_accumulation(setup: Setup) -> None:
+    def step(x: Tensor) -> None:
+        setup.optimizer.zero_grad()
+        with setup.strategy.no_sync():
+            setup.model(x).sum().backward()
+        setup.model(x).sum().backward()
+        setup.optimizer.step()
+
+    for expected in (-11.0, -22.0):
+        setup.run(step)
+        assert setup.weight == expected
+
+
+def test_parameter_groups(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(3))
+        groups: list[dict[str, Any]] = [
+            {"params": model[0].parameters()},
+            {"params": model[1].parameters(), "lr": 10.0},
+        ]
+        optimizer = torch.optim.SGD(groups, lr=1.0)
+    optimizer.add_param_group({"params": [model[2].weight], "lr": 100.0})
+    for p in model.parameters():
+        nn.init.zeros_(p)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        sum((layer(x).sum() for layer in model), torch.zeros(())).backward()
+        optimizer.step()
+
+    strategy.run(step, args=(X,))
+
+    assert [p.item() for p in model.parameters()] == [-5.5, -55, -550]
+
+
+def test_two_optimizers(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        first, second = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=1.0) for m in (first, second)]
+    nn.init.zeros_(first.weight)
+    nn.init.zeros_(second.weight)
+
+    def step(x: Tensor) -> None:
+        for model, optimizer, factor in zip((first, second), optimizers, (1, 10), strict=True):
+            optimizer.zero_grad()
+            (model(x) * factor).sum().backward()
+            optimizer.step()
+
+    for times in (1, 2):
+        strategy.run(step, args=(X,))
+        assert first.weight.item() == -5.5 * times
+        assert second.weight.item() == -55 * times
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_scheduler_steps_once(setup: Setup, inside: bool) -> None:
+    with setup.strategy.scope():
+        scheduler = lr_scheduler.StepLR(setup.optimizer, step_size=1, gamma=0.5)
+
+    def step(x: Tensor) -> float:
+        setup.backward(x)
+        setup.optimizer.step()
+        if inside:
+            scheduler.step()
+        return float(setup.optimizer.param_groups[0]["lr"])
+
+    rates = []
+    for _ in range(3):
+        rates.append(setup.strategy.experimental_local_results(setup.run(step))[-1])
+        if not inside:
+            scheduler.step()
+
+    assert rates == ([0.5, 0.25, 0.125] if inside else [1, 0.5, 0.25])
+
+
+def test_a_scheduler_made_outside_steps_once(setup: Setup) -> None:
+    scheduler = lr_scheduler.ExponentialLR(setup.optimizer, 0.1)
+
+    def step(x: Tensor) -> None:
+        setup.backward(x)
+        setup.optimizer.step()
+        scheduler.step()
+
+    setup.run(step)
+
+    assert scheduler.get_last_lr() == [pytest.approx(0.1)]
+
+
+def test_reduce_on_plateau(setup: Setup) -> None:
+    scheduler = lr_scheduler.ReduceLROnPlateau(setup.optimizer, patience=0, factor=0.5)
+
+    def step(x: Tensor) -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        scheduler.step(context.all_reduce("MEAN", x.sum()).item())
+
+    for expected in (1, 0.5, 0.25):
+        setup.run(step)
+        assert setup.optimizer.param_groups[0]["lr"] == expected
+
+
+def test_the_state_of_a_scheduler_is_that_of_plain_torch(setup: Setup) -> None:
+    with setup.strategy.scope():
+        scheduler = lr_scheduler.StepLR(setup.optimizer, step_size=1)
+    plain = lr_scheduler.StepLR(torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=1.0), step_size=1)
+
+    assert scheduler.state_dict() == plain.state_dict()
+    pickle.dumps(scheduler.state_dict())
+    scheduler.load_state_dict(plain.state_dict())
+
+
+def test_grad_scaler(setup: Setup) -> None:
+    with setup.strategy.scope():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
+
+    def step(x: Tensor) -> None:
+        setup.optimizer.zero_grad()
+        scaler.scale(setup.model(x).sum()).backward()
+        scaler.step(setup.optimizer)
+        scaler.update()
+
+    for expected, scale in ((-5.5, 8), (-11.0, 16)):
+        setup.run(step)
+        assert setup.weight == expected
+        assert scaler.get_scale() == scale
+
+
+def test_an_infinite_gradient_on_one_replica_skips_the_step(setup: Setup) -> None:
+    with setup.strategy.scope():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    bad = uo.PerReplica((torch.ones(1, 1), torch.full((1, 1), float("inf"))))
+
+    def step(x: Tensor) -> None:
+        setup.optimizer.zero_grad()
+        scaler.scale(setup.model(x).sum()).backward()
+        scaler.unscale_(setup.optimizer)
+        clip_grad_norm_(setup.model.parameters(), 2.0)
+        scaler.step(setup.optimizer)
+        scaler.update()
+
+    setup.strategy.run(step, args=(bad,))
+    assert (setup.weight, scaler.get_scale()) == (0, 2)
+    setup.run(step)
+    assert setup.weight == pytest.approx(-2)
+
+
+def test_a_closure_is_evaluated_on_every_replica(mirrored: Make, memories: str) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.LBFGS(model.parameters(), line_search_fn="strong_wolfe")
+
+    def step(x: Tensor) -> Any:
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = (model(x) - 3 * x).square().mean()
+            loss.backward()
+            return loss
+
+        return optimizer.step(closure)
+
+    for _ in range(2):
+        losses = strategy.run(step, args=(X,))
+    assert model.weight.item() == pytest.approx(3, abs=1e-4)
+    assert strategy.experimental_local_results(losses)[-1].item() < 1
+
+
+def test_an_error_in_a_closure_is_raised(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.LBFGS(model.parameters())
+
+    def step(x: Tensor) -> None:
+        def closure() -> Tensor:
+            if x.item() == 10:
+                raise LookupError("in a closure")
+            return model(x).sum()  # type: ignore[no-any-return]
+
+        optimizer.step(closure)
+
+    for _ in range(2):
+        with pytest.raises(LookupError, match="in a closure"):
+            strategy.run(step, args=(X,))
+
+
+def through_pickle(thing: Any) -> Any:
+    return pickle.loads(pickle.dumps(thing))
+
+
+def through_save(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle, through_save])
+def test_copies_of_an_optimizer_are_plain(setup: Setup, duplicate: Callable[[Any], Any]) -> None:
+    setup.run(setup.backward)
+
+    other = duplicate(setup.optimizer)
+    other.step()
+
+    assert type(other) is torch.optim.SGD
+
+
+def test_an_optimizer_looks_as_it_did(setup: Setup) -> None:
+    assert isinstance(setup.optimizer, torch.optim.SGD)
+    assert repr(setup.optimizer).startswith("SGD (")
+    assert list(setup.optimizer.state_dict()) == ["state", "param_groups"]
