@@ -81,7 +81,23 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         context, op, options = ctx.arguments
-        return None, None, None, *reduce_tensors(context, op, gradients, options)
+        return None, None, None, *_reduce_gradients(context, op, gradients, options)
+
+
+def _reduce_gradients(
+    context: ReplicaContext,
+    op: ReduceOp,
+    gradients: Sequence[Tensor],
+    options: CommunicationOptions | None,
+) -> list[Tensor]:
+    """Reduces gradients on their way back, each with what its replica's loss counts for.
+
+    The leaves of a replica will be weighted with its own weight, which is taken out again here.
+    """
+    weight = context.weight
+    given = [gradient * weight for gradient in gradients] if weight != 1.0 else gradients
+    totals = reduce_tensors(context, op, given, options)
+    return [total / weight for total in totals] if weight not in (0.0, 1.0) else totals
 
 
 def gather_tensors(
@@ -126,5 +142,5 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         context, options, axis, start, length = ctx.arguments
-        (total,) = reduce_tensors(context, ReduceOp.SUM, gradients, options)
+        (total,) = _reduce_gradients(context, ReduceOp.SUM, gradients, options)
         return None, None, None, total.narrow(axis, start, length)

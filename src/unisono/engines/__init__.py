@@ -3,7 +3,7 @@
 from unisono.engines.ambient import Ambient
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.randomness import ReplicaRandomness, draw_seed
+from unisono.engines.replica_mode import ReplicaMode, draw_seed
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
@@ -12,7 +12,7 @@ __all__ = [
     "Guard",
     "OneByOne",
     "ReplicaMeeting",
-    "ReplicaRandomness",
+    "ReplicaMode",
     "ReplicaStopped",
     "ReplicaThreads",
     "Turns",

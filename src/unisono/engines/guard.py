@@ -23,26 +23,39 @@ class Guard:
         self._is_stopped = False
 
     def expose(self) -> None:
-        """Before user code: from now on `stop` reaches the current thread."""
+        """Before user code: from now on `stop` reaches the current thread. Raises if it came."""
         with self._lock:
+            if self._is_stopped:
+                raise ReplicaStopped
             self._thread = threading.get_ident()
             self._is_exposed = True
 
-    def cover(self, *, is_quiet: bool = False) -> None:
+    def cover(self) -> None:
         """After user code: `stop` no longer reaches it. Raises if it already has."""
         with self._lock:
             self._is_exposed = False
             if self._is_stopped:
                 # What was sent may not have arrived.
                 _send(self._thread, None)
-        if self._is_stopped and not is_quiet:
-            raise ReplicaStopped
+                raise ReplicaStopped
+
+    def cover_surely(self) -> None:
+        """After user code that has failed: covers, even if stopped once more while it does."""
+        while True:
+            try:
+                return self.cover()
+            except ReplicaStopped:
+                if not self._is_exposed:
+                    return None
 
     def stop(self) -> None:
-        """Raises `ReplicaStopped` at the next instruction of a thread that is in user code."""
+        """Raises `ReplicaStopped` at the next instruction of user code, or when it is next begun.
+
+        It may be sent again: Python drops what is raised in a destructor.
+        """
         with self._lock:
-            if self._is_exposed and not self._is_stopped:
-                self._is_stopped = True
+            self._is_stopped = True
+            if self._is_exposed:
                 _send(self._thread, ReplicaStopped)
 
 

@@ -31,7 +31,9 @@ class ReplicaMeeting:
         self._num_replicas = num_replicas
         self._turns = turns
         self._guards = guards or [Guard() for _ in range(num_replicas)]
-        self._changed = threading.Condition()
+        # Taken directly, as a `Condition` is not taken in one instruction.
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
         self._calls: dict[int, Callable[[], None]] = {}
@@ -40,13 +42,13 @@ class ReplicaMeeting:
         self.failure: BaseException | None = None
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
-        """Runs the code of a replica from its beginning to its end."""
+        """Runs a replica from its beginning to its end; user code in it is to be `exposed`."""
         try:
             with self._turns.running(replica_id):
                 if self.failure is not None:
                     raise ReplicaStopped
-                result = self._exposed(replica_id, body)
-            with self._changed:
+                result = body()
+            with self._lock:
                 self._returned.add(replica_id)
                 self._check_calls()
         except BaseException as error:
@@ -62,7 +64,7 @@ class ReplicaMeeting:
             return work([given])[0]
         self._guards[replica_id].cover()
         with self._turns.waiting(replica_id):
-            with self._changed:
+            with self._lock:
                 self._arrivals[replica_id] = _Arrival(what, given, work)
                 self._check_calls()
                 self._changed.notify_all()
@@ -78,44 +80,49 @@ class ReplicaMeeting:
         inner = ReplicaMeeting(self._num_replicas, self._turns, self._guards)
         if self._num_replicas == 1:
             return [calls[0](inner)]
-        with self._changed:
+        with self._lock:
             self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
             self._changed.notify_all()
         own()
-        with self._turns.waiting(0), self._changed:
+        with self._turns.waiting(0), self._lock:
             self._wait(lambda: len(self._answers) == self._num_replicas)
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
 
     def fail(self, error: BaseException) -> None:
         """Stops everybody; only the first error counts."""
-        with self._changed:
+        with self._lock:
             if self.failure is None and not isinstance(error, ReplicaStopped):
                 self.failure = error
             self._changed.notify_all()
         self._turns.end()
+        self.stop_all()
+
+    def stop_all(self) -> None:
+        """Stops every replica that is in user code."""
         for guard in self._guards:
             guard.stop()
 
-    def _exposed(self, replica_id: int, body: Callable[[], Any]) -> Any:
+    def exposed(self, replica_id: int, body: Callable[[], Any]) -> Any:
+        """Runs user code, which may be stopped at any instruction."""
         guard = self._guards[replica_id]
         guard.expose()
         try:
             result = body()
             guard.cover()
         except BaseException:
-            guard.cover(is_quiet=True)
+            guard.cover_surely()
             raise
         return result
 
     def _lead(self) -> Any:
-        with self._changed:
+        with self._lock:
             self._wait(lambda: len(self._arrivals) == self._num_replicas)
             arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
         with self._turns.running(0):
             shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
-        with self._changed:
+        with self._lock:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
             own = self._shares.pop(0)
@@ -124,7 +131,7 @@ class ReplicaMeeting:
 
     def _follow(self, replica_id: int) -> Any:
         while True:
-            with self._changed:
+            with self._lock:
                 self._wait(lambda: replica_id in self._shares or replica_id in self._calls)
                 if replica_id in self._shares:
                     return self._shares.pop(replica_id)
@@ -137,12 +144,12 @@ class ReplicaMeeting:
     ) -> Callable[[], None]:
         def make() -> None:
             try:
-                answer = self._exposed(replica_id, lambda: call(inner))
+                answer = self.exposed(replica_id, lambda: call(inner))
             except BaseException as error:
                 inner.fail(error)
                 self.fail(inner.failure or error)
                 raise
-            with self._changed:
+            with self._lock:
                 self._answers[replica_id] = answer
                 self._changed.notify_all()
 

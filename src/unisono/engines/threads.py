@@ -15,6 +15,9 @@ from unisono.engines.meeting import ReplicaMeeting
 Call: TypeAlias = Callable[[], Any]
 _Inbox: TypeAlias = "queue.SimpleQueue[tuple[int, Call] | None]"
 
+# How often a replica that has not ended is told again to stop.
+_STOP_AGAIN_S = 0.1
+
 
 class _Answer(NamedTuple):
     run: int
@@ -44,11 +47,11 @@ class ReplicaThreads:
             inbox.put((self._run, call))
         results: dict[int, Any] = {}
         try:
-            self._collect(results)
+            self._collect(results, meeting)
         except BaseException as interrupt:
             # Ctrl-C: the replicas end at their next instruction, or where they wait.
             meeting.fail(interrupt)
-            self._collect_or_abandon(results)
+            self._collect_or_abandon(results, meeting)
         if meeting.failure is not None:
             raise meeting.failure
         return [results[i] for i in range(self._num_replicas)]
@@ -61,15 +64,20 @@ class ReplicaThreads:
                 thread.join()
             self._finalizer = None
 
-    def _collect(self, results: dict[int, Any]) -> None:
+    def _collect(self, results: dict[int, Any], meeting: ReplicaMeeting) -> None:
         while len(results) < self._num_replicas:
-            answer = self._answers.get()
+            try:
+                answer = self._answers.get(timeout=_STOP_AGAIN_S)
+            except queue.Empty:
+                if meeting.failure is not None:
+                    meeting.stop_all()
+                continue
             if answer.run == self._run:
                 results[answer.replica_id] = answer.outcome
 
-    def _collect_or_abandon(self, results: dict[int, Any]) -> None:
+    def _collect_or_abandon(self, results: dict[int, Any], meeting: ReplicaMeeting) -> None:
         try:
-            self._collect(results)
+            self._collect(results, meeting)
         except BaseException:
             # Ctrl-C again: leave the threads to end by themselves; the next run starts others.
             if self._finalizer is not None:

@@ -30,7 +30,8 @@ class OneByOne(Turns):
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         # All of them want to begin, also those whose threads have not got so far.
         self._wanting = set(range(num_replicas))
         self._running: int | None = None
@@ -56,14 +57,14 @@ class OneByOne(Turns):
             self._start(replica_id)
 
     def _start(self, replica_id: int) -> None:
-        with self._changed:
+        with self._lock:
             self._wanting.add(replica_id)
             self._changed.wait_for(lambda: self._is_over or self._is_next(replica_id))
             self._wanting.remove(replica_id)
             self._running = self._last = replica_id
 
     def _stop(self) -> None:
-        with self._changed:
+        with self._lock:
             self._running = None
             self._changed.notify_all()
 
@@ -74,6 +75,6 @@ class OneByOne(Turns):
 
     def end(self) -> None:
         """See `Turns.end`."""
-        with self._changed:
+        with self._lock:
             self._is_over = True
             self._changed.notify_all()

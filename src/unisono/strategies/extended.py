@@ -14,6 +14,7 @@ from unisono.contexts import (
     is_inside_run,
 )
 from unisono.devices import Device, this_machine
+from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
 from unisono.input import counts_of
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
@@ -135,7 +136,16 @@ class StrategyExtended(VariableMethods):
         self.mirrors.refresh()
         self._gradients.begin(weights)
         with entered(CrossReplicaContext(self.strategy)):
-            return self._runner.run(self.strategy, fn, args, kwargs, weights)
+            return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+
+    def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
+        """Returns what makes torch functions work for a replica."""
+        return ReplicaMode(
+            seed,
+            context.replica_id_in_sync_group,
+            self.mirrors.stand_ins[context.replica_id_in_sync_group],
+            functools.partial(self._gradients.after_backward, context),
+        )
 
     def _weights(self, inputs: Any) -> list[float]:
         """Returns what each replica's gradients count for: its share of the samples.

@@ -16,7 +16,7 @@ from unisono.engines import (
     Ambient,
     OneByOne,
     ReplicaMeeting,
-    ReplicaRandomness,
+    ReplicaMode,
     ReplicaThreads,
     Turns,
     draw_seed,
@@ -43,6 +43,7 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
+        make_mode: Callable[[ReplicaContext, int], ReplicaMode],
     ) -> Any:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
@@ -63,10 +64,9 @@ class Runner:
             replica_id = context.replica_id_in_sync_group
 
             def body() -> Any:
-                randomness = ReplicaRandomness(seed, replica_id)
-                with entered(context), randomness:
-                    own = select_replica(replica_id, (tuple(args), kwargs))
-                    return fn(*own[0], **own[1])
+                own = select_replica(replica_id, (tuple(args), kwargs))
+                with entered(context), make_mode(context, seed):
+                    return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
 
             def on_device() -> Any:
                 try:

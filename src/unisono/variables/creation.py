@@ -13,9 +13,12 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from unisono.contexts import current_replica
+from unisono.errors import ContextError
 from unisono.variables.mirrors import MIRROR, Mirrors, raw
-from unisono.variables.once import MIRRORS, make_once
+from unisono.variables.once import make_once, owner_of
 from unisono.variables.redirect import mirror_module
 
 
@@ -64,8 +67,20 @@ def _install_hooks() -> None:
     registration.register_module_parameter_registration_hook(_on_registered)
     registration.register_module_buffer_registration_hook(_on_registered)
     registration.register_module_module_registration_hook(_on_registered)
+    register_optimizer_step_pre_hook(_check_optimizer)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses an optimizer that several replicas would step at the same time."""
+    context = current_replica()
+    if context is not None and context.num_replicas_in_sync > 1:
+        raise ContextError(
+            f"{type(optimizer).__name__}.step() was called on a replica, but its parameters belong "
+            f"to no model of {context.strategy!r}: all replicas would write to them at once. Make "
+            "model and optimizer in `strategy.scope()`, or bring them in with `strategy.mirror()`."
+        )
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:
@@ -104,7 +119,7 @@ def _mirrors_for(made: Any) -> Mirrors | None:
     if isinstance(made, Optimizer):
         return next((m for m in _all_mirrors if _works_on(made, m)), None)
     optimizer = getattr(made, "optimizer", None)
-    return getattr(optimizer, MIRRORS, None)
+    return None if optimizer is None else owner_of(optimizer)
 
 
 def _works_on(optimizer: Optimizer, mirrors: Mirrors) -> bool:

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Device
@@ -29,15 +31,17 @@ BYTES_PER_PACK = 4 << 20
 
 
 class _Pass:
-    """One backward pass of all replicas: what is still missing of each pack."""
+    """One backward pass of all replicas: what has arrived, and what is missing of each pack."""
 
     def __init__(self, pack_sizes: Sequence[int], num_replicas: int) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self.missing = [size * num_replicas for size in pack_sizes]
+        self.arrived: set[Leaves] = set()
 
-    def arrives(self, pack: int) -> bool:
+    def arrives(self, pack: int, one: Leaves) -> bool:
         """Counts a gradient, and returns whether it was the last of its pack."""
-        with self.lock:
+        with self._lock:
+            self.arrived.add(one)
             self.missing[pack] -= 1
             return self.missing[pack] == 0
 
@@ -62,6 +66,9 @@ class GradientReducer:
         self._packs: list[list[Leaves]] = []
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
+        # Of leaves, by identity: the gradient that was reduced, and one that waits to be added to.
+        self._reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: dict[int, _Pass] = {}
         self._lock = threading.Lock()
 
@@ -90,14 +97,22 @@ class GradientReducer:
         groups = group_by_bytes(sizes, self._options.bytes_per_pack or BYTES_PER_PACK)
         self._packs = [[leaves[i] for i in group] for group in groups if group]
         self._handles = [
-            leaf.register_post_accumulate_grad_hook(functools.partial(self._arrived, pack))
+            handle
             for pack, members in enumerate(self._packs)
             for one in members
+            if one.primary.requires_grad
             for leaf in one.leaves
-            if leaf.requires_grad
+            for handle in self._hooks(pack, one, leaf)
         ]
 
-    def _arrived(self, pack: int, leaf: Tensor) -> None:
+    def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
+        hooks = [leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(pack, one))]
+        if self._op is not ReduceOp.MEAN:
+            # A mean of what is reduced already stays what it is; a sum would be summed again.
+            hooks.append(leaf.register_hook(lambda _: self._set_aside(leaf)))
+        return hooks
+
+    def _arrived(self, pack: int, one: Leaves) -> None:
         """A leaf has its gradient. Runs on the thread of its replica."""
         context = current_replica()
         if context is None or context.notes.get("no_sync"):
@@ -107,8 +122,22 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
-        if self._pass(context).arrives(pack):
-            self._reduce([self._packs[pack]])
+        current = self._pass(context)
+        if current.arrives(pack, one):
+            self._reduce(current, [self._packs[pack]])
+
+    def after_backward(self, context: ReplicaContext) -> None:
+        """After every `backward()` of a replica: one that brought no gradient is a pass too."""
+        if not context.notes.pop("has_finished", False) and not context.notes.get("no_sync"):
+            self._finish(context)
+            context.notes.pop("has_finished")
+
+    def _set_aside(self, leaf: nn.Parameter) -> None:
+        """Before a gradient is added to a leaf: keeps what is reduced already apart from it."""
+        reduced = self._reduced.get(leaf)
+        if leaf.grad is not None and reduced is not None and reduced() is leaf.grad:
+            self._aside[leaf] = leaf.grad
+            leaf.grad = None
 
     def _pass(self, context: ReplicaContext) -> _Pass:
         number = context.notes.get("backwards", 0)
@@ -124,23 +153,33 @@ class GradientReducer:
 
         def work(_: Any) -> list[None]:
             left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
-            self._reduce(left)
+            self._reduce(current, left)
+            for one in current.arrived:
+                one.show_gradient()
             return [None] * len(self._devices)
 
         number = context.notes.get("backwards", 0)
-        context.notes.update(in_backward=False, backwards=number + 1)
+        context.notes.update(in_backward=False, backwards=number + 1, has_finished=True)
         context.meeting.meet(
             context.replica_id_in_sync_group, f"backward() number {number}", None, work
         )
 
-    def _reduce(self, packs: Sequence[Sequence[Leaves]]) -> None:
-        batch = [_gradients(one.leaves) for pack in packs for one in pack]
-        owners = [one for pack in packs for one in pack]
-        present = [(one, grads) for one, grads in zip(owners, batch, strict=True) if grads]
-        if not present:
-            return
+    def _reduce(self, current: _Pass, packs: Sequence[Sequence[Leaves]]) -> None:
+        owners = [one for pack in packs for one in pack if one in current.arrived]
+        present = [(one, _gradients(one.leaves)) for one in owners]
         for group in _by_layout(present):
             self._reduce_group(group)
+        if self._op is not ReduceOp.MEAN:
+            for one in owners:
+                self._bring_back(one)
+
+    def _bring_back(self, one: Leaves) -> None:
+        for leaf in one.leaves:
+            before = self._aside.pop(leaf, None)
+            if before is not None and leaf.grad is not None:
+                leaf.grad.add_(before)
+            if leaf.grad is not None:
+                self._reduced[leaf] = weakref.ref(leaf.grad)
 
     def _reduce_group(self, present: Sequence[tuple[Leaves, list[Tensor]]]) -> None:
         if self._ops.reduce_in_place(self._op, [grads for _, grads in present], self._devices):
@@ -170,11 +209,9 @@ def _weighted(weight: float, grad: Tensor) -> Tensor:
 
 
 def _gradients(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the gradient of each replica; zeros where a replica has none, none where all."""
+    """Returns the gradient of each replica, with zeros where a replica has none."""
     grads = [leaf.grad for leaf in leaves]
-    model = next((grad for grad in grads if grad is not None), None)
-    if model is None:
-        return []
+    model = next(grad for grad in grads if grad is not None)
     for leaf, grad in zip(leaves, grads, strict=True):
         if grad is None:
             leaf.grad = torch.zeros_like(model, device=leaf.device)

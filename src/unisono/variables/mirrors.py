@@ -39,10 +39,15 @@ class _Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> _Stamp:
-        return cls(tensor, 0 if tensor is None else tensor._version)
+        return cls(tensor, _version(tensor))
 
     def fits(self, tensor: Tensor | None) -> bool:
-        return self.tensor is tensor and (tensor is None or tensor._version == self.version)
+        return self.tensor is tensor and _version(tensor) == self.version
+
+
+def _version(tensor: Tensor | None) -> int:
+    """Returns how often a tensor has been written to, as far as torch counts it."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 @dataclass(eq=False)
@@ -54,14 +59,14 @@ class Mirror:
     # What the clones were last given of the primary's attributes and buffers, and the run after
     # which their own buffers were last read.
     given: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, list[_Stamp]] = field(default_factory=dict)
+    buffers: dict[str, _Stamp] = field(default_factory=dict)
     runs_read: int = 0
 
 
 class Leaves:
     """One parameter: the primary, and the leaf of each replica."""
 
-    __slots__ = ("leaves", "memories", "primary")
+    __slots__ = ("is_shown", "leaves", "memories", "primary", "version")
 
     def __init__(
         self,
@@ -78,6 +83,9 @@ class Leaves:
                 storages[memory] = primary.detach().to(place, copy=True)
             leaf = nn.Parameter(storages[memory], requires_grad=primary.requires_grad)
             self.leaves.append(leaf)
+        self.version = _version(primary)
+        # Whether the primary has shown the gradient of the leaves since they last had none.
+        self.is_shown = False
 
     def is_current(self) -> bool:
         """Whether the leaves still are what the primary is: `p.data = ...` moves it away."""
@@ -87,6 +95,29 @@ class Leaves:
             and first.requires_grad == self.primary.requires_grad
             and first.shape == self.primary.shape
         )
+
+    def catch_up(self) -> None:
+        """Before a run: takes over what has been done to the primary since the last one."""
+        if self.version != _version(self.primary):
+            self.spread()
+        if self.is_shown and self.primary.grad is None:
+            self.is_shown = False
+            for leaf in self.leaves:
+                leaf.grad = None
+        if self.primary._backward_hooks is not None:
+            for leaf in self.leaves:
+                leaf._backward_hooks = self.primary._backward_hooks
+
+    def show_gradient(self) -> None:
+        """Lets the primary show the gradient that the leaves have."""
+        self.primary.grad = self.leaves[0].grad
+        self.is_shown = True
+
+    def spread(self) -> None:
+        """Copies the primary to the memories that have their own."""
+        for leaf in self.first_in_each_memory():
+            leaf.detach().copy_(self.primary.detach())
+        self.version = _version(self.primary)
 
     def first_in_each_memory(self) -> Iterator[nn.Parameter]:
         """Yields one leaf for each memory that is not the primary's."""
@@ -116,6 +147,8 @@ class Mirrors:
         self._num_adopted = 0
         self.is_stale = False
         self.num_runs = 0
+        # For each replica, by the identity of a primary parameter, its leaf.
+        self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
 
@@ -155,10 +188,14 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all(leaves.is_current() for leaves in self._leaves.values()):
-            self._rebuild()
-        for module in self._modules:
-            self._give_buffers(module)
+        # What is made here must be fit for training, also if this run is not for it.
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self.is_stale or not all(leaves.is_current() for leaves in self._leaves.values()):
+                self._rebuild()
+            for leaves in self._leaves.values():
+                leaves.catch_up()
+            for module in self._modules:
+                self._give_buffers(module)
         self.num_runs += 1
 
     def _primaries(self) -> list[nn.Module]:
@@ -175,18 +212,24 @@ class Mirrors:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
         for module in primaries:
             mirror = raw(module)[MIRROR]
+            cls = self._clone_class(module)
             while len(mirror.replicas) < len(self._memories):
-                mirror.replicas.append(self._bare_clone(module))
+                mirror.replicas.append(_bare_clone(cls))
+            for clone in mirror.replicas:
+                # A parametrization that came later has changed the class of the primary.
+                clone.__class__ = cls
         for module in primaries:
             self._give_attributes(module)
         self.is_stale = False
         self.generation += 1
+        self.stand_ins = [
+            {key: one.leaves[i] for key, one in self._leaves.items()}
+            for i in range(len(self._places))
+        ]
 
-    def _bare_clone(self, module: nn.Module) -> nn.Module:
+    def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls: Any = plain_class(type(module))
-        clone: nn.Module = object.__new__(synchronized(cls) if self._synchronizes else cls)
-        clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
-        return clone
+        return synchronized(cls) if self._synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
@@ -247,19 +290,13 @@ class Mirrors:
             for name in clone._buffers.keys() - buffers.keys():
                 del clone._buffers[name]
         for name, buffer in buffers.items():
-            stamps = mirror.buffers.get(name)
-            if stamps is not None and stamps[0].fits(buffer):
+            stamp = mirror.buffers.get(name)
+            if stamp is not None and stamp.fits(buffer):
                 continue
             for clone, place in zip(mirror.replicas, self._places, strict=True):
                 own = None if buffer is None else buffer.detach().to(place, copy=True)
                 clone._buffers[name] = own
-            self._stamp_buffer(module, name)
-
-    def _stamp_buffer(self, module: nn.Module, name: str) -> None:
-        """Notes the primary's buffer, and those of the clones after it."""
-        mirror: Mirror = raw(module)[MIRROR]
-        owners = [raw(module)["_buffers"], *(clone._buffers for clone in mirror.replicas)]
-        mirror.buffers[name] = [_Stamp.of(buffers[name]) for buffers in owners]
+            mirror.buffers[name] = _Stamp.of(buffer)
 
     def read_buffers(self, module: nn.Module) -> None:
         """Brings what the replicas have done to their buffers into the primary's.
@@ -272,29 +309,51 @@ class Mirrors:
             return
         mirror.runs_read = self.num_runs
         for name, buffer in raw(module)["_buffers"].items():
-            stamps = mirror.buffers.get(name)
-            if buffer is None or stamps is None or not stamps[0].fits(buffer):
+            stamp = mirror.buffers.get(name)
+            if buffer is None or stamp is None or not stamp.fits(buffer):
                 continue
             parts: list[Any] = [clone._buffers[name] for clone in mirror.replicas]
-            if all(stamp.fits(part) for stamp, part in zip(stamps[1:], parts, strict=True)):
+            # torch does not count the writes of its batch normalisation, so the values must tell.
+            if all(torch.equal(part.to(buffer.device), buffer) for part in parts):
                 continue
             with torch.no_grad():
                 buffer.copy_(self._mean(parts) if buffer.is_floating_point() else parts[0])
-            self._stamp_buffer(module, name)
+            # The replicas go on from what was read, as a program that resumes from it does.
+            del mirror.buffers[name]
 
     def _mean(self, parts: list[Tensor]) -> Tensor:
         here = [part.detach().to(self._places[0]) for part in parts]
         return reduce_batch(ReduceOp.MEAN, [tuple(here)], [1])[0][0]
+
+    def clear_gradient(self, parameter: Tensor, *, set_to_none: bool) -> None:
+        """Clears the gradients that the replicas have of a parameter."""
+        leaves = self._leaves.get(id(parameter))
+        for leaf in leaves.leaves if leaves is not None else ():
+            clear(leaf, set_to_none=set_to_none)
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
         for parameter in parameters:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None:
-                for leaf in leaves.first_in_each_memory():
-                    leaf.detach().copy_(parameter.detach())
+                leaves.spread()
+
+
+def clear(leaf: Tensor, *, set_to_none: bool) -> None:
+    """Clears the gradient of one leaf, as torch does."""
+    if leaf.grad is not None and set_to_none:
+        leaf.grad = None
+    elif leaf.grad is not None:
+        leaf.grad.detach_().zero_()
+
+
+def _bare_clone(cls: type[nn.Module]) -> nn.Module:
+    clone: nn.Module = object.__new__(cls)
+    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    return clone
 
 
 def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the user's class of a primary."""
-    return getattr(cls, "_unisono_plain_class", cls)
+    """Returns the user's class of a primary; one that was derived from it later, as it is."""
+    plain: type[nn.Module] = vars(cls).get("_unisono_plain_class", cls)
+    return plain

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,9 +19,10 @@ from torch.optim import Optimizer
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.values import as_tensor
-from unisono.variables.mirrors import Leaves, Mirrors
+from unisono.variables.mirrors import Leaves, Mirrors, clear
 
-MIRRORS = "_unisono_mirrors"
+# Whose an object is. Not an attribute of it, which would be saved with it.
+_owners: weakref.WeakKeyDictionary[Any, Mirrors] = weakref.WeakKeyDictionary()
 
 
 def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
@@ -34,7 +36,20 @@ def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     return context.meeting.meet(context.replica_id_in_sync_group, what, None, once)
 
 
-class OnceOptimizer:
+class Once:
+    """Copies and pickles are of the plain class, and belong to no strategy."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
+        get_state: Any = getattr(self, "__getstate__", lambda: self.__dict__)
+        return _plain, (plain,), get_state()
+
+
+def _plain(cls: Any) -> Any:
+    return cls.__new__(cls)
+
+
+class OnceOptimizer(Once):
     """Comes before the class of an optimizer."""
 
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -44,7 +59,7 @@ class OnceOptimizer:
         if context is None:
             return self._update(closure, **kwargs)
         if closure is None:
-            return do_once(context, what, functools.partial(self._update, None, **kwargs))
+            return do_once(context, what, lambda: self._update_taken(**kwargs))
         return _step_with_closures(self, context, what, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
@@ -55,15 +70,18 @@ class OnceOptimizer:
             if context is not None:
                 owners = [leaves.leaves[context.replica_id_in_sync_group]]
             for owner in owners:
-                _clear(owner, set_to_none=set_to_none)
+                clear(owner, set_to_none=set_to_none)
         if context is None or context.replica_id_in_sync_group == 0:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
-    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+    def _update_taken(self, **kwargs: Any) -> Any:
         take_gradients(self)
+        return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         step = super().step  # type: ignore[misc]
         result = step(**kwargs) if closure is None else step(closure, **kwargs)
-        getattr(self, MIRRORS).spread(_parameters(self))
+        _mirrors_of(self).spread(_parameters(self))
         return result
 
 
@@ -71,7 +89,7 @@ class OnceOptimizer:
 OnceOptimizer.step.hooked = True  # type: ignore[attr-defined]
 
 
-class OnceScheduler:
+class OnceScheduler(Once):
     """Comes before the class of a learning-rate scheduler."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
@@ -83,7 +101,7 @@ class OnceScheduler:
         return do_once(context, f"{type(self).__name__}.step()", step)
 
 
-class OnceScaler:
+class OnceScaler(Once):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
@@ -121,7 +139,7 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
     if mirrors.is_single:
         return
     before = _before(target)
-    target.__dict__[MIRRORS] = mirrors
+    _owners[target] = mirrors
     if not isinstance(target, before):
         cls: Any = type(target)
         target.__class__ = _once_class(before, cls)
@@ -137,6 +155,17 @@ def _before(target: Any) -> type:
 def _once_class(before: type, cls: type) -> type:
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
     return type(cls.__name__, (before, cls), {**namespace, "__doc__": cls.__doc__})
+
+
+def owner_of(target: Any) -> Mirrors | None:
+    """Returns the mirrors that an object belongs to."""
+    return _owners.get(target)
+
+
+def _mirrors_of(target: Any) -> Mirrors:
+    mirrors = owner_of(target)
+    assert mirrors is not None
+    return mirrors
 
 
 def take_gradients(optimizer: Any) -> None:
@@ -159,18 +188,9 @@ def _parameters(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
-    mirrors: Mirrors = getattr(optimizer, MIRRORS)
+    mirrors = _mirrors_of(optimizer)
     found = (mirrors.leaves_of(parameter) for parameter in _parameters(optimizer))
     return [leaves for leaves in found if leaves is not None]
-
-
-def _clear(leaf: Tensor, *, set_to_none: bool) -> None:
-    if leaf.grad is None:
-        return
-    if set_to_none:
-        leaf.grad = None
-    else:
-        leaf.grad.detach_().zero_()
 
 
 def _step_with_closures(
@@ -180,6 +200,7 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
+            _mirrors_of(optimizer).spread(_parameters(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             return torch.stack([loss.detach().to(losses[0].device) for loss in losses]).mean()

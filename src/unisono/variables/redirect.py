@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from unisono.contexts import current_replica
+from unisono.errors import ContextError
 from unisono.variables.mirrors import MIRROR, Mirror, Mirrors, plain_class, raw
 
 _READS_BUFFERS = frozenset(["__dict__", "_buffers"])
@@ -39,6 +40,7 @@ class Redirect:
             setattr(clone, name, value)
             return
         _make_stale(self)
+        _forget(self, name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -49,14 +51,22 @@ class Redirect:
         _make_stale(self)
         super().__delattr__(name)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+        """Clears the gradients of the module; on a replica its own, elsewhere those of all."""
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        mirror: Mirror | None = raw(self).get(MIRROR)  # type: ignore[arg-type]
+        if mirror is not None:
+            for parameter in self.parameters():
+                mirror.owner.clear_gradient(parameter, set_to_none=set_to_none)
+
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         _make_stale(self)
         return super()._apply(fn, *args, **kwargs)  # type: ignore[misc]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and pickles are plain modules, which belong to no strategy."""
-        attributes = self.__dict__
-        state = {name: value for name, value in attributes.items() if name != MIRROR}
+        get_state: Any = getattr(self, "__getstate__", lambda: self.__dict__)
+        state = {name: value for name, value in get_state().items() if name != MIRROR}
         return _plain_module, (plain_class(type(self)),), state  # type: ignore[arg-type]
 
 
@@ -66,9 +76,15 @@ def _plain_module(cls: type[nn.Module]) -> nn.Module:
 
 def mirror_module(module: nn.Module, mirrors: Mirrors) -> None:
     """Makes one module, without its submodules, a primary of `mirrors`."""
+    mirror = raw(module).get(MIRROR)
+    if mirror is not None and mirror.owner is not mirrors:
+        raise ContextError(
+            f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
+            "`copy.deepcopy`, which belongs to none."
+        )
     if mirrors.is_single:
         mirrors.move(module)
-    elif MIRROR not in raw(module):
+    elif mirror is None:
         mirrors.adopt(module)
         cls: Any = type(module)
         object.__setattr__(module, "__class__", redirecting(cls))
@@ -91,9 +107,21 @@ def _clone(module: Any) -> nn.Module | None:
     if context is None:
         return None
     mirror: Mirror | None = raw(module).get(MIRROR)
-    if mirror is None or mirror.owner is not context.strategy.extended.mirrors:
+    if mirror is None:
         return None
+    if mirror.owner is not context.strategy.extended.mirrors:
+        raise ContextError(
+            f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
+            "whose replicas would share its parameters. Make it in the scope of the one that runs."
+        )
     return mirror.replicas[context.replica_id_in_sync_group]
+
+
+def _forget(module: Any, name: str) -> None:
+    """Lets clones be given an attribute that is set anew, also if it is what they were given."""
+    mirror: Mirror | None = raw(module).get(MIRROR)
+    if mirror is not None:
+        mirror.given.pop(name, None)
 
 
 def _make_stale(module: Any) -> None:

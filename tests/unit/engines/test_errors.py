@@ -264,6 +264,25 @@ def test_an_error_while_the_backward_pass_runs(mirrored: Make) -> None:
     assert_usable(strategy)
 
 
+def test_an_error_right_after_replicas_met(mirrored: Make) -> None:
+    strategy = mirrored(3)
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+
+    def step() -> None:
+        wait_in_a_collective()
+        if replica_id() == 0:
+            raise LookupError
+        compute_for_long()
+
+    try:
+        for _ in range(100):
+            with Stopwatch(), pytest.raises(LookupError):
+                strategy.run(step)
+    finally:
+        sys.setswitchinterval(before)
+
+
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("num_replicas", [2, 3])
 def test_replicas_that_fail_at_the_same_moment(

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import unisono as uo
+from unisono.errors import UnequalCallsError
 from unisono.experimental import CommunicationOptions
 from unisono.reductions import select_cross_device_ops
 
@@ -144,13 +145,28 @@ def test_a_replica_whose_loss_uses_no_parameter(mirrored: Make) -> None:
 
     def step() -> None:
         optimizer.zero_grad()
-        if replica_id() == 0:
-            model(torch.full((1, 1), 3.0)).sum().backward()
+        used = model(torch.full((1, 1), 3.0)) if replica_id() == 0 else torch.ones(1)
+        used.requires_grad_().sum().backward()
         optimizer.step()
 
     strategy.run(step)
 
     assert model.weight.item() == pytest.approx(before - 1.5)
+
+
+def test_a_replica_without_a_backward_pass_is_named(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        if replica_id() == 0:
+            model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(UnequalCallsError, match=r"replica 0 is in backward\(\).*1 is in SGD.step"):
+        strategy.run(step)
 
 
 def test_frozen_parameters_have_no_gradient(mirrored: Make) -> None:

@@ -174,7 +174,6 @@ def test_what_was_captured_before_is_that_of_the_replica(mirrored: Make, use: st
         assert strategy.run(has_gradient) is True
 
 
-@pytest.mark.xfail(reason="a parameter that was taken out of its module is the primary's")
 def test_a_parameter_captured_before_is_that_of_the_replica(mirrored: Make) -> None:
     strategy = mirrored()
     with strategy.scope():

@@ -1,4 +1,4 @@
-"""A stream of random numbers of its own for every replica.
+"""What torch functions mean on a replica: its own parameters, and its own random numbers.
 
 torch has one generator for all threads of a process, so replicas that draw from it at the same time
 get other numbers in every run. Here each replica has a generator of its own, seeded at the start of
@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn import functional, init
+from torch.nn import Parameter, functional, init
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 # Take a `generator` argument.
@@ -89,8 +89,11 @@ _RANDOM = frozenset(
 _default_lock = threading.Lock()
 
 
+_NOTHING: Mapping[int, Tensor] = {}
+
+
 class _Current(threading.local):
-    randomness: ReplicaRandomness | None = None
+    randomness: ReplicaMode | None = None
 
 
 _current = _Current()
@@ -151,11 +154,26 @@ def draw_seed() -> int:
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
 
 
-class ReplicaRandomness(TorchFunctionMode):
-    """Within the block torch draws random numbers for one replica."""
+class ReplicaMode(TorchFunctionMode):
+    """Within the block torch functions work for one replica.
 
-    def __init__(self, seed: int, replica_id: int) -> None:
+    Args:
+        seed: The seed of the run, for the replica's own random numbers.
+        replica_id: The replica.
+        stand_ins: By the identity of parameters, what the replica has in their place.
+        after_backward: What to do after every `backward()`.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        replica_id: int,
+        stand_ins: Mapping[int, Tensor] = _NOTHING,
+        after_backward: Callable[[], None] = lambda: None,
+    ) -> None:
         super().__init__()
+        self._stand_ins = stand_ins
+        self._after_backward = after_backward
         # Any odd number with well mixed bits keeps the seeds of replicas far apart.
         self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -168,10 +186,17 @@ class ReplicaRandomness(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Passes everything on, random functions with this replica's generator."""
+        """Passes everything on, with the replica's own parameters and generators."""
         kwargs = kwargs or {}
+        for arg in args:
+            if type(arg) is Parameter and id(arg) in self._stand_ins:
+                args = tuple(self._stand_ins.get(id(one), one) for one in args)
+                break
         if func not in _RANDOM:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is Tensor.backward:
+                self._after_backward()
+            return result
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _WITH_GENERATOR and kwargs.get("generator") is None:
