@@ -48,15 +48,15 @@ class Guard:
                 if not self._is_exposed:
                     return None
 
-    def stop(self) -> None:
+    def stop(self, *, is_again: bool = False) -> None:
         """Raises `ReplicaStopped` at the next instruction of user code, or when it is next begun.
 
-        It may be sent again: Python drops what is raised in a destructor.
+        Once is enough, but for what Python drops because it is raised in a destructor.
         """
         with self._lock:
-            self._is_stopped = True
-            if self._is_exposed:
+            if self._is_exposed and (is_again or not self._is_stopped):
                 _send(self._thread, ReplicaStopped)
+            self._is_stopped = True
 
 
 def _send(thread: int, error: type[BaseException] | None) -> None:

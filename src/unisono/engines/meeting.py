@@ -52,6 +52,7 @@ class ReplicaMeeting:
                 self._returned.add(replica_id)
                 self._check_calls()
         except BaseException as error:
+            self._guards[replica_id].cover_surely()
             self.fail(error)
             raise
         return result
@@ -97,12 +98,14 @@ class ReplicaMeeting:
                 self.failure = error
             self._changed.notify_all()
         self._turns.end()
-        self.stop_all()
-
-    def stop_all(self) -> None:
-        """Stops every replica that is in user code."""
         for guard in self._guards:
             guard.stop()
+
+    def stop_again(self) -> None:
+        """Stops replicas that are still in user code although the step has failed."""
+        if self.failure is not None:
+            for guard in self._guards:
+                guard.stop(is_again=True)
 
     def exposed(self, replica_id: int, body: Callable[[], Any]) -> Any:
         """Runs user code, which may be stopped at any instruction."""

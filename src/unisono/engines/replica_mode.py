@@ -81,9 +81,7 @@ _WITHOUT_GENERATOR: dict[Callable[..., Any], tuple[tuple[str, int, Any], ...]] =
 }
 _RECURRENT = frozenset([torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh])
 _DROPOUT = frozenset([functional.dropout, torch.dropout])
-_RANDOM = frozenset(
-    [Tensor.backward, *_WITH_GENERATOR, *_WITHOUT_GENERATOR, *_RECURRENT, *_DROPOUT]
-)
+_RANDOM = frozenset([*_WITH_GENERATOR, *_WITHOUT_GENERATOR, *_RECURRENT, *_DROPOUT])
 
 # Held while a replica's state stands in for that of the default generator.
 _default_lock = threading.Lock()

@@ -69,8 +69,7 @@ class ReplicaThreads:
             try:
                 answer = self._answers.get(timeout=_STOP_AGAIN_S)
             except queue.Empty:
-                if meeting.failure is not None:
-                    meeting.stop_all()
+                meeting.stop_again()
                 continue
             if answer.run == self._run:
                 results[answer.replica_id] = answer.outcome
