@@ -54,6 +54,13 @@ def values(num_replicas: int, dtype: torch.dtype, shape: tuple[int, ...]) -> lis
     return [one.to(real).abs().to(dtype) if real == torch.int64 else one.to(dtype) for one in drawn]
 
 
+def sparse_rows(rows: list[int], values: list[list[float]], num_rows: int) -> Tensor:
+    shape = (num_rows, len(values[0]))
+    return torch.sparse_coo_tensor(
+        torch.tensor([rows]), torch.tensor(values), shape, check_invariants=True
+    )
+
+
 def components(result: Any) -> tuple[Tensor, ...]:
     return result.values if isinstance(result, uo.Mirrored) else (result,)
 
@@ -154,10 +161,8 @@ def test_an_empty_batch_gives_an_empty_list(ops: Any) -> None:
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
 def test_sparse_values_are_put_end_to_end_in_replica_order(ops: Any, op: uo.ReduceOp) -> None:
-    first = torch.sparse_coo_tensor([[1]], [[1.0, 2.0]], (5, 2), check_invariants=True)
-    second = torch.sparse_coo_tensor(
-        [[1, 3]], [[3.0, 4.0], [5.0, 6.0]], (5, 2), check_invariants=True
-    )
+    first = sparse_rows([1], [[1.0, 2.0]], 5)
+    second = sparse_rows([1, 3], [[3.0, 4.0], [5.0, 6.0]], 5)
     value = uo.PerReplica([first, second])
 
     for result in components(ops.reduce(op, value, value)):
@@ -167,7 +172,7 @@ def test_sparse_values_are_put_end_to_end_in_replica_order(ops: Any, op: uo.Redu
 
 
 def test_a_value_that_is_sparse_on_one_replica_only_becomes_dense(ops: Any) -> None:
-    sparse = torch.sparse_coo_tensor([[1]], [[1.0, 2.0]], (3, 2), check_invariants=True)
+    sparse = sparse_rows([1], [[1.0, 2.0]], 3)
     value = uo.PerReplica([sparse, torch.ones(3, 2)])
 
     result = components(ops.reduce(SUM, value, value))[1]
