@@ -18,12 +18,18 @@ class Destinations(NamedTuple):
     devices: tuple[Device, ...]
 
 
+# CPU devices by name: they are always there, and a batch names the same one again and again.
+_named: dict[str, Destinations] = {}
+
+
 def destinations_of(destinations: Any) -> Destinations:
     """Returns the devices that `destinations` means, in order.
 
     A distributed value or variable means the devices of its components, a tensor the device it is
     on (`cpu:0` for a CPU tensor, which cannot tell its replica), and a name itself.
     """
+    if type(destinations) is str and destinations in _named:
+        return _named[destinations]
     if isinstance(destinations, DistributedValues):
         if not destinations.devices:
             raise DestinationError("`destinations` has no component, so it names no device.")
@@ -34,7 +40,10 @@ def destinations_of(destinations: Any) -> Destinations:
         device = resolve(destinations.device) if destinations.is_cuda else Device("cpu", 0)
         return Destinations((device,))
     if isinstance(destinations, (str, torch.device, Device)) and destinations != "":
-        return Destinations((resolve(destinations),))
+        device = resolve(destinations)
+        if isinstance(destinations, str) and device.type == "cpu":
+            _named[destinations] = Destinations((device,))
+        return Destinations((device,))
     raise DestinationError(
         "`destinations` must be a device name, a tensor, a distributed value or a variable, got "
         f"{destinations!r} of type {type(destinations).__name__}. To reduce to several devices, "

@@ -55,7 +55,7 @@ class NcclAllReduce(AllReduce):
         places = self.route(ends).places
         if any(place.type != "cuda" for place in places):
             self._fall_back(f"the values are on {', '.join(map(str, ends.sources))}")
-        return list(super().reduce_plain(op, batch, ends))
+        return super().reduce_plain(op, batch, ends)
 
     def reduce_packs(
         self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends

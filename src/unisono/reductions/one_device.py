@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -54,7 +54,7 @@ class ReductionToOneDevice(ScheduledOps):
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
-    ) -> Iterable[tuple[Tensor, ...] | None]:
+    ) -> list[tuple[Tensor, ...] | None]:
         """See `ScheduledOps.reduce_plain`."""
         if self._accumulate is not None:
             return [None] * len(batch)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,7 +15,10 @@ from unisono.kernels import check_replicas, reduce_into, reduce_native
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
-from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
+from unisono.values import DistributedValues, Mirrored, as_tensor, concatenate, is_sparse
+
+# Stands in a list of results until the result is there.
+NOT_YET: Any = None
 
 
 class Ends(NamedTuple):
@@ -60,9 +63,7 @@ class ScheduledOps(CrossDeviceOps):
     ) -> Result:
         """See `CrossDeviceOps.reduce_implementation`."""
         ends = Ends(per_replica_value.devices, destinations.devices)
-        (result,) = self._reduce_group(
-            reduce_op, ["The value"], [per_replica_value.values], ends, options
-        )
+        (result,) = self._reduce_group(reduce_op, None, [per_replica_value.values], ends, options)
         return mirrored(result, destinations)
 
     def batch_reduce_implementation(
@@ -75,17 +76,17 @@ class ScheduledOps(CrossDeviceOps):
         if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
             # A subclass has a way of its own to reduce one value, and means batches too.
             return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-        groups: dict[Ends, list[int]] = {}
-        for index, (value, destinations) in enumerate(value_destination_pairs):
-            groups.setdefault(Ends(value.devices, destinations.devices), []).append(index)
-        results: dict[int, Result] = {}
-        for ends, indices in groups.items():
-            names = [f"Value {index} of the batch" for index in indices]
+        results: list[Result] = [NOT_YET] * len(value_destination_pairs)
+        for ends, indices in _by_ends(value_destination_pairs).items():
             batch = [value_destination_pairs[index][0].values for index in indices]
-            written = self._reduce_group(reduce_op, names, batch, ends, options)
-            for index, tensors in zip(indices, written, strict=True):
-                results[index] = mirrored(tensors, value_destination_pairs[index][1])
-        return [results[index] for index in range(len(results))]
+            written = self._reduce_group(reduce_op, indices, batch, ends, options)
+            if len(ends.destinations) == 1:
+                for index, (tensor,) in zip(indices, written, strict=True):
+                    results[index] = tensor
+            else:
+                for index, tensors in zip(indices, written, strict=True):
+                    results[index] = Mirrored.placed(tensors, ends.destinations)
+        return results
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
         """Returns the route between `ends`, worked out once."""
@@ -117,17 +118,21 @@ class ScheduledOps(CrossDeviceOps):
     def _reduce_group(
         self,
         op: ReduceOp,
-        names: Sequence[str],
+        indices: Sequence[int] | None,
         batch: Sequence[tuple[Any, ...]],
         ends: Ends,
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces values that come from and go to the same devices."""
-        results = dict(enumerate(self.reduce_plain(op, batch, ends)))
+        """Reduces values that come from and go to the same devices; `indices` are their places."""
+        plain = self.reduce_plain(op, batch, ends)
+        if None not in plain:
+            return plain  # type: ignore[return-value]
+        results = dict(enumerate(plain))
         left = [i for i, result in results.items() if result is None]
         read = {i: tuple(as_tensor(component) for component in batch[i]) for i in left}
         for i, tensors in read.items():
-            check_replicas(op, tensors, names[i])
+            what = "The value" if indices is None else f"Value {indices[i]} of the batch"
+            check_replicas(op, tensors, what)
         route = self.route(ends)
         dense = {}
         for i, tensors in read.items():
@@ -143,7 +148,7 @@ class ScheduledOps(CrossDeviceOps):
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
-    ) -> Iterable[tuple[Tensor, ...] | None]:
+    ) -> list[tuple[Tensor, ...] | None]:
         """Reduces what the native core takes unread; None stands for what must be read first."""
         plan = self.route(ends).plan
         if not plan.is_one_sum:
@@ -167,6 +172,21 @@ class ScheduledOps(CrossDeviceOps):
         """Reduces dense tensors that go together, and returns one tensor a destination of each."""
         route = self.route(ends)
         return run(route.plan, op, batch, route.places)
+
+
+def _by_ends(pairs: Sequence[Pair]) -> dict[Ends, list[int]]:
+    """Groups the places of pairs that come from and go to the same devices."""
+    groups: dict[Ends, list[int]] = {}
+    ends = Ends((), ())
+    group: list[int] = []
+    for index, (value, destinations) in enumerate(pairs):
+        sources, targets = value.devices, destinations.devices
+        # Most pairs of a batch are alike, and have the very same tuples of devices.
+        if sources is not ends.sources or targets is not ends.destinations:
+            ends = Ends(sources, targets)
+            group = groups.setdefault(ends, [])
+        group.append(index)
+    return groups
 
 
 def _reduce_sparse(op: ReduceOp, tensors: Sequence[Tensor], route: Route) -> tuple[Tensor, ...]:
