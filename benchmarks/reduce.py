@@ -1,6 +1,6 @@
 """Reductions of R replicas on one host, against torch, TensorFlow and the memory limit.
 
-    python benchmarks/reduce.py                      # everything, about five minutes
+    python benchmarks/reduce.py                      # everything, about seven minutes
     python benchmarks/reduce.py --quick              # fewer sizes, for a look
     python benchmarks/reduce.py --tensorflow /path/to/python-with-tensorflow
 
@@ -153,7 +153,7 @@ def main() -> None:
         for case, sizes in cases:
             for replicas in REPLICAS:
                 for into in ("one", "all"):
-                    rows.append(measure(case, sizes, replicas, into, 1.0, peer))
+                    rows.append(measure(case, sizes, replicas, into, 0.6, peer))
                     progress.advance(task)
     if peer is not None:
         peer.close()

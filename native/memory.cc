@@ -21,7 +21,7 @@ constexpr std::size_t kHugePageBytes = 2 << 20;
 constexpr std::size_t kHugeBytes = 4 << 20;
 // Below this malloc keeps the memory itself; above it every call would pay page faults again.
 constexpr std::size_t kKeptBytes = 64 << 10;
-constexpr std::size_t kMaxKept = 64;
+constexpr std::size_t kMaxKept = 1024;
 constexpr std::size_t kMaxKeptBytes = 512 << 20;
 
 constexpr std::size_t roundUp(std::size_t bytes, std::size_t unit) {
@@ -55,7 +55,8 @@ class Keeper {
     auto best = kept_.end();
     for (auto it = kept_.begin(); it != kept_.end(); ++it) {
       const bool fits = it->bytes >= bytes && it->bytes <= bytes + bytes / 4;
-      if (fits && (best == kept_.end() || it->bytes < best->bytes)) best = it;
+      // Of equal regions the one that was freed last: it is the likeliest to be in a cache.
+      if (fits && (best == kept_.end() || it->bytes <= best->bytes)) best = it;
     }
     if (best == kept_.end()) return {nullptr, 0};
     const Region region = *best;

@@ -13,9 +13,9 @@
 namespace unisono {
 namespace {
 
-// About 20 us: longer than the gap between two calls in a row, too short to take a core from
-// others.
-constexpr int kSpins = 500;
+// About 200 us: longer than the gap between two calls in a row. Waking a thread that sleeps takes
+// about as long as a sum of 4 MB; the workers of OpenMP runtimes spin longer.
+constexpr int kSpins = 5000;
 
 void pause() {
 #if defined(__x86_64__)
