@@ -43,18 +43,19 @@ class ReplicaMeeting:
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
         """Runs a replica from its beginning to its end; user code in it is to be `exposed`."""
-        try:
-            with self._turns.running(replica_id):
-                if self.failure is not None:
-                    raise ReplicaStopped
+        with self._turns.running(replica_id):
+            if self.failure is not None:
+                raise ReplicaStopped
+            try:
                 result = body()
-            with self._lock:
-                self._returned.add(replica_id)
-                self._check_calls()
-        except BaseException as error:
-            self._guards[replica_id].cover_surely()
-            self.fail(error)
-            raise
+                with self._lock:
+                    self._returned.add(replica_id)
+                    self._check_calls()
+            except BaseException as error:
+                # Before the turn passes on: nobody is to begin after a failure.
+                self._guards[replica_id].cover_surely()
+                self.fail(error)
+                raise
         return result
 
     def meet(

@@ -6,23 +6,18 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
 from unisono.engines.meeting import ReplicaMeeting
 
 Call: TypeAlias = Callable[[], Any]
-_Inbox: TypeAlias = "queue.SimpleQueue[tuple[int, Call] | None]"
+Outcomes: TypeAlias = dict[int, Any]
+_Inbox: TypeAlias = "queue.SimpleQueue[tuple[Call, Outcomes] | None]"
 
 # How often a replica that has not ended is told again to stop.
 _STOP_AGAIN_S = 0.1
-
-
-class _Answer(NamedTuple):
-    run: int
-    replica_id: int
-    outcome: Any
 
 
 class ReplicaThreads:
@@ -33,8 +28,7 @@ class ReplicaThreads:
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._run = 0
-        self._answers: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
+        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._inboxes: list[_Inbox] = []
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -42,19 +36,20 @@ class ReplicaThreads:
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
         self._start()
-        self._run += 1
-        for inbox, call in zip(self._inboxes, calls, strict=True):
-            inbox.put((self._run, call))
-        results: dict[int, Any] = {}
+        outcomes: Outcomes = {}
+        num_given = 0
         try:
-            self._collect(results, meeting)
+            for inbox, call in zip(self._inboxes, calls, strict=True):
+                inbox.put((call, outcomes))
+                num_given += 1
+            self._collect(outcomes, num_given, meeting)
         except BaseException as interrupt:
             # Ctrl-C: the replicas end at their next instruction, or where they wait.
             meeting.fail(interrupt)
-            self._collect_or_abandon(results, meeting)
+            self._collect_or_abandon(outcomes, num_given, meeting)
         if meeting.failure is not None:
             raise meeting.failure
-        return [results[i] for i in range(self._num_replicas)]
+        return [outcomes[i] for i in range(self._num_replicas)]
 
     def close(self) -> None:
         """Ends the threads."""
@@ -64,19 +59,19 @@ class ReplicaThreads:
                 thread.join()
             self._finalizer = None
 
-    def _collect(self, results: dict[int, Any], meeting: ReplicaMeeting) -> None:
-        while len(results) < self._num_replicas:
+    def _collect(self, outcomes: Outcomes, num_given: int, meeting: ReplicaMeeting) -> None:
+        # The bell only saves time: an interrupt may swallow it, but not an outcome.
+        while len(outcomes) < num_given:
             try:
-                answer = self._answers.get(timeout=_STOP_AGAIN_S)
+                self._bell.get(timeout=_STOP_AGAIN_S)
             except queue.Empty:
                 meeting.stop_again()
-                continue
-            if answer.run == self._run:
-                results[answer.replica_id] = answer.outcome
 
-    def _collect_or_abandon(self, results: dict[int, Any], meeting: ReplicaMeeting) -> None:
+    def _collect_or_abandon(
+        self, outcomes: Outcomes, num_given: int, meeting: ReplicaMeeting
+    ) -> None:
         try:
-            self._collect(results, meeting)
+            self._collect(outcomes, num_given, meeting)
         except BaseException:
             # Ctrl-C again: leave the threads to end by themselves; the next run starts others.
             if self._finalizer is not None:
@@ -93,7 +88,7 @@ class ReplicaThreads:
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(replica_id, inbox, self._answers, num_intraop),
+                args=(replica_id, inbox, self._bell, num_intraop),
                 name=f"unisono-replica-{replica_id}",
                 daemon=True,
             )
@@ -102,9 +97,11 @@ class ReplicaThreads:
         self._finalizer = weakref.finalize(self, _end, self._inboxes)
         for thread in self._threads:
             thread.start()
-        ready = 0
-        while ready < self._num_replicas:
-            ready += self._answers.get().run == 0
+        ready: Outcomes = {}
+        for inbox in self._inboxes:
+            inbox.put((torch.get_num_threads, ready))
+        while len(ready) < self._num_replicas:
+            self._bell.get()
         # What a replica's thread set would otherwise be the number for every new thread.
         torch.set_num_threads(num_threads)
 
@@ -115,20 +112,17 @@ def _end(inboxes: Sequence[_Inbox]) -> None:
 
 
 def _work(
-    replica_id: int,
-    inbox: _Inbox,
-    answers: queue.SimpleQueue[_Answer],
-    num_intraop_threads: int,
+    replica_id: int, inbox: _Inbox, bell: queue.SimpleQueue[None], num_intraop_threads: int
 ) -> None:
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop_threads)
     torch.get_num_threads()
-    answers.put(_Answer(0, replica_id, None))
     while (given := inbox.get()) is not None:
-        run, call = given
-        answers.put(_Answer(run, replica_id, _outcome(call)))
+        call, outcomes = given
+        outcomes[replica_id] = _outcome(call)
+        bell.put(None)
         # A thread that waits for work must not keep what the last call used.
-        del given, call
+        del given, call, outcomes
 
 
 def _outcome(call: Call) -> Any:

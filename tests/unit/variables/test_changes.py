@@ -108,7 +108,9 @@ def test_evaluation_in_inference_mode_then_training(mirrored: Make, memories: st
             model.eval()
             strategy.run(lambda: model(torch.ones(4, 2)))
             model.train()
+        before = next(model.parameters()).detach().clone()
         strategy.run(step)
+        assert not torch.equal(next(model.parameters()), before)
 
 
 def test_gradients_are_seen_after_a_run(strategy: uo.Strategy, model: nn.Linear) -> None:
