@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import settings
 
+from unisono import MirroredStrategy
 from unisono.kernels import NativeCore, native_core
 from unisono.testing import separate_memories
 
@@ -89,3 +91,17 @@ def memories(request: pytest.FixtureRequest) -> Iterator[str]:
         return
     with separate_memories():
         yield "separate"
+
+
+@pytest.fixture
+def mirrored() -> Iterator[Callable[..., MirroredStrategy]]:
+    """Makes strategies of CPU replicas, whose threads end with the test."""
+    made: list[MirroredStrategy] = []
+
+    def make(num_replicas: int = 2, **options: Any) -> MirroredStrategy:
+        made.append(MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)], **options))
+        return made[-1]
+
+    yield make
+    for strategy in made:
+        strategy.close()
