@@ -7,10 +7,20 @@
     ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
     ├── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
     ├── ContextError          RuntimeError something called where it has no meaning
-    └── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
+    ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
+    ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
+    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
+        ├── WorkerLostError                a worker that has ended or cannot be reached
+        ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
+        ├── UnequalCollectivesError        workers that call different collectives
+        └── JobMismatchError               a worker of another job, script or world size
 
 Every message says what was asked, what was found and what to do.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterable
 
 
 class UnisonoError(Exception):
@@ -43,3 +53,36 @@ class ContextError(UnisonoError, RuntimeError):
 
 class UnequalCallsError(UnisonoError, RuntimeError):
     """Replicas that do not meet: one makes a call that another does not make."""
+
+
+class ClusterError(UnisonoError, ValueError):
+    """An environment variable or a cluster spec that does not describe a usable cluster."""
+
+
+class CommunicationError(UnisonoError, RuntimeError):
+    """Workers that cannot go on together.
+
+    Args:
+        message: What was asked, what was found and what to do.
+        ranks: The ranks at fault, as far as they are known.
+    """
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+
+
+class WorkerLostError(CommunicationError):
+    """A worker that has ended, or that cannot be reached any more."""
+
+
+class WorkerTimeoutError(CommunicationError, TimeoutError):
+    """A worker that did not take part in a collective within the time given."""
+
+
+class UnequalCollectivesError(CommunicationError):
+    """Workers that call different collectives, or one with another shape, dtype or operation."""
+
+
+class JobMismatchError(CommunicationError):
+    """A worker that belongs to another job, runs another script or counts other workers."""

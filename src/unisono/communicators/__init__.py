@@ -1,0 +1,1 @@
+"""Ways for workers to talk to each other."""

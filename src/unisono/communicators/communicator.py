@@ -1,0 +1,98 @@
+"""What every way to talk between workers can do."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.options import ReduceOp
+
+
+class Communicator(ABC):
+    """Ranks 0 to `size - 1` that call the same collectives in the same order.
+
+    A collective ends on every rank with the same bits, or raises a `CommunicationError` that names
+    the ranks at fault. After that the communicator is of no more use but to be closed.
+
+    Sums follow the order of the whole library, a tree over neighbours (`unisono.kernels.tree`), so
+    they do not depend on who carries them. A rank may bring several terms: the terms of rank 0 come
+    first, then those of rank 1, and so on. Every rank brings as many.
+
+    Tensors are dense; an implementation says in `takes` which memories it serves.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self.rank = rank
+        self.size = size
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """In words, what carries the collectives."""
+
+    @abstractmethod
+    def takes(self, device: torch.device) -> bool:
+        """Returns whether tensors on `device` can be given."""
+
+    @abstractmethod
+    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
+        """Combines all terms of all ranks into the first term of each rank.
+
+        The terms are contiguous and have one shape and dtype. The others may be overwritten.
+
+        Args:
+            op: How terms are combined. A mean is that of floating point or complex numbers.
+            terms: What this rank brings.
+            count: For a mean, what to divide the sum by; the number of all terms if not given.
+        """
+
+    @abstractmethod
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        """Combines all terms, and returns the part of this rank in the flattened result.
+
+        The parts are `slice_of(rank, size, numel)`.
+        """
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks, by rank. Their shapes may differ, but no dtype."""
+
+    @abstractmethod
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Returns the tensors of all ranks on `root`, and None elsewhere."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites the contiguous `tensor` with that of `root`."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @abstractmethod
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leaves, and gives back memory, connections and threads. May be called twice."""
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def slice_of(rank: int, size: int, num_elements: int) -> slice:
+    """Returns the part of `rank` when elements are shared as evenly as possible."""
+    return slice(num_elements * rank // size, num_elements * (rank + 1) // size)
