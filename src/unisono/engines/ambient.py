@@ -49,8 +49,18 @@ class Ambient:
         return self.variables.copy().run(self._call, fn, place)
 
     def _call(self, fn: Callable[[], T], place: torch.device) -> T:
+        torch._C._set_grad_enabled(self.is_grad_enabled)
+        # Backward then runs on the replica's own thread, on every device: a thread that several
+        # replicas share could wait for itself.
+        torch._C._set_multithreading_enabled(False)
+        if self._is_plain and place.type == "cpu":
+            return fn()
         with self._entered(place):
             return fn()
+
+    @property
+    def _is_plain(self) -> bool:
+        return not (self.is_inference or self.autocasts or self.default_device)
 
     @contextmanager
     def _entered(self, place: torch.device) -> Iterator[None]:
@@ -62,12 +72,9 @@ class Ambient:
                 enter(torch.cuda.stream(self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())
-            enter(torch.set_grad_enabled(self.is_grad_enabled))
+                torch._C._set_grad_enabled(self.is_grad_enabled)
             for kind, dtype, is_cached in self.autocasts:
                 enter(torch.autocast(kind, dtype, cache_enabled=is_cached))
             if self.default_device is not None:
                 enter(self.default_device)
-            # Backward then runs on the replica's own thread, on every device: a thread that
-            # several replicas share could wait for itself.
-            enter(torch.autograd.set_multithreading_enabled(False))
             yield

@@ -89,7 +89,7 @@ def counts_of(structure: Any) -> tuple[int, ...] | None:
 
     A structure without a `PerReplica` counts as that of the only replica.
     """
-    _, leaves = take_apart(structure)
+    leaves = _leaves(structure)
     parts = [leaf.values for leaf in leaves if isinstance(leaf, PerReplica)]
     if not parts:
         parts = [(leaf,) for leaf in leaves]
@@ -97,9 +97,18 @@ def counts_of(structure: Any) -> tuple[int, ...] | None:
     return found.pop() if len(found) == 1 else None
 
 
+def _leaves(structure: Any) -> list[Any]:
+    if type(structure) is tuple and all(type(one) in (PerReplica, Tensor) for one in structure):
+        return list(structure)
+    return take_apart(structure)[1]
+
+
 def _counts(components: Sequence[Any]) -> tuple[int, ...] | None:
     sizes: list[int] = []
     for component in components:
+        if type(component) is Tensor and component.dim() > 0:
+            sizes.append(component.shape[0])
+            continue
         tree, leaves = take_apart(component)
         rows = {len(leaf) for leaf in leaves if has_rows(leaf)}
         if not tree.paths:

@@ -132,7 +132,7 @@ class StrategyExtended(VariableMethods):
         if is_inside_run():
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
         kwargs = kwargs or {}
-        weights = self._weights((args, kwargs))
+        weights = self._weights((*args, *kwargs.values()))
         self.mirrors.refresh()
         self._gradients.begin(weights)
         with entered(CrossReplicaContext(self.strategy)):

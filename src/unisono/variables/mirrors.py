@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -66,7 +67,7 @@ class Mirror:
 class Leaves:
     """One parameter: the primary, and the leaf of each replica."""
 
-    __slots__ = ("is_shown", "leaves", "memories", "primary", "version")
+    __slots__ = ("is_shown", "is_spread", "leaves", "memories", "primary", "version")
 
     def __init__(
         self,
@@ -84,16 +85,18 @@ class Leaves:
             leaf = nn.Parameter(storages[memory], requires_grad=primary.requires_grad)
             self.leaves.append(leaf)
         self.version = _version(primary)
+        # Whether there are memories other than the primary's.
+        self.is_spread = len(storages) > 1
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
 
     def is_current(self) -> bool:
         """Whether the leaves still are what the primary is: `p.data = ...` moves it away."""
-        first = self.leaves[0]
+        first, primary = self.leaves[0], self.primary
         return (
-            first.data_ptr() == self.primary.data_ptr()
-            and first.requires_grad == self.primary.requires_grad
-            and first.shape == self.primary.shape
+            first.data_ptr() == primary.data_ptr()
+            and first.requires_grad == primary.requires_grad
+            and first.shape == primary.shape
         )
 
     def catch_up(self) -> None:
@@ -115,8 +118,10 @@ class Leaves:
 
     def spread(self) -> None:
         """Copies the primary to the memories that have their own."""
-        for leaf in self.first_in_each_memory():
-            leaf.detach().copy_(self.primary.detach())
+        if self.is_spread:
+            with _fit_for_training():
+                for leaf in self.first_in_each_memory():
+                    leaf.detach().copy_(self.primary.detach())
         self.version = _version(self.primary)
 
     def first_in_each_memory(self) -> Iterator[nn.Parameter]:
@@ -144,6 +149,8 @@ class Mirrors:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, Leaves] = {}
+        # The modules whose buffers are looked at before every run.
+        self._buffer_owners: list[weakref.ref[nn.Module]] = []
         self._num_adopted = 0
         self.is_stale = False
         self.num_runs = 0
@@ -188,13 +195,14 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        # What is made here must be fit for training, also if this run is not for it.
-        with torch.inference_mode(mode=False), torch.no_grad():
-            if self.is_stale or not all(leaves.is_current() for leaves in self._leaves.values()):
+        if self.is_stale or not all([leaves.is_current() for leaves in self._leaves.values()]):
+            with _fit_for_training():
                 self._rebuild()
-            for leaves in self._leaves.values():
-                leaves.catch_up()
-            for module in self._modules:
+        for leaves in self._leaves.values():
+            leaves.catch_up()
+        for owner in self._buffer_owners:
+            module = owner()
+            if module is not None:
                 self._give_buffers(module)
         self.num_runs += 1
 
@@ -220,6 +228,7 @@ class Mirrors:
                 clone.__class__ = cls
         for module in primaries:
             self._give_attributes(module)
+        self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
         self.is_stale = False
         self.generation += 1
         self.stand_ins = [
@@ -293,9 +302,10 @@ class Mirrors:
             stamp = mirror.buffers.get(name)
             if stamp is not None and stamp.fits(buffer):
                 continue
-            for clone, place in zip(mirror.replicas, self._places, strict=True):
-                own = None if buffer is None else buffer.detach().to(place, copy=True)
-                clone._buffers[name] = own
+            with _fit_for_training():
+                for clone, place in zip(mirror.replicas, self._places, strict=True):
+                    own = None if buffer is None else buffer.detach().to(place, copy=True)
+                    clone._buffers[name] = own
             mirror.buffers[name] = _Stamp.of(buffer)
 
     def read_buffers(self, module: nn.Module) -> None:
@@ -337,6 +347,13 @@ class Mirrors:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None:
                 leaves.spread()
+
+
+@contextmanager
+def _fit_for_training() -> Iterator[None]:
+    """What is made within is fit for training, also if the run it is made for is not."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
 
 
 def clear(leaf: Tensor, *, set_to_none: bool) -> None:
