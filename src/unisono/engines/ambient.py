@@ -52,7 +52,7 @@ class Ambient:
         torch._C._set_grad_enabled(self.is_grad_enabled)
         # Backward then runs on the replica's own thread, on every device: a thread that several
         # replicas share could wait for itself.
-        torch._C._set_multithreading_enabled(False)
+        torch._C._set_multithreading_enabled(False)  # noqa: FBT003
         if self._is_plain and place.type == "cpu":
             return fn()
         with self._entered(place):

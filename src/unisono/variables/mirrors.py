@@ -195,7 +195,7 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all([leaves.is_current() for leaves in self._leaves.values()]):
+        if self.is_stale or not all(map(Leaves.is_current, self._leaves.values())):
             with _fit_for_training():
                 self._rebuild()
         for leaves in self._leaves.values():
