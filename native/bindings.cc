@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string_view.h>
 
+#include "bell.h"
 #include "host_kernel.h"
 #include "instruction_set.h"
 #include "memory.h"
@@ -35,4 +36,12 @@ NB_MODULE(_native, m) {
       .def("reduce_into", &unisono::HostKernel::reduceInto, "op"_a, "batch"_a, "outputs"_a,
            "mean"_a, "threads"_a,
            "Reduces each item of `batch` into its `outputs`, which may be its inputs.");
+
+  nb::class_<unisono::Bell>(m, "Bell", "A bell that threads wait for.")
+      .def(nb::init<int>(), "looks"_a)
+      .def_prop_ro("count", &unisono::Bell::count, "How often it has rung.")
+      .def("ring", &unisono::Bell::ring, "Wakes all who wait.")
+      .def("wait", &unisono::Bell::wait, "seen"_a, "timeout_s"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Waits until it has rung more often than `seen`; False if it has not in time.");
 }

@@ -6,9 +6,7 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace unisono {
 namespace {
@@ -16,19 +14,6 @@ namespace {
 // About 200 us: longer than the gap between two calls in a row. Waking a thread that sleeps takes
 // about as long as a sum of 4 MB; the workers of OpenMP runtimes spin longer.
 constexpr int kSpins = 5000;
-
-void pause() {
-#if defined(__x86_64__)
-  _mm_pause();
-#else
-  std::this_thread::yield();
-#endif
-}
-
-template <class Condition>
-void spinUntil(const Condition& condition) {
-  for (int i = 0; i < kSpins && !condition(); ++i) pause();
-}
 
 std::atomic<Pool*> current = nullptr;
 
@@ -74,7 +59,7 @@ void Pool::close() {
   places_ = 0;
   if (inside_ != 0) {
     lock.unlock();
-    spinUntil([this] { return inside_ == 0; });
+    spinUntil(kSpins, [this] { return inside_ == 0; });
     lock.lock();
     left_.wait(lock, [this] { return inside_ == 0; });
   }
@@ -98,7 +83,7 @@ void Pool::startWorkers(std::size_t wanted) {
 
 void Pool::help() {
   for (;;) {
-    spinUntil([this] { return places_ > 0; });
+    spinUntil(kSpins, [this] { return places_ > 0; });
     std::unique_lock lock(mutex_);
     offered_.wait(lock, [this] { return places_ > 0; });
     --places_;

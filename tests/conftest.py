@@ -79,7 +79,7 @@ def turn_native_off(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "unisono"]
     for module in ours:
         if getattr(module, "native_core", None) is native_core:
-            off = NativeCore(None, "off for this test")
+            off = NativeCore("off for this test")
             monkeypatch.setattr(module, "native_core", lambda off=off: off)
 
 

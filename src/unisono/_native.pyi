@@ -36,3 +36,17 @@ class HostKernel:
         threads: int,
     ) -> None:
         """Reduces each item of `batch` into its `outputs`, which may be its inputs."""
+
+class Bell:
+    """A bell that threads wait for."""
+
+    def __init__(self, looks: int) -> None: ...
+    @property
+    def count(self) -> int:
+        """How often it has rung."""
+
+    def ring(self) -> None:
+        """Wakes all who wait."""
+
+    def wait(self, seen: int, timeout_s: float) -> bool:
+        """Waits until it has rung more often than `seen`; False if it has not in time."""

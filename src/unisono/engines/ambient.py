@@ -44,19 +44,25 @@ class Ambient:
         )
 
     def call(self, fn: Callable[[], T], place: torch.device) -> T:
-        """Calls `fn` on `place`, in another thread, as if it were the one that was noted."""
+        """Calls `fn` on `place`, in any thread, as if it were the one that was noted."""
         # A context can be entered by one thread at a time, so each replica gets a copy.
         return self.variables.copy().run(self._call, fn, place)
 
     def _call(self, fn: Callable[[], T], place: torch.device) -> T:
+        was_enabled = torch.is_grad_enabled()
+        was_multithreaded = torch._C._is_multithreading_enabled()
         torch._C._set_grad_enabled(self.is_grad_enabled)
         # Backward then runs on the replica's own thread, on every device: a thread that several
         # replicas share could wait for itself.
         torch._C._set_multithreading_enabled(False)  # noqa: FBT003
-        if self._is_plain and place.type == "cpu":
-            return fn()
-        with self._entered(place):
-            return fn()
+        try:
+            if self._is_plain and place.type == "cpu":
+                return fn()
+            with self._entered(place):
+                return fn()
+        finally:
+            torch._C._set_grad_enabled(was_enabled)
+            torch._C._set_multithreading_enabled(was_multithreaded)
 
     @property
     def _is_plain(self) -> bool:

@@ -6,9 +6,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from unisono.engines.bell import make_bell
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import UnequalCallsError
+
+# How long Ctrl-C may take, which does not wake a thread that waits for a bell.
+_LOOK_AGAIN_S = 0.1
 
 
 class _Arrival(NamedTuple):
@@ -31,9 +35,8 @@ class ReplicaMeeting:
         self._num_replicas = num_replicas
         self._turns = turns
         self._guards = guards or [Guard() for _ in range(num_replicas)]
-        # Taken directly, as a `Condition` is not taken in one instruction.
         self._lock = threading.Lock()
-        self._changed = threading.Condition(self._lock)
+        self._changed = make_bell(num_replicas)
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
         self._calls: dict[int, Callable[[], None]] = {}
@@ -69,7 +72,7 @@ class ReplicaMeeting:
             with self._lock:
                 self._arrivals[replica_id] = _Arrival(what, given, work)
                 self._check_calls()
-                self._changed.notify_all()
+                self._changed.ring()
             share = self._lead() if replica_id == 0 else self._follow(replica_id)
         self._guards[replica_id].expose()
         return share
@@ -85,7 +88,7 @@ class ReplicaMeeting:
         with self._lock:
             self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
-            self._changed.notify_all()
+            self._changed.ring()
         own()
         with self._turns.waiting(0), self._lock:
             self._wait(lambda: len(self._answers) == self._num_replicas)
@@ -97,7 +100,7 @@ class ReplicaMeeting:
         with self._lock:
             if self.failure is None and not isinstance(error, ReplicaStopped):
                 self.failure = error
-            self._changed.notify_all()
+            self._changed.ring()
         self._turns.end()
         for guard in self._guards:
             guard.stop()
@@ -130,7 +133,7 @@ class ReplicaMeeting:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
             own = self._shares.pop(0)
-            self._changed.notify_all()
+            self._changed.ring()
         return own
 
     def _follow(self, replica_id: int) -> Any:
@@ -155,15 +158,21 @@ class ReplicaMeeting:
                 raise
             with self._lock:
                 self._answers[replica_id] = answer
-                self._changed.notify_all()
+                self._changed.ring()
 
         return make
 
     def _wait(self, is_over: Callable[[], bool]) -> None:
+        """With the lock taken: gives it up until something has changed, as often as it must."""
         while not is_over():
             if self.failure is not None:
                 raise ReplicaStopped
-            self._changed.wait()
+            seen = self._changed.count
+            self._lock.release()
+            try:
+                self._changed.wait(seen, _LOOK_AGAIN_S)
+            finally:
+                self._lock.acquire()
 
     def _check_calls(self) -> None:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
@@ -176,5 +185,5 @@ class ReplicaMeeting:
                 f"{', '.join(waiting + returned)}."
             )
         if self.failure is not None:
-            self._changed.notify_all()
+            self._changed.ring()
             raise ReplicaStopped

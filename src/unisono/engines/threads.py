@@ -1,8 +1,7 @@
-"""One persistent thread a replica."""
+"""One persistent thread a replica; the caller's own is that of replica 0."""
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -10,14 +9,37 @@ from typing import Any, TypeAlias
 
 import torch
 
+from unisono.engines.bell import make_bell
 from unisono.engines.meeting import ReplicaMeeting
 
 Call: TypeAlias = Callable[[], Any]
 Outcomes: TypeAlias = dict[int, Any]
-_Inbox: TypeAlias = "queue.SimpleQueue[tuple[Call, Outcomes] | None]"
 
-# How often a replica that has not ended is told again to stop.
+# How often a replica that has not ended is told again to stop; also how long Ctrl-C may take.
 _STOP_AGAIN_S = 0.1
+_LOOK_AGAIN_S = 60.0
+
+
+class _Board:
+    """Where threads find their next call. It does not know whose it is, so that may end."""
+
+    def __init__(self, num_replicas: int) -> None:
+        self.given: dict[int, tuple[Call, Outcomes] | None] = {}
+        self.has_new = make_bell(num_replicas)
+        self.has_ended = make_bell(num_replicas)
+
+    def take(self, replica_id: int) -> tuple[Call, Outcomes] | None:
+        """Waits for the next call of a replica; None is the last."""
+        while True:
+            seen = self.has_new.count
+            if replica_id in self.given:
+                return self.given.pop(replica_id)
+            self.has_new.wait(seen, _LOOK_AGAIN_S)
+
+    def end(self, num_replicas: int) -> None:
+        """Lets every thread end."""
+        self.given.update(dict.fromkeys(range(1, num_replicas)))
+        self.has_new.ring()
 
 
 class ReplicaThreads:
@@ -28,25 +50,30 @@ class ReplicaThreads:
 
     def __init__(self, num_replicas: int) -> None:
         self._num_replicas = num_replicas
-        self._bell: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._inboxes: list[_Inbox] = []
+        self._board = _Board(num_replicas)
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
 
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
-        self._start()
+        num_threads = torch.get_num_threads()
+        num_intraop = max(1, num_threads // self._num_replicas)
+        self._start(num_intraop)
         outcomes: Outcomes = {}
-        num_given = 0
+        others = {i: (calls[i], outcomes) for i in range(1, self._num_replicas)}
         try:
-            for inbox, call in zip(self._inboxes, calls, strict=True):
-                inbox.put((call, outcomes))
-                num_given += 1
-            self._collect(outcomes, num_given, meeting)
-        except BaseException as interrupt:
-            # Ctrl-C: the replicas end at their next instruction, or where they wait.
-            meeting.fail(interrupt)
-            self._collect_or_abandon(outcomes, num_given, meeting)
+            self._board.given.update(others)
+            self._board.has_new.ring()
+            torch.set_num_threads(num_intraop)
+            outcomes[0] = calls[0]()
+            self._collect(outcomes, meeting)
+        except BaseException as error:
+            # Of replica 0, or Ctrl-C: the others end at their next instruction, or where they wait.
+            meeting.fail(error)
+            self._collect_or_abandon(outcomes, meeting)
+        finally:
+            # What a thread sets is also the number for every new thread.
+            torch.set_num_threads(num_threads)
         if meeting.failure is not None:
             raise meeting.failure
         return [outcomes[i] for i in range(self._num_replicas)]
@@ -59,19 +86,23 @@ class ReplicaThreads:
                 thread.join()
             self._finalizer = None
 
-    def _collect(self, outcomes: Outcomes, num_given: int, meeting: ReplicaMeeting) -> None:
-        # The bell only saves time: an interrupt may swallow it, but not an outcome.
-        while len(outcomes) < num_given:
-            try:
-                self._bell.get(timeout=_STOP_AGAIN_S)
-            except queue.Empty:
+    def _collect(self, outcomes: Outcomes, meeting: ReplicaMeeting) -> None:
+        bell = self._board.has_ended
+        while True:
+            # The bell only saves time: an interrupt may swallow it, but not an outcome.
+            seen = bell.count
+            if len(outcomes) == self._num_replicas:
+                return
+            if not bell.wait(seen, _STOP_AGAIN_S):
                 meeting.stop_again()
 
-    def _collect_or_abandon(
-        self, outcomes: Outcomes, num_given: int, meeting: ReplicaMeeting
-    ) -> None:
+    def _collect_or_abandon(self, outcomes: Outcomes, meeting: ReplicaMeeting) -> None:
         try:
-            self._collect(outcomes, num_given, meeting)
+            outcomes[0] = None
+            for replica_id in range(1, self._num_replicas):
+                if self._board.given.pop(replica_id, None) is not None:
+                    outcomes[replica_id] = None
+            self._collect(outcomes, meeting)
         except BaseException:
             # Ctrl-C again: leave the threads to end by themselves; the next run starts others.
             if self._finalizer is not None:
@@ -79,48 +110,32 @@ class ReplicaThreads:
                 self._finalizer = None
             raise
 
-    def _start(self) -> None:
+    def _start(self, num_intraop: int) -> None:
         if self._finalizer is not None:
             return
-        num_threads = torch.get_num_threads()
-        num_intraop = max(1, num_threads // self._num_replicas)
-        self._inboxes = [queue.SimpleQueue() for _ in range(self._num_replicas)]
+        self._board = _Board(self._num_replicas)
         self._threads = [
             threading.Thread(
                 target=_work,
-                args=(replica_id, inbox, self._bell, num_intraop),
+                args=(replica_id, self._board, num_intraop),
                 name=f"unisono-replica-{replica_id}",
                 daemon=True,
             )
-            for replica_id, inbox in enumerate(self._inboxes)
+            for replica_id in range(1, self._num_replicas)
         ]
-        self._finalizer = weakref.finalize(self, _end, self._inboxes)
+        self._finalizer = weakref.finalize(self, self._board.end, self._num_replicas)
         for thread in self._threads:
             thread.start()
-        ready: Outcomes = {}
-        for inbox in self._inboxes:
-            inbox.put((torch.get_num_threads, ready))
-        while len(ready) < self._num_replicas:
-            self._bell.get()
-        # What a replica's thread set would otherwise be the number for every new thread.
-        torch.set_num_threads(num_threads)
 
 
-def _end(inboxes: Sequence[_Inbox]) -> None:
-    for inbox in inboxes:
-        inbox.put(None)
-
-
-def _work(
-    replica_id: int, inbox: _Inbox, bell: queue.SimpleQueue[None], num_intraop_threads: int
-) -> None:
+def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
     # torch applies the number of a thread only once it has been read there.
-    torch.set_num_threads(num_intraop_threads)
+    torch.set_num_threads(num_intraop)
     torch.get_num_threads()
-    while (given := inbox.get()) is not None:
+    while (given := board.take(replica_id)) is not None:
         call, outcomes = given
         outcomes[replica_id] = _outcome(call)
-        bell.put(None)
+        board.has_ended.ring()
         # A thread that waits for work must not keep what the last call used.
         del given, call, outcomes
 

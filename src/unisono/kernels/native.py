@@ -9,27 +9,28 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from unisono._native import HostKernel
+    from unisono._native import Bell, HostKernel
 
 
 class NativeCore(NamedTuple):
-    """The native kernel, or None, and in words what is used or why nothing is."""
+    """What the native core offers, if it is there, and in words what is used or why nothing is."""
 
-    kernel: HostKernel | None
     status: str
+    kernel: HostKernel | None = None
+    bell: type[Bell] | None = None
 
 
 @functools.cache
 def native_core() -> NativeCore:
     """Loads the native core once. `UNISONO_NATIVE=0` in the environment leaves it out."""
     if os.environ.get("UNISONO_NATIVE") == "0":
-        return NativeCore(None, "torch: the native core is turned off by UNISONO_NATIVE=0")
+        return NativeCore("torch: the native core is turned off by UNISONO_NATIVE=0")
     try:
         from unisono import _native
     except ImportError as error:
-        return NativeCore(None, f"torch: the native core is not installed ({error})")
+        return NativeCore(f"torch: the native core is not installed ({error})")
     try:
         kernel = _native.HostKernel(torch.Tensor)
     except RuntimeError as error:
-        return NativeCore(None, f"torch: the native core does not fit torch ({error})")
-    return NativeCore(kernel, f"native, {_native.instruction_set()}")
+        return NativeCore(f"torch: the native core does not fit torch ({error})")
+    return NativeCore(f"native, {_native.instruction_set()}", kernel, _native.Bell)

@@ -57,6 +57,7 @@ class Runner:
         if num_replicas == 1:
             with entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
+        # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
         seed = draw_seed()
 

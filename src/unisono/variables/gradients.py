@@ -117,12 +117,12 @@ class GradientReducer:
         context = current_replica()
         if context is None or context.notes.get("no_sync"):
             return
-        if not context.notes.get("in_backward"):
-            context.notes["in_backward"] = True
+        current = context.notes.get("pass")
+        if current is None:
+            current = context.notes["pass"] = self._pass(context)
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
-        current = self._pass(context)
         if current.arrives(pack, one):
             self._reduce(current, [self._packs[pack]])
 
@@ -159,7 +159,7 @@ class GradientReducer:
             return [None] * len(self._devices)
 
         number = context.notes.get("backwards", 0)
-        context.notes.update(in_backward=False, backwards=number + 1, has_finished=True)
+        context.notes.update({"pass": None, "backwards": number + 1, "has_finished": True})
         context.meeting.meet(
             context.replica_id_in_sync_group, f"backward() number {number}", None, work
         )

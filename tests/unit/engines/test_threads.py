@@ -35,13 +35,13 @@ def test_replicas_run_at_the_same_time(mirrored: Make) -> None:
     assert strategy.run(step) is True
 
 
-def test_the_same_threads_are_used_again(mirrored: Make) -> None:
+def test_the_same_threads_are_used_again_and_the_first_is_the_callers(mirrored: Make) -> None:
     strategy = mirrored(3)
 
     runs = [strategy.run(threading.get_ident).values for _ in range(5)]
 
     assert len(set(runs[0])) == 3
-    assert threading.get_ident() not in runs[0]
+    assert runs[0][0] == threading.get_ident()
     assert set(runs) == {runs[0]}
 
 
@@ -61,7 +61,7 @@ def test_threads_end_with_close_and_start_again(mirrored: Make) -> None:
 
     for _ in range(3):
         strategy.run(replica_id)
-        assert len(replica_threads()) == 2
+        assert [thread.name for thread in replica_threads()] == ["unisono-replica-1"]
         strategy.close()
         strategy.close()
         assert replica_threads() == []
