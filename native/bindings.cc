@@ -43,5 +43,8 @@ NB_MODULE(_native, m) {
       .def("ring", &unisono::Bell::ring, "Wakes all who wait.")
       .def("wait", &unisono::Bell::wait, "seen"_a, "timeout_s"_a,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Waits until it has rung more often than `seen`; False if it has not in time.");
+           "Waits until it has rung more often than `seen`; False if it has not in time.")
+      .def("wait_after", &unisono::Bell::waitAfter, "other"_a, "seen"_a, "timeout_s"_a,
+           nb::call_guard<nb::gil_scoped_release>(),
+           "Rings another bell, once it has let go of the interpreter, and waits.");
 }

@@ -6,13 +6,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from unisono.engines.bell import make_bell
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import UnequalCallsError
-
-# How long Ctrl-C may take, which does not wake a thread that waits for a bell.
-_LOOK_AGAIN_S = 0.1
 
 
 class _Arrival(NamedTuple):
@@ -36,7 +32,6 @@ class ReplicaMeeting:
         self._turns = turns
         self._guards = guards or [Guard() for _ in range(num_replicas)]
         self._lock = threading.Lock()
-        self._changed = make_bell(num_replicas)
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
         self._calls: dict[int, Callable[[], None]] = {}
@@ -46,19 +41,20 @@ class ReplicaMeeting:
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
         """Runs a replica from its beginning to its end; user code in it is to be `exposed`."""
-        with self._turns.running(replica_id):
+        try:
+            self._turns.begin(replica_id)
             if self.failure is not None:
                 raise ReplicaStopped
-            try:
-                result = body()
-                with self._lock:
-                    self._returned.add(replica_id)
-                    self._check_calls()
-            except BaseException as error:
-                # Before the turn passes on: nobody is to begin after a failure.
-                self._guards[replica_id].cover_surely()
-                self.fail(error)
-                raise
+            result = body()
+            with self._lock:
+                self._returned.add(replica_id)
+                self._check_calls()
+        except BaseException as error:
+            # Before the turn passes on: nobody is to begin after a failure.
+            self._guards[replica_id].cover_surely()
+            self.fail(error)
+            raise
+        self._turns.leave(replica_id)
         return result
 
     def meet(
@@ -68,12 +64,11 @@ class ReplicaMeeting:
         if self._num_replicas == 1:
             return work([given])[0]
         self._guards[replica_id].cover()
-        with self._turns.waiting(replica_id):
-            with self._lock:
-                self._arrivals[replica_id] = _Arrival(what, given, work)
-                self._check_calls()
-                self._changed.ring()
-            share = self._lead() if replica_id == 0 else self._follow(replica_id)
+        with self._lock:
+            self._arrivals[replica_id] = _Arrival(what, given, work)
+            self._check_calls()
+        self._turns.changed()
+        share = self._lead() if replica_id == 0 else self._follow(replica_id)
         self._guards[replica_id].expose()
         return share
 
@@ -88,10 +83,10 @@ class ReplicaMeeting:
         with self._lock:
             self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
-            self._changed.ring()
+        self._turns.changed()
         own()
-        with self._turns.waiting(0), self._lock:
-            self._wait(lambda: len(self._answers) == self._num_replicas)
+        self._wait(0, lambda: len(self._answers) == self._num_replicas)
+        with self._lock:
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
 
@@ -100,8 +95,7 @@ class ReplicaMeeting:
         with self._lock:
             if self.failure is None and not isinstance(error, ReplicaStopped):
                 self.failure = error
-            self._changed.ring()
-        self._turns.end()
+        self._turns.free()
         for guard in self._guards:
             guard.stop()
 
@@ -124,27 +118,24 @@ class ReplicaMeeting:
         return result
 
     def _lead(self) -> Any:
-        with self._lock:
-            self._wait(lambda: len(self._arrivals) == self._num_replicas)
-            arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
-        with self._turns.running(0):
-            shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+        arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
+        shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
         with self._lock:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
             own = self._shares.pop(0)
-            self._changed.ring()
+        self._turns.changed()
         return own
 
     def _follow(self, replica_id: int) -> Any:
         while True:
+            self._wait(replica_id, lambda: replica_id in self._shares or replica_id in self._calls)
             with self._lock:
-                self._wait(lambda: replica_id in self._shares or replica_id in self._calls)
                 if replica_id in self._shares:
                     return self._shares.pop(replica_id)
                 call = self._calls.pop(replica_id)
-            with self._turns.running(replica_id):
-                call()
+            call()
 
     def _answered(
         self, call: Callable[[ReplicaMeeting], Any], replica_id: int, inner: ReplicaMeeting
@@ -158,21 +149,14 @@ class ReplicaMeeting:
                 raise
             with self._lock:
                 self._answers[replica_id] = answer
-                self._changed.ring()
+            self._turns.changed()
 
         return make
 
-    def _wait(self, is_over: Callable[[], bool]) -> None:
-        """With the lock taken: gives it up until something has changed, as often as it must."""
-        while not is_over():
-            if self.failure is not None:
-                raise ReplicaStopped
-            seen = self._changed.count
-            self._lock.release()
-            try:
-                self._changed.wait(seen, _LOOK_AGAIN_S)
-            finally:
-                self._lock.acquire()
+    def _wait(self, replica_id: int, is_over: Callable[[], bool]) -> None:
+        self._turns.wait_for(replica_id, lambda: is_over() or self.failure is not None)
+        if not is_over():
+            raise ReplicaStopped
 
     def _check_calls(self) -> None:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
@@ -185,5 +169,4 @@ class ReplicaMeeting:
                 f"{', '.join(waiting + returned)}."
             )
         if self.failure is not None:
-            self._changed.ring()
             raise ReplicaStopped

@@ -190,6 +190,7 @@ def _by_ends(pairs: Sequence[Pair]) -> dict[Ends, list[int]]:
 
 
 def _reduce_sparse(op: ReduceOp, tensors: Sequence[Tensor], route: Route) -> tuple[Tensor, ...]:
-    total = concatenate(op, [tensor.detach().to(route.root) for tensor in tensors])
+    here = [t if t.device == route.root else t.detach().to(route.root) for t in tensors]
+    total = concatenate(op, here)
     first, *others = route.outputs
     return (total.to(first), *(total.to(output, copy=True) for output in others))

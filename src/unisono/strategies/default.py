@@ -17,4 +17,4 @@ class DefaultStrategy(Strategy):
         super().__init__(StrategyExtended((Device("cpu", 0),), ReductionToOneDevice()))
 
 
-set_outside(ReplicaContext(DefaultStrategy(), 0, ReplicaMeeting(1, Turns())))
+set_outside(ReplicaContext(DefaultStrategy(), 0, ReplicaMeeting(1, Turns(1))))

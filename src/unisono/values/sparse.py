@@ -38,7 +38,7 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     parts = [tensor.detach() for tensor in tensors]
     indices = torch.cat([part._indices() for part in parts], dim=1)
     values = torch.cat([part._values() for part in parts])
-    if op is ReduceOp.MEAN:
+    if op is ReduceOp.MEAN and len(parts) > 1:
         values = divide(values, len(parts), values.dtype)
     # The parts are valid, so this needs no check; the public function warns that it makes none.
     make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
