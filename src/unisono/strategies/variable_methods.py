@@ -55,8 +55,7 @@ class VariableMethods:
             return context.merge_call(
                 lambda _, *a, **k: self._update(var, fn, a, k, is_grouped=group), args, kwargs
             )
-        with entered(CrossReplicaContext(self.strategy)):
-            return self._update(var, fn, args, kwargs or {}, is_grouped=group)
+        return self._update(var, fn, args, kwargs or {}, is_grouped=group)
 
     def _update(
         self,
@@ -70,7 +69,8 @@ class VariableMethods:
         results = []
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
-            results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
+            with entered(CrossReplicaContext(self.strategy, owner)):
+                results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
         if not is_grouped:
             return tuple(results)
         leaves = [flatten(result)[0] for result in results]

@@ -19,9 +19,8 @@ from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
-from unisono.values import DistributedValues, Mirrored, PerReplica
+from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
-from unisono.variables.tensor_like import TensorLike
 from unisono.variables.writes import (
     NUMBERS,
     Write,
@@ -317,6 +316,11 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         """Returns a component for each replica, which has its own gradient but not its storage."""
         needs = self._policy.collects_gradients
         return tuple(storages[owner].detach().requires_grad_(needs) for owner in self._owner_of)
+
+    def _refuse_operator(self, other: Any) -> Any:
+        self._refuse_change("+=")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _refuse_operator
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         duplicate: Variable = object.__new__(type(self))
