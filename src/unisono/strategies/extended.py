@@ -22,7 +22,7 @@ from unisono.reductions import CrossDeviceOps, destinations_of
 from unisono.strategies.runner import Runner
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.values import DistributedValues, Mirrored, regroup, select_replica
-from unisono.variables import GradientReducer, Mirrors, Variable, bring_in, creating
+from unisono.variables import GradientReducer, Leaves, Mirrors, Variable, bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -80,6 +80,7 @@ class StrategyExtended(VariableMethods):
             self.mirrors, devices, cross_device_ops, reduce_gradients, options
         )
         self._runner = Runner(devices, is_serial=is_serial)
+        self._current_weights = [1.0] * len(devices)
         self._strategy: Strategy | None = None
 
     def bind(self, strategy: Strategy) -> None:
@@ -120,6 +121,15 @@ class StrategyExtended(VariableMethods):
         """Makes what was made elsewhere belong to the strategy."""
         bring_in(target, self.mirrors)
 
+    def adopt(self, leaves: Leaves) -> None:
+        """Trains what belongs to no module, from now on: in the current run too, if there is one.
+
+        It is made in a meeting of the replicas, so that none is in a backward pass.
+        """
+        self.mirrors.add(leaves)
+        if is_inside_run():
+            self._gradients.begin(self._current_weights)
+
     def close(self) -> None:
         """Ends the threads of the replicas."""
         self._runner.close()
@@ -135,6 +145,7 @@ class StrategyExtended(VariableMethods):
         weights = self._weights((*args, *kwargs.values()))
         self.mirrors.refresh()
         self._gradients.begin(weights)
+        self._current_weights = weights
         with entered(CrossReplicaContext(self.strategy)):
             return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
 

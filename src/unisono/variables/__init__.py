@@ -2,7 +2,8 @@
 
 from unisono.variables.creation import bring_in, creating
 from unisono.variables.gradients import GradientReducer
-from unisono.variables.mirrors import Leaves, Mirrors
+from unisono.variables.leaves import Leaves
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.variable import Variable
 

@@ -72,21 +72,6 @@ def test_replicas_see_their_own_component(pair: MirroredStrategy) -> None:
     assert float(variable) == 1
 
 
-def test_each_replica_has_a_gradient_of_its_own(strategy: MirroredStrategy) -> None:
-    variable = made(strategy, [1.0, 2.0], MEAN)
-
-    def step() -> None:
-        (variable * (number() ** 2)).sum().backward()
-
-    for times in (1, 2):
-        strategy.run(step)
-        for i, leaf in enumerate(variable.values):
-            assert leaf.is_leaf
-            assert leaf.grad.tolist() == [times * (i + 1.0) ** 2] * 2
-    variable.assign_sub(variable.values[0].grad)
-    assert numbers(variable) == [[-1, 0]] * strategy.num_replicas_in_sync
-
-
 def test_a_variable_can_be_reduced_and_be_a_destination(pair: MirroredStrategy) -> None:
     variable = made(pair, 1.0, NONE)
     pair.run(lambda: variable.assign(number()))
