@@ -1,5 +1,6 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
+from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
@@ -15,4 +16,5 @@ __all__ = [
     "VariableSynchronization",
     "bring_in",
     "creating",
+    "variable_of",
 ]

@@ -126,6 +126,11 @@ class Mirrors:
         parameters = (raw(module)["_parameters"].values() for module in self._modules)
         return any(parameter is own for owned in parameters for own in owned)
 
+    def primary_of(self, leaf: object) -> nn.Parameter | None:
+        """Returns the parameter that a replica has `leaf` of, if there is one."""
+        owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
+        return next((one.primary for one in owners), None)
+
     @property
     def all_leaves(self) -> list[Leaves]:
         """The leaves of all that is trained: variables, then modules in the order of making."""

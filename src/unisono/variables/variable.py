@@ -21,6 +21,7 @@ from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
 from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
 from unisono.variables.writes import (
@@ -92,7 +93,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         places = [this_machine().torch_device(device) for device in devices]
         storages = {owner: value.to(places[owner], copy=True) for owner in self.owners}
         super().__init__(self._aliases(storages), devices)
-        self._train()
+        self._begin()
 
     @property
     def name(self) -> str:
@@ -322,8 +323,9 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         aliases = (storages[owner].detach() for owner in self._owner_of)
         return tuple(map(Parameter, aliases) if self._policy.collects_gradients else aliases)
 
-    def _train(self) -> None:
-        """Lets gradients be reduced over the replicas, and optimizers update all components."""
+    def _begin(self) -> None:
+        """Makes the components known: as those of this variable, and as leaves to be trained."""
+        remember(self)
         let_optimizers_take_variables()
         is_trained = self._policy.collects_gradients and not self.is_on_read
         if is_trained and len(self._values) > 1:
@@ -340,5 +342,5 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
             setattr(duplicate, name, getattr(self, name))
         storages = {owner: self._values[owner].detach().clone() for owner in self.owners}
         duplicate._values = self._aliases(storages)
-        duplicate._train()
+        duplicate._begin()
         return duplicate
