@@ -6,6 +6,7 @@ import threading
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unisono.contexts.replica import CrossReplicaContext, ReplicaContext
+from unisono.values import set_replica_seen
 
 if TYPE_CHECKING:
     from unisono.strategies import Strategy
@@ -42,6 +43,19 @@ def current_replica() -> ReplicaContext | None:
     if entered and isinstance(entered[-1], ReplicaContext):
         return entered[-1]
     return None
+
+
+def _replica_seen() -> int | None:
+    entered = _stack.entered
+    if not entered:
+        return None
+    context = entered[-1]
+    if isinstance(context, ReplicaContext):
+        return context.replica_id_in_sync_group
+    return context.replica_id
+
+
+set_replica_seen(_replica_seen)
 
 
 class entered:

@@ -30,9 +30,15 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class CrossReplicaContext:
-    """The code runs once, for all replicas of `strategy`."""
+    """The code runs once, for all replicas of `strategy`.
+
+    Attributes:
+        strategy: Whose replicas they are.
+        replica_id: The replica whose component of a variable is being updated, if one is.
+    """
 
     strategy: Strategy
+    replica_id: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

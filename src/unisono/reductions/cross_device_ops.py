@@ -16,6 +16,7 @@ from unisono.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
+    TensorLike,
     as_tensor,
     concatenate,
     is_sparse,
@@ -115,9 +116,7 @@ class CrossDeviceOps:
         Returns:
             The copy for one destination device, a `Mirrored` for several.
         """
-        if isinstance(tensor, Mirrored):
-            tensor = _distributed(tensor).values[0]
-        elif isinstance(tensor, DistributedValues):
+        if isinstance(tensor, DistributedValues) and not isinstance(tensor, TensorLike):
             raise ReplicaMismatchError(
                 f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
                 f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."

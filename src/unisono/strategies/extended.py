@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,14 @@ from unisono.contexts import (
 from unisono.devices import Device, this_machine
 from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
-from unisono.input import counts_of
+from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import CrossDeviceOps, destinations_of
 from unisono.strategies.runner import Runner
+from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
-from unisono.values import DistributedValues, Mirrored, regroup, select_replica
-from unisono.variables import GradientReducer, Mirrors, Variable, bring_in, creating
+from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
+from unisono.variables import GradientReducer, Leaves, Mirrors, Variable, bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -80,6 +81,7 @@ class StrategyExtended(VariableMethods):
             self.mirrors, devices, cross_device_ops, reduce_gradients, options
         )
         self._runner = Runner(devices, is_serial=is_serial)
+        self._current_weights = [1.0] * len(devices)
         self._strategy: Strategy | None = None
 
     def bind(self, strategy: Strategy) -> None:
@@ -120,6 +122,15 @@ class StrategyExtended(VariableMethods):
         """Makes what was made elsewhere belong to the strategy."""
         bring_in(target, self.mirrors)
 
+    def adopt(self, leaves: Leaves) -> None:
+        """Trains what belongs to no module, from now on: in the current run too, if there is one.
+
+        It is made in a meeting of the replicas, so that none is in a backward pass.
+        """
+        self.mirrors.add(leaves)
+        if is_inside_run():
+            self._gradients.begin(self._current_weights)
+
     def close(self) -> None:
         """Ends the threads of the replicas."""
         self._runner.close()
@@ -135,8 +146,45 @@ class StrategyExtended(VariableMethods):
         weights = self._weights((*args, *kwargs.values()))
         self.mirrors.refresh()
         self._gradients.begin(weights)
+        self._current_weights = weights
         with entered(CrossReplicaContext(self.strategy)):
             return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: DistributedIterator,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, inputs)` with one element of the input after another.
+
+        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
+        caller to `context`.
+
+        Args:
+            fn: One step.
+            iterator: Where the elements come from.
+            iterations: How many steps there are.
+            initial_loop_values: What `last_step_outputs` are if there is no step.
+
+        Returns:
+            The context, with what the last step gave.
+        """
+        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
+        if iterations < 0:
+            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
+        steps = MultiStepContext(initial_loop_values)
+        with entered(CrossReplicaContext(self.strategy)):
+            for _ in range(iterations):
+                fn(steps, iterator.get_next())
+        return steps
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: object = None
+    ) -> ArrayDataset:
+        """Makes a dataset of the rows of one array, or of a nested structure of arrays."""
+        return numpy_dataset(numpy_input)
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
@@ -185,11 +233,18 @@ class StrategyExtended(VariableMethods):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduces a value to devices. A mirrored value is its own mean, and has no sum."""
+        """Reduces a value to devices, or every distributed value of a nested structure.
+
+        A mirrored value is its own mean, and has no sum.
+        """
         self.strategy._check_cross_replica("reduce_to()")
         op = ReduceOp.read(reduce_op)
-        if not isinstance(value, DistributedValues) and self.num_replicas_in_sync > 1:
-            return self._reduce_single(op, value, destinations)
+        if not isinstance(value, DistributedValues):
+            leaves, rebuild = flatten(value)
+            if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+                return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
+            if self.num_replicas_in_sync > 1:
+                return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
                 raise UnsupportedError(

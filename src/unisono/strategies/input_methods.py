@@ -35,6 +35,8 @@ class InputMethods:
         def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
             """See `Strategy.run`."""
 
+        def _check_cross_replica(self, what: str) -> None: ...
+
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
     ) -> DistributedDataset:
@@ -91,6 +93,7 @@ class InputMethods:
         self, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None
     ) -> Any:
         """Runs `fn` on every replica, with the next element of `input_iterator` as its argument."""
+        self._check_cross_replica("experimental_run()")
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
 

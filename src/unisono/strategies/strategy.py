@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.options import ReduceOp
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
+from unisono.strategies.older_names import older_name
 from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
 
 T = TypeVar("T")
@@ -146,6 +147,23 @@ class Strategy(InputMethods):
         self.close()
         return []
 
+    def configure(
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Refuses a cluster, which this strategy of one host has no use for.
+
+        There is no session to configure: `session_config` is taken and left as it is.
+        """
+        if cluster_spec is not None or task_type is not None or task_id is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__} is a strategy of one host, got {cluster_spec=}, "
+                f"{task_type=}, {task_id=}. Use a strategy of several workers."
+            )
+
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a copy of a configuration, changed for this strategy: on one host, not at all."""
         return copy.deepcopy(config_proto)
@@ -153,6 +171,12 @@ class Strategy(InputMethods):
     def close(self) -> None:
         """Ends the threads of the replicas; they start again with the next `run`."""
         self._extended.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """The names that TensorFlow 1.12 had for the methods of a strategy."""
+            return older_name(self, name)
 
     def __copy__(self) -> Strategy:
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")

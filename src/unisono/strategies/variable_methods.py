@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from unisono.contexts import CrossReplicaContext, current_replica, entered
+from unisono.contexts import CrossReplicaContext, current_replica, entered, get_strategy
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
 from unisono.values import Mirrored, flatten, select_replica
-from unisono.variables import Variable
+from unisono.variables import Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -20,6 +20,7 @@ class VariableMethods:
     """The part of an extension that is about variables."""
 
     if TYPE_CHECKING:
+        mirrors: Mirrors
 
         @property
         def strategy(self) -> Strategy:
@@ -50,13 +51,17 @@ class VariableMethods:
             raise UnsupportedError(
                 f"`update()` is for a `Variable` of the strategy, got {type(var).__name__}."
             )
+        if not self.variable_created_in_scope(var):
+            raise ContextError(
+                f"`update()` of {self.strategy!r} was given a variable that was made under "
+                f"{var.strategy!r}. Call that strategy's `extended.update()`."
+            )
         context = current_replica()
         if context is not None:
             return context.merge_call(
                 lambda _, *a, **k: self._update(var, fn, a, k, is_grouped=group), args, kwargs
             )
-        with entered(CrossReplicaContext(self.strategy)):
-            return self._update(var, fn, args, kwargs or {}, is_grouped=group)
+        return self._update(var, fn, args, kwargs or {}, is_grouped=group)
 
     def _update(
         self,
@@ -70,7 +75,8 @@ class VariableMethods:
         results = []
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
-            results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
+            with entered(CrossReplicaContext(self.strategy, owner)):
+                results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
         if not is_grouped:
             return tuple(results)
         leaves = [flatten(result)[0] for result in results]
@@ -88,12 +94,19 @@ class VariableMethods:
         group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
     ) -> Any:
         """Calls `fn(*args, **kwargs)` once for each of the devices, with their own arguments."""
+        self.strategy._check_cross_replica("update_non_slot()")
         devices = tuple(colocate_with)
         results = []
         for device in devices:
+            if device not in self.worker_devices:
+                raise UnsupportedError(
+                    f"`update_non_slot()` is for devices of {self.strategy!r}, got {device}. Take "
+                    "them from `non_slot_devices()`."
+                )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))
-            results.append(fn(*own_args, **own_kwargs))
+            with entered(CrossReplicaContext(self.strategy, replica_id)):
+                results.append(fn(*own_args, **own_kwargs))
         if not group or len(results) == 1:
             return tuple(results) if not group else results[0]
         return Mirrored.placed(tuple(results), devices)
@@ -107,7 +120,13 @@ class VariableMethods:
         return v.value()
 
     def value_container(self, value: Any) -> Any:
-        """Returns the variable that `value` is a component of, or `value` itself."""
+        """Returns what `value` is a replica's part of: a variable, or a model's parameter.
+
+        Everything else is its own container.
+        """
+        for container in (variable_of(value), self.mirrors.primary_of(value)):
+            if container is not None:
+                return container
         return value
 
     def variable_created_in_scope(self, v: Any) -> bool:
@@ -120,8 +139,13 @@ class VariableMethods:
 
         All variables of a strategy are on all its devices, so this only checks whose it is.
         """
-        if not self.variable_created_in_scope(colocate_with_variable):
+        if get_strategy() is not self.strategy:
             raise ContextError(
+                f"`colocate_vars_with()` of {self.strategy!r} was called outside its scope. Enter "
+                "`strategy.scope()` first."
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise UnsupportedError(
                 f"`colocate_vars_with()` takes a variable of {self.strategy!r}, got "
                 f"{colocate_with_variable!r}."
             )

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from unisono.devices import Device, DeviceLike, cpu_slots, resolve
-from unisono.errors import ReplicaMismatchError
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.values.tensor_like import TensorLike, TorchArgument, replica_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -72,16 +73,37 @@ class DistributedValues:
         return "\n".join([f"{type(self).__name__}:", *lines])
 
 
-class PerReplica(DistributedValues):
-    """Values that may differ from replica to replica, such as a loss or a gradient."""
+class PerReplica(TorchArgument, DistributedValues):
+    """Values that may differ from replica to replica, such as a loss or a gradient.
+
+    It has no operators. On a replica a torch function that is given one works on the replica's own
+    component; elsewhere there is no telling which is meant, and that is an error.
+    """
 
     __slots__ = ()
 
+    def value(self) -> Any:
+        """Returns the component of the replica that the running code is on."""
+        replica_id = replica_seen()
+        if replica_id is None:
+            raise UnsupportedError(
+                f"A PerReplica of {len(self.values)} values was used as one tensor outside its "
+                "replicas. Reduce or gather it, pass it to `run`, or take one of its `values`."
+            )
+        return self.select(replica_id)
 
-class Mirrored(DistributedValues):
-    """Values that are the same on every replica, such as a reduced gradient."""
+
+class Mirrored(TensorLike, DistributedValues):
+    """Values that are the same on every replica, such as a reduced gradient.
+
+    It can be used as one tensor: code on a replica sees its own component, other code the first.
+    """
 
     __slots__ = ()
+
+    def value(self) -> Any:
+        """Returns the component that the running code sees."""
+        return self.select(replica_seen() or 0)
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:

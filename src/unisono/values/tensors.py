@@ -10,16 +10,20 @@ from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from unisono.errors import ReplicaMismatchError
+from unisono.values.tensor_like import TorchArgument
 
 
 def as_tensor(value: Any) -> Tensor:
     """Reads a tensor, an array with `__dlpack__` or `__array__`, a number, or a list of numbers.
 
-    Arrays are shared, not copied, where torch can view their memory.
+    Arrays are shared, not copied, where torch can view their memory. Of a distributed value it is
+    the component that the running code sees.
     """
     if isinstance(value, Tensor):
         return value
     try:
+        if isinstance(value, TorchArgument):
+            return as_tensor(value.value())
         if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
             return from_dlpack(value)
         if hasattr(value, "__array__"):

@@ -1,8 +1,10 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
+from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating
 from unisono.variables.gradients import GradientReducer
-from unisono.variables.mirrors import Leaves, Mirrors
+from unisono.variables.leaves import Leaves
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.variable import Variable
 
@@ -14,4 +16,5 @@ __all__ = [
     "VariableSynchronization",
     "bring_in",
     "creating",
+    "variable_of",
 ]

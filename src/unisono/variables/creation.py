@@ -15,7 +15,7 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.contexts import current_replica
+from unisono.contexts import current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.variables.mirrors import MIRROR, Mirrors, raw
 from unisono.variables.once import make_once, owner_of
@@ -73,7 +73,7 @@ def _install_hooks() -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuses an optimizer that several replicas would step at the same time."""
+    """Refuses an optimizer that several replicas would step, or whose parameters they share."""
     context = current_replica()
     if context is not None and context.num_replicas_in_sync > 1:
         raise ContextError(
@@ -81,6 +81,16 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             f"to no model of {context.strategy!r}: all replicas would write to them at once. Make "
             "model and optimizer in `strategy.scope()`, or bring them in with `strategy.mirror()`."
         )
+    owner = owner_of(optimizer)
+    if owner is not None and is_inside_run():
+        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
+            if parameter.grad is not None and owner.leaves_of(parameter) is None:
+                raise ContextError(
+                    f"{type(optimizer).__name__} is given a parameter of shape "
+                    f"{tuple(parameter.shape)} that belongs to no model of the strategy, so all "
+                    "replicas have written to its one gradient at once. A model that is copied or "
+                    "loaded is brought in with `strategy.mirror()`, a tensor is made a `Variable`."
+                )
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:

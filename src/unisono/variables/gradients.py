@@ -24,7 +24,8 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.values import DistributedValues, PerReplica
-from unisono.variables.mirrors import Leaves, Mirrors
+from unisono.variables.leaves import Leaves
+from unisono.variables.mirrors import Mirrors
 
 # Small enough that the first packs are reduced early in the pass, large enough that there are few.
 BYTES_PER_PACK = 4 << 20

@@ -10,8 +10,7 @@ leaf or the same module.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from unisono.errors import UnsupportedError
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.variables.batch_norm import synchronized
+from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
 
 MIRROR = "_unisono_mirror"
 
@@ -40,15 +40,10 @@ class _Stamp(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor | None) -> _Stamp:
-        return cls(tensor, _version(tensor))
+        return cls(tensor, version_of(tensor))
 
     def fits(self, tensor: Tensor | None) -> bool:
-        return self.tensor is tensor and _version(tensor) == self.version
-
-
-def _version(tensor: Tensor | None) -> int:
-    """Returns how often a tensor has been written to, as far as torch counts it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+        return self.tensor is tensor and version_of(tensor) == self.version
 
 
 @dataclass(eq=False)
@@ -62,75 +57,6 @@ class Mirror:
     given: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, _Stamp] = field(default_factory=dict)
     runs_read: int = 0
-
-
-class Leaves:
-    """One parameter: the primary, and the leaf of each replica."""
-
-    __slots__ = ("is_shown", "is_spread", "leaves", "memories", "primary", "version")
-
-    def __init__(
-        self,
-        primary: nn.Parameter,
-        memories: tuple[Hashable, ...],
-        places: tuple[torch.device, ...],
-    ) -> None:
-        self.primary = primary
-        self.memories = memories
-        self.leaves: list[nn.Parameter] = []
-        storages: dict[Hashable, Tensor] = {memories[0]: primary.detach()}
-        for memory, place in zip(memories, places, strict=True):
-            if memory not in storages:
-                storages[memory] = primary.detach().to(place, copy=True)
-            leaf = nn.Parameter(storages[memory], requires_grad=primary.requires_grad)
-            self.leaves.append(leaf)
-        self.version = _version(primary)
-        # Whether there are memories other than the primary's.
-        self.is_spread = len(storages) > 1
-        # Whether the primary has shown the gradient of the leaves since they last had none.
-        self.is_shown = False
-
-    def is_current(self) -> bool:
-        """Whether the leaves still are what the primary is: `p.data = ...` moves it away."""
-        first, primary = self.leaves[0], self.primary
-        return (
-            first.data_ptr() == primary.data_ptr()
-            and first.requires_grad == primary.requires_grad
-            and first.shape == primary.shape
-        )
-
-    def catch_up(self) -> None:
-        """Before a run: takes over what has been done to the primary since the last one."""
-        if self.version != _version(self.primary):
-            self.spread()
-        if self.is_shown and self.primary.grad is None:
-            self.is_shown = False
-            for leaf in self.leaves:
-                leaf.grad = None
-        if self.primary._backward_hooks is not None:
-            for leaf in self.leaves:
-                leaf._backward_hooks = self.primary._backward_hooks
-
-    def show_gradient(self) -> None:
-        """Lets the primary show the gradient that the leaves have."""
-        self.primary.grad = self.leaves[0].grad
-        self.is_shown = True
-
-    def spread(self) -> None:
-        """Copies the primary to the memories that have their own."""
-        if self.is_spread:
-            with _fit_for_training():
-                for leaf in self.first_in_each_memory():
-                    leaf.detach().copy_(self.primary.detach())
-        self.version = _version(self.primary)
-
-    def first_in_each_memory(self) -> Iterator[nn.Parameter]:
-        """Yields one leaf for each memory that is not the primary's."""
-        seen = {self.memories[0]}
-        for memory, leaf in zip(self.memories, self.leaves, strict=True):
-            if memory not in seen:
-                seen.add(memory)
-                yield leaf
 
 
 class Mirrors:
@@ -149,6 +75,8 @@ class Mirrors:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
         self._leaves: dict[int, Leaves] = {}
+        # Of these, what belongs to no module.
+        self._free: list[Leaves] = []
         # The modules whose buffers are looked at before every run.
         self._buffer_owners: list[weakref.ref[nn.Module]] = []
         self._num_adopted = 0
@@ -183,20 +111,35 @@ class Mirrors:
         """Returns the leaves of a primary parameter, if it has any."""
         return self._leaves.get(id(parameter))
 
+    def add(self, leaves: Leaves) -> None:
+        """Adds the leaves of what belongs to no module; they stay as long as they are current."""
+        self._free.append(leaves)
+        self._leaves[id(leaves.primary)] = leaves
+        for stand_ins, leaf in zip(self.stand_ins, leaves.leaves, strict=True):
+            stand_ins[id(leaves.primary)] = leaf
+        self.generation += 1
+
     def owns(self, parameter: Tensor) -> bool:
-        """Whether `parameter` is one of a primary module."""
+        """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
+        if any(parameter is leaves.primary for leaves in self._free):
+            return True
         parameters = (raw(module)["_parameters"].values() for module in self._modules)
         return any(parameter is own for owned in parameters for own in owned)
 
+    def primary_of(self, leaf: object) -> nn.Parameter | None:
+        """Returns the parameter that a replica has `leaf` of, if there is one."""
+        owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
+        return next((one.primary for one in owners), None)
+
     @property
     def all_leaves(self) -> list[Leaves]:
-        """The leaves of all parameters, in the order in which their modules were made."""
+        """The leaves of all that is trained: variables, then modules in the order of making."""
         return list(self._leaves.values())
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all(map(Leaves.is_current, self._leaves.values())):
-            with _fit_for_training():
+        if self.is_stale or not all(one.is_current() for one in self._leaves.values()):
+            with fit_for_training():
                 self._rebuild()
         for leaves in self._leaves.values():
             leaves.catch_up()
@@ -212,7 +155,8 @@ class Mirrors:
     def _rebuild(self) -> None:
         primaries = self._primaries()
         known = self._leaves
-        self._leaves = {}
+        self._free = [one for one in self._free if one.is_current()]
+        self._leaves = {id(one.primary): one for one in self._free}
         for module in primaries:
             self.move(module)
             for parameter in raw(module)["_parameters"].values():
@@ -257,7 +201,7 @@ class Mirrors:
         before = known.get(id(parameter))
         if before is not None and before.primary is parameter and before.is_current():
             return before
-        return Leaves(parameter, self._memories, self._places)
+        return Leaves.made_for(parameter, self._memories, self._places)
 
     def _give_attributes(self, module: nn.Module) -> None:
         mirror: Mirror = raw(module)[MIRROR]
@@ -302,7 +246,7 @@ class Mirrors:
             stamp = mirror.buffers.get(name)
             if stamp is not None and stamp.fits(buffer):
                 continue
-            with _fit_for_training():
+            with fit_for_training():
                 for clone, place in zip(mirror.replicas, self._places, strict=True):
                     own = None if buffer is None else buffer.detach().to(place, copy=True)
                     clone._buffers[name] = own
@@ -347,21 +291,6 @@ class Mirrors:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None:
                 leaves.spread()
-
-
-@contextmanager
-def _fit_for_training() -> Iterator[None]:
-    """What is made within is fit for training, also if the run it is made for is not."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
-
-
-def clear(leaf: Tensor, *, set_to_none: bool) -> None:
-    """Clears the gradient of one leaf, as torch does."""
-    if leaf.grad is not None and set_to_none:
-        leaf.grad = None
-    elif leaf.grad is not None:
-        leaf.grad.detach_().zero_()
 
 
 def _bare_clone(cls: type[nn.Module]) -> nn.Module:

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.values import as_tensor
-from unisono.variables.mirrors import Leaves, Mirrors, clear
+from unisono.variables.leaves import Leaves, clear
+from unisono.variables.mirrors import Mirrors
 
 # Whose an object is. Not an attribute of it, which would be saved with it.
 _owners: weakref.WeakKeyDictionary[Any, Mirrors] = weakref.WeakKeyDictionary()

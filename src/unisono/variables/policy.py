@@ -171,6 +171,11 @@ class HasPolicy:
     _policy: VariablePolicy
 
     @property
+    def is_on_read(self) -> bool:
+        """Whether replicas write for themselves, and a read combines what they wrote."""
+        return self._policy.is_on_read
+
+    @property
     def synchronization(self) -> VariableSynchronization:
         """When replicas' values are combined."""
         return self._policy.synchronization

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from unisono.contexts import (
     ReplicaContext,
@@ -19,9 +20,10 @@ from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
-from unisono.values import DistributedValues, Mirrored, PerReplica
+from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
-from unisono.variables.tensor_like import TensorLike
+from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
 from unisono.variables.writes import (
     NUMBERS,
     Write,
@@ -52,8 +54,10 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
     code the first one, or for `ON_READ` the components combined. `ON_WRITE` components of replicas
-    that share a memory share one storage, unless the aggregation is `NONE`; they collect gradients
-    of their own nevertheless.
+    that share a memory share one storage, unless the aggregation is `NONE`.
+
+    A trainable `ON_WRITE` variable is trained as a parameter is: gradients are reduced over the
+    replicas, and an optimizer that is given the variable makes one update for all of them.
 
     Args:
         initial_value: The value to start from, or a function that returns it and is called once.
@@ -89,6 +93,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         places = [this_machine().torch_device(device) for device in devices]
         storages = {owner: value.to(places[owner], copy=True) for owner in self.owners}
         super().__init__(self._aliases(storages), devices)
+        self._begin()
 
     @property
     def name(self) -> str:
@@ -315,8 +320,21 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
 
     def _aliases(self, storages: dict[int, Tensor]) -> tuple[Tensor, ...]:
         """Returns a component for each replica, which has its own gradient but not its storage."""
-        needs = self._policy.collects_gradients
-        return tuple(storages[owner].detach().requires_grad_(needs) for owner in self._owner_of)
+        aliases = (storages[owner].detach() for owner in self._owner_of)
+        return tuple(map(Parameter, aliases) if self._policy.collects_gradients else aliases)
+
+    def _begin(self) -> None:
+        """Makes the components known: as those of this variable, and as leaves to be trained."""
+        remember(self)
+        let_optimizers_take_variables()
+        is_trained = self._policy.collects_gradients and not self.is_on_read
+        if is_trained and len(self._values) > 1:
+            self._strategy.extended.adopt(VariableLeaves(self, self._values, self._owner_of))
+
+    def _refuse_operator(self, other: Any) -> Any:
+        self._refuse_change("+=")
+
+    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _refuse_operator
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         duplicate: Variable = object.__new__(type(self))
@@ -324,4 +342,5 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
             setattr(duplicate, name, getattr(self, name))
         storages = {owner: self._values[owner].detach().clone() for owner in self.owners}
         duplicate._values = self._aliases(storages)
+        duplicate._begin()
         return duplicate

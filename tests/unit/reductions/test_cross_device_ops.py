@@ -99,7 +99,7 @@ def test_a_batch_is_one_reduction_after_another_unless_overridden() -> None:
 
     results = ops.batch_reduce(SUM, [(powers(2), "/cpu:0"), (powers(3), "/cpu:1")])
 
-    assert [int(result) for result in results] == [11, 111]  # type: ignore[arg-type]
+    assert [int(result) for result in results] == [11, 111]
     assert [call[2].devices[0].index for call in ops.calls] == [0, 1]
 
 
@@ -107,7 +107,7 @@ def test_a_batch_is_one_reduction_after_another_unless_overridden() -> None:
 def test_any_iterable_of_pairs_is_a_batch(make: Any) -> None:
     results = Recording().batch_reduce(SUM, make([(powers(2), "/cpu:0"), (powers(3), "/cpu:1")]))
 
-    assert [int(result) for result in results] == [11, 111]  # type: ignore[arg-type]
+    assert [int(result) for result in results] == [11, 111]
 
 
 @pytest.mark.parametrize("op", [SUM, MEAN])
@@ -248,7 +248,7 @@ def test_a_batch_can_be_overridden() -> None:
 
     results = ops.batch_reduce(SUM, [(powers(2), "/cpu:0"), (powers(3), "/cpu:1")])
 
-    assert [int(result) for result in results] == [11, 111]  # type: ignore[arg-type]
+    assert [int(result) for result in results] == [11, 111]
     assert [len(call[1].values) for call in ops.calls] == [3, 2]
 
 

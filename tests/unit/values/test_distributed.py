@@ -70,11 +70,6 @@ def test_values_and_devices_cannot_be_replaced() -> None:
         value.devices = cpu_slots(2)  # type: ignore[misc]
 
 
-def test_a_value_has_no_arithmetic() -> None:
-    with pytest.raises(TypeError):
-        PerReplica([1, 2]) + PerReplica([3, 4])  # type: ignore[operator]
-
-
 def test_per_replica_and_mirrored_are_different_things() -> None:
     assert not isinstance(Mirrored([1]), PerReplica)
     assert not isinstance(PerReplica([1]), Mirrored)

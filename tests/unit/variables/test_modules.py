@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize
 
 import unisono as uo
+from unisono.errors import ContextError
 
 Make = Callable[..., uo.MirroredStrategy]
 NUM_STEPS = 50
@@ -361,3 +362,21 @@ def test_a_model_that_is_not_mirrored_is_refused_in_a_step(mirrored: Make) -> No
 
     with pytest.raises(RuntimeError, match="mirror"):
         mirrored().run(step)
+
+
+@pytest.mark.parametrize("kind", ["copied", "free"])
+def test_parameters_that_replicas_would_share_are_refused(mirrored: Make, kind: str) -> None:
+    strategy = mirrored()
+    plain = nn.Linear(1, 1, bias=False)
+    with strategy.scope():
+        weight = torch.zeros(1, 1, requires_grad=True)
+        if kind == "copied":
+            weight = copy.deepcopy(plain).weight
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+
+    def step() -> None:
+        weight.sum().backward()
+        optimizer.step()
+
+    with pytest.raises(ContextError, match="belongs to no model of the strategy"):
+        strategy.run(step)

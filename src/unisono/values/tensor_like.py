@@ -1,4 +1,8 @@
-"""What stands for a tensor without being one: torch functions and operators use its value."""
+"""What stands for a tensor without being one: torch functions and operators use its value.
+
+Code on a replica sees the replica's own component of a distributed value. Which replica that is,
+the contexts know, which are built on values; so they say here how to ask.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,24 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from unisono.errors import UnsupportedError
-from unisono.values import map_leaves
+
+_ask: list[Callable[[], int | None]] = [lambda: None]
+
+
+def set_replica_seen(ask: Callable[[], int | None]) -> None:
+    """Says how to ask for the replica whose components the running code sees, if it is on one."""
+    _ask[:] = [ask]
+
+
+def replica_seen() -> int | None:
+    """Returns the replica whose components the running code sees; None if it sees no certain one.
+
+    It is the replica that runs the code, or the one that `StrategyExtended.update` updates.
+    """
+    return _ask[0]()
 
 
 def _unary(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -28,50 +46,59 @@ def _both(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...
     return _binary(op), lambda self, other: op(other, self.value())
 
 
-def _refuse_in_place(variable: Any, other: Any) -> Any:
-    raise UnsupportedError(
-        f"Variable {variable.name!r} is not changed in place by operators or torch functions, "
-        "which know no replicas. Use `assign()`, `assign_add()`, `assign_sub()` or `scatter_*()`."
-    )
-
-
-class TensorLike:
-    """Can be used wherever torch takes a tensor, but is not changed in place."""
+class TorchArgument:
+    """Can be given to torch functions, which work on what the running code sees of it."""
 
     __slots__ = ()
 
-    @property
-    def name(self) -> str:
-        """What messages call it."""
+    def value(self) -> Any:
+        """Returns what the running code sees."""
         raise NotImplementedError
 
-    def value(self) -> Tensor:
-        """Returns the tensor that the running code sees."""
-        raise NotImplementedError
-
-    def numpy(self) -> Any:
-        """Returns a NumPy array, a copy, of what the running code sees."""
-        return self.value().detach().cpu().numpy().copy()
+    def _refuse_change(self, what: str) -> Any:
+        raise UnsupportedError(
+            f"`{what}` would change a {type(self).__name__} in place, but torch functions know no "
+            "replicas. Use the result of a function that changes nothing; a `Variable` is changed "
+            "with `assign()`, `assign_add()`, `assign_sub()` or `scatter_*()`."
+        )
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets torch functions work on what the running code sees of variables."""
+        """Lets torch functions work on what the running code sees of their arguments."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         written = [kwargs.get("out")]
         if name.endswith("_") and not name.endswith("__"):
             written += [*args[:1], kwargs.get("input"), kwargs.get("tensor")]
         for one in written:
-            if isinstance(one, TensorLike):
-                _refuse_in_place(one, name)
-        args, kwargs = map_leaves(
-            lambda leaf: leaf.value() if isinstance(leaf, TensorLike) else leaf, (args, kwargs)
-        )
+            if isinstance(one, TorchArgument):
+                one._refuse_change(name)
+        args, kwargs = pytree.tree_map(_value, (args, kwargs), is_leaf=_is_ours)
         return func(*args, **kwargs)
+
+
+def _is_ours(leaf: Any) -> bool:
+    return isinstance(leaf, TorchArgument)
+
+
+def _value(leaf: Any) -> Any:
+    return leaf.value() if isinstance(leaf, TorchArgument) else leaf
+
+
+class TensorLike(TorchArgument):
+    """Has the operators, methods and attributes of a tensor, but is not changed in place."""
+
+    __slots__ = ()
+
+    def numpy(self) -> Any:
+        """Returns a NumPy array, a copy, of what the running code sees."""
+        return self.value().detach().cpu().numpy().copy()
 
     def __getattr__(self, name: str) -> Any:
         """Methods and attributes of tensors, but for what would change one component only."""
         if name.startswith("_") or name.endswith("_"):
-            raise AttributeError(f"A variable has no attribute {name!r}; see `assign()`.")
+            raise AttributeError(
+                f"A {type(self).__name__} has no attribute {name!r}: it is not changed in place."
+            )
         return getattr(self.value(), name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001
@@ -104,4 +131,3 @@ class TensorLike:
     __and__, __rand__ = _both(operator.and_)
     __or__, __ror__ = _both(operator.or_)
     __xor__, __rxor__ = _both(operator.xor)
-    __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _refuse_in_place

@@ -1,0 +1,112 @@
+"""A parameter once, and a leaf of it for every replica."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+
+def version_of(tensor: Tensor | None) -> int:
+    """Returns how often a tensor has been written to, as far as torch counts it."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
+class Leaves:
+    """One parameter: the primary, and the leaf of each replica."""
+
+    __slots__ = ("is_shown", "is_spread", "leaves", "memories", "primary", "version")
+
+    def __init__(
+        self,
+        primary: nn.Parameter,
+        leaves: Sequence[nn.Parameter],
+        memories: tuple[Hashable, ...],
+    ) -> None:
+        self.primary = primary
+        self.leaves = list(leaves)
+        self.memories = memories
+        self.version = version_of(primary)
+        # Whether there are memories other than the primary's.
+        self.is_spread = len(set(memories)) > 1
+        # Whether the primary has shown the gradient of the leaves since they last had none.
+        self.is_shown = False
+
+    @classmethod
+    def made_for(
+        cls,
+        primary: nn.Parameter,
+        memories: tuple[Hashable, ...],
+        places: tuple[torch.device, ...],
+    ) -> Leaves:
+        """Makes a leaf for each replica, which shares the storage of those in its memory."""
+        storages: dict[Hashable, Tensor] = {memories[0]: primary.detach()}
+        for memory, place in zip(memories, places, strict=True):
+            if memory not in storages:
+                storages[memory] = primary.detach().to(place, copy=True)
+        needs = primary.requires_grad
+        leaves = [nn.Parameter(storages[memory], requires_grad=needs) for memory in memories]
+        return cls(primary, leaves, memories)
+
+    def is_current(self) -> bool:
+        """Whether the leaves still are what the primary is: `p.data = ...` moves it away."""
+        first, primary = self.leaves[0], self.primary
+        return (
+            first.data_ptr() == primary.data_ptr()
+            and first.requires_grad == primary.requires_grad
+            and first.shape == primary.shape
+        )
+
+    def catch_up(self) -> None:
+        """Before a run: takes over what has been done to the primary since the last one."""
+        self.take_over()
+        if self.is_shown and self.primary.grad is None:
+            self.is_shown = False
+            for leaf in self.leaves:
+                leaf.grad = None
+
+    def take_over(self) -> None:
+        """Gives the leaves what was written to the primary, and the hooks that it has."""
+        if self.version != version_of(self.primary):
+            self.spread()
+        if self.primary._backward_hooks is not None:
+            for leaf in self.leaves:
+                leaf._backward_hooks = self.primary._backward_hooks
+
+    def show_gradient(self) -> None:
+        """Lets the primary show the gradient that the leaves have."""
+        self.primary.grad = self.leaves[0].grad
+        self.is_shown = True
+
+    def spread(self) -> None:
+        """Copies the primary to the memories that have their own."""
+        if self.is_spread:
+            with fit_for_training():
+                for leaf in self.first_in_each_memory():
+                    leaf.detach().copy_(self.primary.detach())
+        self.version = version_of(self.primary)
+
+    def first_in_each_memory(self) -> Iterator[nn.Parameter]:
+        """Yields one leaf for each memory that is not the primary's."""
+        seen = {self.memories[0]}
+        for memory, leaf in zip(self.memories, self.leaves, strict=True):
+            if memory not in seen:
+                seen.add(memory)
+                yield leaf
+
+
+@contextmanager
+def fit_for_training() -> Iterator[None]:
+    """What is made within is fit for training, also if the run it is made for is not."""
+    with torch.inference_mode(mode=False), torch.no_grad():
+        yield
+
+
+def clear(leaf: Tensor, *, set_to_none: bool) -> None:
+    """Clears the gradient of one leaf, as torch does."""
+    if leaf.grad is not None and set_to_none:
+        leaf.grad = None
+    elif leaf.grad is not None:
+        leaf.grad.detach_().zero_()

@@ -1,0 +1,71 @@
+"""Variables that are trained: their gradients are reduced, and optimizers take them."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from unisono.errors import UnsupportedError
+from unisono.variables.leaves import Leaves
+from unisono.variables.policy import HasPolicy
+
+
+class VariableLeaves(Leaves):
+    """The components of a variable, which are leaves already; the first is the primary.
+
+    Args:
+        variable: Whose they are, and as long as it lives.
+        components: The component of each replica.
+        owner_of: For each replica, the first one that it shares a storage with.
+    """
+
+    __slots__ = ("_variable",)
+
+    def __init__(
+        self, variable: object, components: Sequence[nn.Parameter], owner_of: tuple[int, ...]
+    ) -> None:
+        super().__init__(components[0], components, owner_of)
+        self._variable = weakref.ref(variable)
+
+    def is_current(self) -> bool:
+        """Whether there still is the variable."""
+        return self._variable() is not None
+
+    def take_over(self) -> None:
+        """Takes over nothing: assignments reach each component that they are for by themselves."""
+
+
+@functools.cache
+def let_optimizers_take_variables() -> None:
+    """Makes optimizers take a variable wherever they take a parameter."""
+    add_param_group = Optimizer.add_param_group
+
+    @functools.wraps(add_param_group)
+    def wrapped(self: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if params is not None and not isinstance(params, (Tensor, set)):
+            given = [params] if isinstance(params, HasPolicy) else params
+            param_group["params"] = [_parameter(one) for one in given]
+        add_param_group(self, param_group)
+
+    Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
+
+
+def _parameter(given: Any) -> Any:
+    """Returns what an optimizer works on: of a variable its first component."""
+    if isinstance(given, tuple):
+        return tuple(map(_parameter, given))
+    if not isinstance(given, HasPolicy):
+        return given
+    variable: Any = given
+    if given.is_on_read:
+        raise UnsupportedError(
+            f"An optimizer makes one update for all replicas, but {variable.name!r} is ON_READ: "
+            "each replica writes its own component. Make it with ON_WRITE, or assign in a step."
+        )
+    return variable.values[0]
