@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class Communicator(ABC):
@@ -86,7 +91,12 @@ class Communicator(ABC):
     def close(self) -> None:
         """Leaves, and gives back memory, connections and threads. May be called twice."""
 
-    def __enter__(self) -> Communicator:
+    def check_root(self, root: int) -> None:
+        """Raises unless `root` is a rank of this communicator."""
+        if not 0 <= root < self.size:
+            raise UnsupportedError(f"`root` must be a rank from 0 to {self.size - 1}, got {root}.")
+
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:

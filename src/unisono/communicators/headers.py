@@ -1,0 +1,146 @@
+"""What a collective is, in a form that can be sent, compared and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnequalCollectivesError, UnsupportedError
+from unisono.kernels import check_replicas, result_dtype
+from unisono.options import ReduceOp
+
+# Every header takes as many bytes, so that it can be received before it is known.
+HEADER_BYTES = 512
+# Kinds of collectives in which every rank may bring another shape.
+UNEVEN = ("all_gather", "gather")
+
+
+@dataclass(frozen=True)
+class Header:
+    """A collective as one rank calls it.
+
+    Attributes:
+        kind: The name of the method.
+        sequence: How many collectives this rank has called, with this one.
+        op: How terms are combined.
+        dtype: The dtype of what this rank brings, without "torch.".
+        shape: The shape of what this rank brings.
+        terms: How many tensors this rank brings.
+        root: The rank that everything comes from or goes to.
+        count: What a sum is divided by.
+    """
+
+    kind: str
+    sequence: int
+    op: ReduceOp | None = None
+    dtype: str | None = None
+    shape: tuple[int, ...] = ()
+    terms: int = 0
+    root: int | None = None
+    count: int | None = None
+
+    @classmethod
+    def of_terms(
+        cls, kind: str, sequence: int, op: ReduceOp, terms: Sequence[Tensor], count: int | None
+    ) -> Header:
+        """Describes a reduction, after a look at whether its terms can be reduced."""
+        _check_terms(kind, op, terms)
+        first = terms[0]
+        return cls(kind, sequence, op, _name(first), tuple(first.shape), len(terms), None, count)
+
+    @classmethod
+    def of_tensor(cls, kind: str, sequence: int, tensor: Tensor, root: int | None = None) -> Header:
+        """Describes a collective that moves tensors as they are."""
+        return cls(kind, sequence, None, _name(tensor), tuple(tensor.shape), 1, root)
+
+    def agrees_with(self, other: Header) -> bool:
+        """Whether the ranks that call these two can go on together."""
+        if self.kind in UNEVEN:
+            other = replace(other, shape=self.shape)
+        return self == other
+
+    def encode(self) -> bytes:
+        """Returns `HEADER_BYTES` bytes."""
+        op = None if self.op is None else self.op.value
+        fields = [self.kind, self.sequence, op, self.dtype, self.shape, self.terms, self.root]
+        encoded = json.dumps([*fields, self.count], separators=(",", ":")).encode()
+        if len(encoded) > HEADER_BYTES:
+            raise UnsupportedError(
+                f"A tensor of {len(self.shape)} dimensions cannot be sent: its shape, "
+                f"{self.shape}, takes more than {HEADER_BYTES} bytes. Flatten it first."
+            )
+        return encoded.ljust(HEADER_BYTES)
+
+    @classmethod
+    def decode(cls, encoded: bytes) -> Header:
+        """Reads what `encode` wrote."""
+        kind, sequence, op, dtype, shape, terms, root, count = json.loads(encoded)
+        op = None if op is None else ReduceOp(op)
+        return cls(kind, sequence, op, dtype, tuple(shape), terms, root, count)
+
+    def __str__(self) -> str:
+        text = f"{self.kind} number {self.sequence}"
+        if self.root is not None:
+            text += f" {'to' if self.kind == 'gather' else 'from'} rank {self.root}"
+        if self.dtype is None:
+            return text
+        tensors = "tensor" if self.terms == 1 else "tensors"
+        what = f"{self.terms} {self.dtype} {tensors} of shape {self.shape}"
+        if self.op is None:
+            return f"{text}: {what}"
+        over = "" if self.count is None else f" over {self.count}"
+        return f"{text}: {self.op.value}{over} of {what}"
+
+
+def check_agreement(headers: Mapping[int, Header]) -> None:
+    """Raises unless the headers, by rank, are those of one collective."""
+    first = next(iter(headers.values()))
+    if all(first.agrees_with(header) for header in headers.values()):
+        return
+    by_call: dict[Header, list[int]] = {}
+    for rank, header in headers.items():
+        same = next((known for known in by_call if known.agrees_with(header)), header)
+        by_call.setdefault(same, []).append(rank)
+    calls = [f"{ranks_in_words(ranks)} called {call}" for call, ranks in by_call.items()]
+    # Where most agree, the others are at fault; where nobody can tell, all are.
+    most = max(by_call.values(), key=len)
+    tied = sum(len(ranks) == len(most) for ranks in by_call.values()) > 1
+    at_fault = [rank for rank in sorted(headers) if tied or rank not in most]
+    raise UnequalCollectivesError(
+        f"The ranks do not call the same collective: {'; '.join(calls)}. Every rank must make the "
+        "same calls in the same order, with the same operation, dtype and shape.",
+        at_fault,
+    )
+
+
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """Returns "rank 3", "ranks 1 and 2" or "ranks 0, 1 and 2"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def _name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _check_terms(kind: str, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+    if not terms:
+        raise UnsupportedError(f"`{kind}` needs at least one term on each rank, got none.")
+    check_replicas(op, terms, "A term")
+    first = terms[0]
+    if op is ReduceOp.MEAN and result_dtype(op, first.dtype) != first.dtype:
+        raise UnsupportedError(
+            f"The mean of {first.dtype} has another dtype and cannot be written in place. Convert "
+            f"the terms to {result_dtype(op, first.dtype)}, or take the sum."
+        )
+    if not all(term.layout is torch.strided and term.is_contiguous() for term in terms):
+        raise UnsupportedError(
+            f"`{kind}` takes dense contiguous terms, got {first.layout} with strides "
+            f"{first.stride() if first.layout is torch.strided else None}. "
+            "Call `.contiguous()`, or `all_reduce_sparse` for sparse ones."
+        )
