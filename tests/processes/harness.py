@@ -41,14 +41,16 @@ class Ranks:
         """The store that all ranks share."""
         return self._server
 
-    def results(self, timeout: float = 60.0) -> dict[int, Any]:
-        """Returns what the ranks returned; a rank that was killed is left out.
+    def results(
+        self, timeout: float = 60.0, *, of: tuple[int, ...] | None = None
+    ) -> dict[int, Any]:
+        """Returns what the ranks, or some of them, returned; one that was killed is left out.
 
         Raises:
             AssertionError: with the tracebacks of all ranks that raised, or those that are late.
         """
         deadline = time.monotonic() + timeout
-        waiting = dict(self._pipes)
+        waiting = {rank: self._pipes[rank] for rank in of or self._pipes}
         failures = []
         while waiting and (left := deadline - time.monotonic()) > 0:
             ready = wait(list(waiting.values()), timeout=left)
@@ -71,8 +73,6 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         for process in self.processes.values():
-            if process.is_alive() and error[0] is None:
-                process.join(timeout=5)
             process.kill()
             process.join()
             process.close()
