@@ -190,7 +190,9 @@ def _read(message: bytes) -> dict[str, Any]:
 
 
 def _user_of(connection: socket.socket) -> int:
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    credentials = connection.getsockopt(
+        socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
+    )
     _, user, _ = struct.unpack("3i", credentials)
     return int(user)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -88,10 +89,12 @@ class SharedMemoryCommunicator(Communicator):
         host = Host(store, key, self.size)
         try:
             host.hand_out(segment, self._timeout_seconds, group.check_health)
-        except WorkerTimeoutError as error:
-            group.fail("timeout", str(error), error.ranks)
         except CommunicationError as error:
-            group.fail("lost", str(error), error.ranks)
+            # Those who have come hear of it.
+            kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
+            with contextlib.suppress(CommunicationError):
+                group.fail(kind, str(error), error.ranks)
+            raise
         return group
 
     def _follow(self, store: Store, key: str) -> SharedGroup:
@@ -116,7 +119,8 @@ class SharedMemoryCommunicator(Communicator):
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank."""
         if self._all_reduce(op, terms, count) is not None:
-            terms[0].detach().copy_(self._combine(op, terms, count))
+            total = self._combine(op, terms, count)
+            terms[0].detach().copy_(total)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -237,8 +241,8 @@ def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
         raise _refusal("reduced", first, "is not dense and on the CPU")
     if op is ReduceOp.MEAN and not (first.dtype.is_floating_point or first.dtype.is_complex):
         raise UnsupportedError(
-            f"The value is {first.dtype}, and a mean of integers has another dtype. Convert it, for "
-            "example to torch.float32, or sum and divide."
+            f"The value is {first.dtype}, and a mean of integers has another dtype. Convert it, "
+            "for example to torch.float32, or sum and divide."
         )
 
 
