@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes.harness import Ranks, run_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -20,10 +19,6 @@ from unisono.communicators.communicator import Communicator
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.errors import CommunicationError
 from unisono.options import ReduceOp
-
-sys.path += [str(Path(__file__).parent)]
-
-from harness import Ranks, run_ranks
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 TIMEOUT = 6.0

@@ -176,8 +176,8 @@ def _nccl_adds(tensor: Tensor) -> bool:
 
 
 def _nccl_op(op: ReduceOp) -> Any:
-    options = distributed.AllreduceOptions()
-    ops = distributed.ReduceOp
+    options: Any = distributed.AllreduceOptions()
+    ops: Any = distributed.ReduceOp
     named = {ReduceOp.MIN: ops.MIN, ReduceOp.MAX: ops.MAX, ReduceOp.PROD: ops.PRODUCT}
     options.reduceOp = named.get(op, ops.SUM)
     return options
