@@ -12,6 +12,8 @@ namespace {
 constexpr std::array<std::pair<std::string_view, Op>, kNumOps> kOps = {
     {{"sum", Op::sum}, {"prod", Op::prod}, {"min", Op::min}, {"max", Op::max}}};
 
+}  // namespace
+
 nb::tuple toTuple(nb::handle sequence, const char* name) {
   if (PyTuple_Check(sequence.ptr())) return nb::borrow<nb::tuple>(sequence);
   if (!PyList_Check(sequence.ptr())) {
@@ -24,8 +26,6 @@ nb::tuple toTuple(nb::handle sequence, const char* name) {
   if (!tuple.is_valid()) throw nb::python_error();
   return nb::borrow<nb::tuple>(tuple);
 }
-
-}  // namespace
 
 Op parseOp(std::string_view name, bool mean) {
   for (const auto& [known, op] : kOps) {

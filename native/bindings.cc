@@ -1,11 +1,15 @@
 // The Python module: reads the arguments, drops the GIL, runs the reduction.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/string_view.h>
 
 #include "bell.h"
 #include "host_kernel.h"
 #include "instruction_set.h"
 #include "memory.h"
+#if defined(UNISONO_HAS_SHARED)
+#include "shared_group.h"
+#endif
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -47,4 +51,33 @@ NB_MODULE(_native, m) {
       .def("wait_after", &unisono::Bell::waitAfter, "other"_a, "seen"_a, "timeout_s"_a,
            nb::call_guard<nb::gil_scoped_release>(),
            "Rings another bell, once it has let go of the interpreter, and waits.");
+
+#if defined(UNISONO_HAS_SHARED)
+  using unisono::SharedGroup;
+  nb::class_<SharedGroup>(m, "SharedGroup",
+                          "Collectives of CPU tensors between the processes of a host.")
+      .def(nb::init<nb::type_object, nb::tuple, nb::callable, int, std::size_t, std::size_t,
+                    std::size_t, double>(),
+           "tensor_type"_a, "ops"_a, "raise_failure"_a, "fd"_a, "rank"_a, "size"_a, "arena_bytes"_a,
+           "timeout_seconds"_a)
+      .def_static("segment_bytes", &SharedGroup::segmentBytes, "size"_a, "arena_bytes"_a,
+                  "How large the memory that is shared must be.")
+      .def_prop_ro("is_crowded", &SharedGroup::isCrowded,
+                   "Whether there are more ranks than cores for them.")
+      .def("join", &SharedGroup::join, "Meets all other ranks for the first time.")
+      .def("all_reduce", &SharedGroup::allReduce, "op"_a, "terms"_a, "count"_a.none(),
+           "Combines the terms in place, or returns why they are not taken.")
+      .def("reduce_scatter", &SharedGroup::reduceScatter, "op"_a, "terms"_a, "count"_a.none(),
+           "Returns the part of this rank, or why the terms are not taken.")
+      .def("gather", &SharedGroup::gather, "tensor"_a, "root"_a.none(),
+           "Returns the tensors of all ranks where they are wanted, or why it is not taken.")
+      .def("broadcast", &SharedGroup::broadcast, "tensor"_a, "root"_a,
+           "Overwrites the tensor in place, or returns why it is not taken.")
+      .def("barrier", &SharedGroup::barrier, "Returns when every rank has called it.")
+      .def("allocate", &SharedGroup::allocate, "num_bytes"_a, "Returns bytes of the arena.")
+      .def("check_health", &SharedGroup::checkHealth, "Raises if a rank is lost.")
+      .def("close", &SharedGroup::close, "Leaves the group.")
+      .def("fail", &SharedGroup::fail, "kind"_a, "text"_a, "ranks"_a,
+           "Ends the group on all ranks, and raises.");
+#endif
 }

@@ -235,8 +235,8 @@ template <class Operation, class Stored>
 void reduce(const Task& task) {
   const std::size_t count = task.end - task.begin;
   if (count == 0 || task.num_outputs == 0) return;
-  const auto divisor = static_cast<Wide<Stored>>(task.mean ? task.num_inputs : 0);
-  if (task.num_inputs == 1) {
+  const auto divisor = static_cast<Wide<Stored>>(task.divisor);
+  if (task.num_inputs == 1 && task.divisor <= 1) {
     store(static_cast<const Stored*>(task.inputs[0]) + task.begin, task, task.begin, count);
   } else if (task.streaming || task.num_outputs > 1 || task.num_inputs > Operation::kMaxParts) {
     reduceInBlocks<Operation, Stored>(task, divisor);

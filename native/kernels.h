@@ -26,7 +26,8 @@ enum class DType : std::uint8_t {
 inline constexpr std::size_t kNumDTypes = 12;
 
 // Elements `begin` to `end` of every input are reduced into every output. An output may be one of
-// the inputs; other overlaps are not allowed. `streaming` writes around the caches.
+// the inputs; other overlaps are not allowed. A sum of floating point numbers is divided by
+// `divisor` unless that is 0. `streaming` writes around the caches.
 struct Task {
   const void* const* inputs;
   std::size_t num_inputs;
@@ -34,7 +35,7 @@ struct Task {
   std::size_t num_outputs;
   std::size_t begin;
   std::size_t end;
-  bool mean;
+  std::size_t divisor;
   bool streaming;
 };
 

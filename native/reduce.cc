@@ -100,7 +100,7 @@ void Reduction::work() {
       const Kernel kernel =
           table_.kernels[static_cast<std::size_t>(op_)][static_cast<std::size_t>(item.dtype)];
       kernel({item.inputs.data(), item.inputs.size(), item.outputs.data(), item.outputs.size(),
-              piece.begin, piece.end, mean_, streaming});
+              piece.begin, piece.end, mean_ ? item.inputs.size() : 0, streaming});
     }
   }
   setFloatMode(own_mode);

@@ -116,6 +116,30 @@ TensorExchange::TensorExchange(nb::type_object tensor_type)
       is_conj_(tensor_type.attr("is_conj")) {}
 
 const char* TensorExchange::read(nb::handle object, TensorView& view) const {
+  std::size_t count;
+  const char* reason = readDense(object, view, count);
+  if (reason != nullptr) return reason;
+  const std::optional<DType> dtype = reducedDType(view.stored_dtype);
+  if (!dtype) return "has a dtype that is not supported";
+  view.dtype = *dtype;
+  view.bytes = count * view.stored_dtype.bits / 8;
+  view.num_elements = view.bytes / elementBytes(*dtype);
+  return nullptr;
+}
+
+const char* TensorExchange::readBytes(nb::handle object, TensorView& view) const {
+  std::size_t count;
+  const char* reason = readDense(object, view, count);
+  if (reason != nullptr) return reason;
+  if (view.stored_dtype.bits % 8 != 0) return "has a dtype that is not supported";
+  view.dtype = DType::uint8;
+  view.bytes = count * view.stored_dtype.bits * view.stored_dtype.lanes / 8;
+  view.num_elements = view.bytes;
+  return nullptr;
+}
+
+const char* TensorExchange::readDense(nb::handle object, TensorView& view,
+                                      std::size_t& count) const {
   // Other subclasses may compute their elements, or expect results of their own type.
   const nb::handle type = object.type();
   if (!type.is(tensor_type_) && !type.is(parameter_type_)) {
@@ -127,24 +151,21 @@ const char* TensorExchange::read(nb::handle object, TensorView& view) const {
     return "is not a dense tensor with memory of its own";
   }
   if (tensor.device.type != dlpack::DeviceType::cpu) return "is not on the CPU";
-  const std::optional<DType> dtype = reducedDType(tensor.dtype);
-  if (!dtype) return "has a dtype that is not supported";
-  const std::size_t count = countElements(tensor);
+  count = countElements(tensor);
   if (count != 0 && tensor.data == nullptr) return "is not a dense tensor with memory of its own";
   if (count != 0 && !isContiguous(tensor)) return "is not contiguous";
 
   // The table reports neither bit, though each changes what the elements are.
-  const bool is_complex = tensor.dtype.code == dlpack::TypeCode::complex;
-  const bool is_floating = is_complex || *dtype <= DType::float64;
+  using enum dlpack::TypeCode;
+  const bool is_complex = tensor.dtype.code == complex;
+  const bool is_floating =
+      is_complex || tensor.dtype.code == floating || tensor.dtype.code == bfloat;
   if (is_floating && isTrue(is_neg_, object)) return "has its negative bit set";
   if (is_complex && isTrue(is_conj_, object)) return "has its conjugate bit set";
 
   view.data = static_cast<char*>(tensor.data) + tensor.byte_offset;
   view.stored_dtype = tensor.dtype;
   view.shape = {tensor.shape, static_cast<std::size_t>(tensor.ndim)};
-  view.dtype = *dtype;
-  view.num_elements = is_complex ? 2 * count : count;
-  view.bytes = view.num_elements * elementBytes(*dtype);
   return nullptr;
 }
 

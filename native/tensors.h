@@ -32,10 +32,14 @@ class TensorExchange {
   // Fills `view` and returns nullptr, or returns what is wrong with `object`.
   const char* read(nanobind::handle object, TensorView& view) const;
 
+  // Likewise for any dtype, as bytes that are not reduced: `dtype` is uint8.
+  const char* readBytes(nanobind::handle object, TensorView& view) const;
+
   // A tensor of the shape and dtype of `like` in `memory`.
   nanobind::object make(const TensorView& like, std::shared_ptr<void> memory) const;
 
  private:
+  const char* readDense(nanobind::handle object, TensorView& view, std::size_t& count) const;
   bool isTrue(nanobind::handle method, nanobind::handle object) const;
 
   const dlpack::ExchangeTable* table_;

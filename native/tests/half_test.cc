@@ -63,7 +63,8 @@ Halves reduce(const KernelTable& table, const Format& format, Op op, bool mean,
   for (const Halves& input : inputs) sources.push_back(input.data());
   void* target = result.data();
   table.kernels[static_cast<std::size_t>(op)][static_cast<std::size_t>(format.dtype)](
-      {sources.data(), sources.size(), &target, 1, 0, result.size(), mean, false});
+      {sources.data(), sources.size(), &target, 1, 0, result.size(), mean ? sources.size() : 0,
+       false});
   return result;
 }
 

@@ -45,7 +45,7 @@ bool same(Value a, Value b) {
 
 struct Case {
   Op op;
-  bool mean;
+  std::size_t divisor;
   std::size_t num_inputs;
   std::size_t count;
   std::size_t shift;        // elements from an aligned start
@@ -66,7 +66,7 @@ void check(const KernelTable& table, DType dtype, const Case& c) {
   for (std::size_t i = 0; i < c.count; ++i) {
     for (std::size_t r = 0; r < c.num_inputs; ++r) leaves[r] = inputs[r][c.shift + i];
     Value total = tree(c.op, leaves);
-    if (c.mean) total /= static_cast<Value>(c.num_inputs);
+    if (c.divisor != 0) total /= static_cast<Value>(c.divisor);
     expected.push_back(total);
   }
   std::vector<std::vector<Value>> outputs(c.num_outputs,
@@ -81,7 +81,7 @@ void check(const KernelTable& table, DType dtype, const Case& c) {
       table.kernels[static_cast<std::size_t>(c.op)][static_cast<std::size_t>(dtype)];
   const std::size_t middle = c.count / 3;  // a task need not begin at the start
   for (const auto& [begin, end] : {std::pair{std::size_t{0}, middle}, {middle, c.count}}) {
-    kernel({sources.data(), sources.size(), targets.data(), targets.size(), begin, end, c.mean,
+    kernel({sources.data(), sources.size(), targets.data(), targets.size(), begin, end, c.divisor,
             c.streaming});
   }
   for (const void* target : targets) {
@@ -100,21 +100,22 @@ void checkAll(const KernelTable& table, DType dtype) {
   for (Op op : {Op::sum, Op::prod, Op::min, Op::max}) {
     for (bool mean : {false, true}) {
       if (mean && (!floating || op != Op::sum)) continue;
+      const auto by = [&](std::size_t divisor) { return mean ? divisor : 0; };
       for (std::size_t r = 1; r <= 17; ++r) {
         for (std::size_t count : {0, 1, 7, 33, 255, 256, 257, 513, 2049}) {
-          check<Value>(table, dtype, {op, mean, r, count, count % 3, 1, r, false});
-          check<Value>(table, dtype, {op, mean, r, count, 1, count % 4, r, true});
+          check<Value>(table, dtype, {op, by(r), r, count, count % 3, 1, r, false});
+          check<Value>(table, dtype, {op, by(r), r, count, 1, count % 4, r, true});
         }
         for (std::size_t k = 0; k < r; ++k) {
-          check<Value>(table, dtype, {op, mean, r, 300, 2, k % 3, k, false});
+          check<Value>(table, dtype, {op, by(k + 1), r, 300, 2, k % 3, k, false});
         }
       }
       for (std::size_t count = 0; count <= 70; ++count) {
-        check<Value>(table, dtype, {op, mean, 3, count, 1, 2, 3, false});
-        check<Value>(table, dtype, {op, mean, 8, count, 0, 1, 8, false});
+        check<Value>(table, dtype, {op, by(count), 3, count, 1, 2, 3, false});
+        check<Value>(table, dtype, {op, by(8), 8, count, 0, 1, 8, false});
       }
       for (std::size_t r : {63, 64, 65, 129, 513}) {
-        check<Value>(table, dtype, {op, mean, r, 600, 0, 1, r, false});
+        check<Value>(table, dtype, {op, by(r + 1), r, 600, 0, 1, r, false});
       }
     }
   }

@@ -1,6 +1,7 @@
-"""The native core: fused reductions of tensors in host memory."""
+"""The native core: fused reductions of tensors in host memory, and collectives through it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 from torch import Tensor
 
@@ -53,3 +54,61 @@ class Bell:
 
     def wait_after(self, other: Bell, seen: int, timeout_s: float) -> bool:
         """Rings another bell, once it has let go of the interpreter, and waits."""
+
+class SharedGroup:
+    """Collectives of CPU tensors between the processes of a host. On Linux only.
+
+    Methods that take tensors return a text that says what is wrong with them, before anything is
+    sent, where the tensors are not taken as they are.
+    """
+
+    def __init__(
+        self,
+        tensor_type: type,
+        ops: tuple[object, ...],
+        raise_failure: Callable[[str, str, list[int]], NoReturn],
+        fd: int,
+        rank: int,
+        size: int,
+        arena_bytes: int,
+        timeout_seconds: float,
+    ) -> None: ...
+    @staticmethod
+    def segment_bytes(size: int, arena_bytes: int) -> int:
+        """How large the memory that is shared must be."""
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are more ranks than cores for them."""
+
+    def join(self) -> None:
+        """Meets all other ranks for the first time."""
+
+    def all_reduce(self, op: object, terms: Sequence[Tensor], count: int | None) -> str | None:
+        """Combines the terms in place, or returns why they are not taken."""
+
+    def reduce_scatter(
+        self, op: object, terms: Sequence[Tensor], count: int | None
+    ) -> Tensor | str:
+        """Returns the part of this rank, or why the terms are not taken."""
+
+    def gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | str | None:
+        """Returns the tensors of all ranks where they are wanted, or why it is not taken."""
+
+    def broadcast(self, tensor: Tensor, root: int) -> str | None:
+        """Overwrites the tensor in place, or returns why it is not taken."""
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Returns bytes of the arena."""
+
+    def check_health(self) -> None:
+        """Raises if a rank is lost."""
+
+    def close(self) -> None:
+        """Leaves the group."""
+
+    def fail(self, kind: str, text: str, ranks: Sequence[int]) -> NoReturn:
+        """Ends the group on all ranks, and raises."""

@@ -8,13 +8,17 @@ import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import Store, TCPStore
 
 Target = Callable[..., Any]
+
+# Ranks are forked from a process that has loaded torch and done nothing else.
+_PROCESSES = multiprocessing.get_context("forkserver")
+_PROCESSES.set_forkserver_preload(["torch", "unisono"])
 
 
 class Ranks:
@@ -24,68 +28,61 @@ class Ranks:
     """
 
     def __init__(self, size: int, target: Target, *args: Any, skip: tuple[int, ...] = ()) -> None:
-        self._server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
-        self.processes: dict[int, SpawnProcess] = {}
+        self.store: Store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.processes: dict[int, BaseProcess] = {}
+        self.results_so_far: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
-        self._results: dict[int, Any] = {}
-        for rank in set(range(size)) - set(skip):
-            self._pipes[rank], theirs = context.Pipe(duplex=False)
-            arguments = (theirs, self._server.port, target, rank, size, args)
-            self.processes[rank] = context.Process(target=_run, args=arguments, daemon=True)
+        for rank in sorted(set(range(size)) - set(skip)):
+            self._pipes[rank], theirs = _PROCESSES.Pipe(duplex=False)
+            arguments = (theirs, self.store.port, target, rank, size, args)
+            self.processes[rank] = _PROCESSES.Process(target=_run, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
 
-    @property
-    def store(self) -> Store:
-        """The store that all ranks share."""
-        return self._server
-
-    def results(self, timeout: float = 60.0) -> dict[int, Any]:
-        """Returns what the ranks returned; a rank that was killed is left out.
+    def results(
+        self, timeout: float = 60.0, *, of: tuple[int, ...] | None = None
+    ) -> dict[int, Any]:
+        """Returns what the ranks, or some of them, returned; one that was killed is left out.
 
         Raises:
             AssertionError: with the tracebacks of all ranks that raised, or those that are late.
         """
         deadline = time.monotonic() + timeout
-        waiting = dict(self._pipes)
+        waiting = {rank: self._pipes[rank] for rank in of or self._pipes}
         failures = []
         while waiting and (left := deadline - time.monotonic()) > 0:
             ready = wait(list(waiting.values()), timeout=left)
             for rank in [rank for rank, pipe in waiting.items() if pipe in ready]:
                 try:
-                    outcome, value = waiting.pop(rank).recv()
+                    returned, value = waiting.pop(rank).recv()
                 except EOFError:
                     continue
-                if outcome == "returned":
-                    self._results[rank] = value
+                if returned:
+                    self.results_so_far[rank] = value
                 else:
-                    failures.append(f"rank {rank} raised\n{value}")
-        failures += [f"rank {rank} has not ended after {timeout:g} s" for rank in waiting]
+                    failures.append(f"Rank {rank} raised:\n{value}")
+        failures += [f"Rank {rank} has not ended after {timeout:g} s." for rank in waiting]
         if failures:
             raise AssertionError("\n".join(failures))
-        return self._results
+        return self.results_so_far
 
     def __enter__(self) -> Ranks:
         return self
 
     def __exit__(self, *error: object) -> None:
-        for process in self.processes.values():
-            if process.is_alive() and error[0] is None:
-                process.join(timeout=5)
+        for rank, process in self.processes.items():
             process.kill()
             process.join()
             process.close()
-        for pipe in self._pipes.values():
-            pipe.close()
+            self._pipes[rank].close()
 
 
 def run_ranks(size: int, target: Target, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Runs `target(store, rank, size, *args)` in `size` processes, and returns results by rank."""
     with Ranks(size, target, *args) as ranks:
         results = ranks.results(timeout)
-        assert sorted(results) == list(range(size)), f"only ranks {sorted(results)} returned"
-        return [results[rank] for rank in range(size)]
+    assert sorted(results) == list(range(size)), f"only ranks {sorted(results)} returned"
+    return [results[rank] for rank in range(size)]
 
 
 def _run(
@@ -93,16 +90,9 @@ def _run(
 ) -> None:
     # There are more ranks than cores.
     torch.set_num_threads(1)
+    limit = timedelta(seconds=60)
     try:
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            is_master=False,
-            timeout=timedelta(seconds=60),
-            wait_for_workers=False,
-        )
-        pipe.send(("returned", target(store, rank, size, *args)))
+        store = TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+        pipe.send((True, target(store, rank, size, *args)))
     except BaseException:
-        pipe.send(("raised", traceback.format_exc()))
-    finally:
-        pipe.close()
+        pipe.send((False, traceback.format_exc()))

@@ -14,7 +14,7 @@ from torch import Tensor
 from unisono.communicators.gloo import break_connections
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.watch import BrokenConnectionError, Watch
-from unisono.errors import CommunicationError, WorkerLostError
+from unisono.errors import CommunicationError
 
 
 class Exchange:
@@ -28,14 +28,18 @@ class Exchange:
         watch: Finds out what is wrong when a wait takes long, and keeps the first error.
         owns_watch: Whether the watch is told what goes on here, and ends with this object.
         room: How many bytes may travel beside a header.
+        names: What the ranks are called in messages, if not by their own numbers.
     """
 
-    def __init__(self, group: Any, watch: Watch, *, owns_watch: bool, room: int) -> None:
+    def __init__(
+        self, group: Any, watch: Watch, *, owns_watch: bool, room: int, names: Sequence[int]
+    ) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.room = room
         self.watch = watch
         self.sequence = 0
+        self._names = names
         self._group = group
         self._owns_watch = owns_watch
         self._stride = HEADER_BYTES + room
@@ -48,27 +52,15 @@ class Exchange:
 
     @contextmanager
     def collective(self, header: Header) -> Iterator[None]:
-        """Surrounds one collective: tells the watch of it, and others of its failure."""
+        """Surrounds a collective, which others hear of if it fails."""
         if self._group is None:
             raise CommunicationError(
                 f"Rank {self.rank} called {header} on a communicator that is closed. Make a new "
                 "one with all ranks."
             )
-        self.watch.raise_failure()
         self.sequence = header.sequence
-        if self._owns_watch:
-            self.watch.sequence, self.watch.doing = header.sequence, header
-        try:
+        with self.watch.collective(header) if self._owns_watch else self.watch.published_errors():
             yield
-        except CommunicationError as error:
-            raise self.watch.published(error) from error.__cause__
-        except BaseException as error:
-            interrupted = f"Rank {self.rank} left {header} with {type(error).__name__}: {error}."
-            self.watch.published(WorkerLostError(interrupted, [self.rank]))
-            raise
-        finally:
-            if self._owns_watch:
-                self.watch.doing = None
 
     def meet(
         self, header: Header, payloads: Sequence[Tensor | None]
@@ -94,7 +86,7 @@ class Exchange:
         self._wait(self._group.alltoall_base(self._received, torch.cat(pieces), rooms, sent))
         packets = list(self._received.split(self._stride))
         packets.insert(self.rank, prefix)
-        headers = _agreed(header, encoded, packets)
+        headers = self._agreed(header, encoded, packets)
         return headers, [packet[HEADER_BYTES:] for packet in packets]
 
     def all_to_all(
@@ -122,6 +114,14 @@ class Exchange:
         self._group = None
         self._end()
 
+    def _agreed(self, header: Header, encoded: bytes, packets: Sequence[Tensor]) -> list[Header]:
+        raw = [packet[:HEADER_BYTES].numpy().tobytes() for packet in packets]
+        if all(other == encoded for other in raw):
+            return [header] * self.size
+        headers = [Header.decode(other) for other in raw]
+        check_agreement(dict(zip(self._names, headers, strict=True)))
+        return headers
+
     def _wait(self, work: Any) -> None:
         self.watch.wait(_finished(work))
 
@@ -129,15 +129,6 @@ class Exchange:
 def as_bytes(tensor: Tensor) -> Tensor:
     """Returns the bytes of a contiguous tensor, which are not copied."""
     return tensor.detach().view(-1).view(torch.uint8)
-
-
-def _agreed(header: Header, encoded: bytes, packets: Sequence[Tensor]) -> list[Header]:
-    raw = [packet[:HEADER_BYTES].numpy().tobytes() for packet in packets]
-    if all(other == encoded for other in raw):
-        return [header] * len(raw)
-    headers = [Header.decode(other) for other in raw]
-    check_agreement(dict(enumerate(headers)))
-    return headers
 
 
 def _finished(work: Any) -> Callable[[float], bool]:

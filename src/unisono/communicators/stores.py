@@ -110,8 +110,7 @@ class OwnConnection:
 
     def cut(self) -> None:
         """Ends every question that is under way, with an error."""
-        for number, inode in self._own & self._sockets():
-            del inode
+        for number, _ in self._own & self._sockets():
             with socket.socket(fileno=os.dup(number)) as duplicate:
                 duplicate.shutdown(socket.SHUT_RDWR)
 
@@ -119,12 +118,20 @@ class OwnConnection:
         """The sockets of this process that are connected to the store: descriptor and inode."""
         if not self._port or not os.path.isdir("/proc/self/fd"):
             return set()
-        found = set()
-        for number in map(int, os.listdir("/proc/self/fd")):
-            try:
-                with socket.socket(fileno=os.dup(number)) as duplicate:
-                    if duplicate.getpeername()[1] == self._port:
-                        found.add((number, os.fstat(number).st_ino))
-            except (OSError, TypeError, IndexError):
-                continue
-        return found
+        numbers = [
+            n for n in map(int, os.listdir("/proc/self/fd")) if _port_of_peer(n) == self._port
+        ]
+        return {(number, os.fstat(number).st_ino) for number in numbers}
+
+
+def _port_of_peer(number: int) -> int | None:
+    """Returns the port that a descriptor is connected to, if it is a socket of the network."""
+    try:
+        if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
+            return None
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            peer = duplicate.getpeername()
+    except OSError:
+        # Not connected, or closed by another thread meanwhile.
+        return None
+    return peer[1] if isinstance(peer, tuple) else None

@@ -48,6 +48,7 @@ class TorchDistributedCommunicator(Communicator):
         timeout_seconds: How long a collective may wait for others.
         host: The address that other ranks reach this one by; found out if not given.
         watch: The watch over a larger communicator of which this one is a part.
+        names: The ranks of this part in the larger communicator.
         beside_header: How many bytes may travel with a header, a multiple of 16; chosen if not
             given. MPI allows none.
     """
@@ -62,6 +63,7 @@ class TorchDistributedCommunicator(Communicator):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         host: str | None = None,
         watch: Watch | None = None,
+        names: Sequence[int] | None = None,
         beside_header: int | None = None,
     ) -> None:
         super().__init__(rank, size)
@@ -74,7 +76,11 @@ class TorchDistributedCommunicator(Communicator):
             PrefixStore("watch", store), rank, size, timeout_seconds=timeout_seconds
         )
         self._exchange = Exchange(
-            group, own_watch, owns_watch=watch is None, room=room if backend == "gloo" else 0
+            group,
+            own_watch,
+            owns_watch=watch is None,
+            room=room if backend == "gloo" else 0,
+            names=names or range(size),
         )
 
     @property

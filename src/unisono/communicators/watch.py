@@ -53,7 +53,7 @@ class Watch:
     """The view of one rank on all others.
 
     Attributes:
-        doing: The collective that this rank is in, or None. Set by the communicator.
+        doing: The collective that this rank is in, or None.
         sequence: The number of the last collective that this rank has begun.
     """
 
@@ -100,6 +100,36 @@ class Watch:
                         raise self.published(self._late())
         except BrokenConnectionError as error:
             raise self._explanation(error) from error
+
+    @contextmanager
+    def collective(self, header: Header) -> Iterator[None]:
+        """Surrounds a collective: says that this rank is in it, and tells others if it fails."""
+        self.raise_failure()
+        self.sequence, self.doing = header.sequence, header
+        try:
+            with self.published_errors():
+                yield
+        except CommunicationError:
+            raise
+        except BaseException as error:
+            left = f"Rank {self._rank} left {header} with {type(error).__name__}."
+            self.published(WorkerLostError(left, [self._rank]))
+            raise
+        finally:
+            self.doing = None
+
+    @contextmanager
+    def published_errors(self) -> Iterator[None]:
+        """Tells all ranks of a `CommunicationError`, and raises the first that was told."""
+        try:
+            yield
+        except CommunicationError as error:
+            raise self.published(error) from error.__cause__
+
+    @property
+    def failure(self) -> CommunicationError | None:
+        """The first error that a rank has told, if one has."""
+        return self._failure
 
     def published(self, error: CommunicationError) -> CommunicationError:
         """Tells all ranks of `error`, and returns the first error that a rank has told."""

@@ -58,9 +58,7 @@ def _all_reduce(
         return [list(own) for own in zip(*by_value, strict=True)]
 
     what = f"all_reduce({op.name}) of {len(tensors)} tensors"
-    result: list[Tensor] = context.meeting.meet(
-        context.replica_id_in_sync_group, what, tensors, work
-    )
+    result: list[Tensor] = context.meeting.meet(context.local_id, what, tensors, work)
     return result
 
 
@@ -125,15 +123,17 @@ class _AllGather(torch.autograd.Function):
         tensor: Tensor,
     ) -> Tensor:
         def work(given: list[Tensor]) -> list[tuple[Tensor, int]]:
+            workers = context.strategy.extended.workers
+            here = torch.cat([own.detach().to(given[0].device) for own in given], dim=axis)
+            gathered = workers.gather(here)
+            first = sum(other.shape[axis] for other in gathered[: workers.communicator.rank])
             sizes = [own.shape[axis] for own in given]
-            starts = [sum(sizes[:i]) for i in range(len(sizes))]
-            parts = [
-                torch.cat([other.detach().to(own.device) for other in given], dim=axis)
-                for own in given
-            ]
+            starts = [first + sum(sizes[:i]) for i in range(len(sizes))]
+            total = torch.cat(gathered, dim=axis)
+            parts = [total, *(total.to(own.device, copy=True) for own in given[1:])]
             return list(zip(parts, starts, strict=True))
 
-        replica_id = context.replica_id_in_sync_group
+        replica_id = context.local_id
         what = f"all_gather along {axis}"
         gathered, start = context.meeting.meet(replica_id, what, tensor, work)
         ctx.arguments = context, options, axis, start, tensor.shape[axis]

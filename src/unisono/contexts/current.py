@@ -51,7 +51,7 @@ def _replica_seen() -> int | None:
         return None
     context = entered[-1]
     if isinstance(context, ReplicaContext):
-        return context.replica_id_in_sync_group
+        return context.local_id
     return context.replica_id
 
 

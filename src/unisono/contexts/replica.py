@@ -47,26 +47,36 @@ class ReplicaContext:
 
     Attributes:
         strategy: Whose replica it is.
-        replica_id_in_sync_group: The number of the replica, from 0.
+        local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
         weight: What this replica's gradients count for in a mean; 1 unless batches are uneven.
     """
 
     strategy: Strategy
-    replica_id_in_sync_group: int
+    local_id: int
     meeting: Meeting
     weight: float = 1.0
     notes: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of the replica among those of all workers, from 0."""
+        return self.strategy.extended.first_replica_id + self.local_id
+
+    @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas that are kept in sync."""
+        """The number of replicas that are kept in sync, on all workers."""
         return self.strategy.num_replicas_in_sync
+
+    @property
+    def num_local_replicas(self) -> int:
+        """The number of replicas on this worker."""
+        return len(self.strategy.extended.worker_devices)
 
     @property
     def device(self) -> Device:
         """The device of this replica."""
-        return self.strategy.extended.worker_devices[self.replica_id_in_sync_group]
+        return self.strategy.extended.worker_devices[self.local_id]
 
     @property
     def devices(self) -> tuple[Device, ...]:

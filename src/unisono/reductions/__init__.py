@@ -1,5 +1,6 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
+from unisono.reductions.across_workers import AcrossWorkers, replicas_in_a_term
 from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, listed_pairs, mirrored
 from unisono.reductions.destinations import Destinations, destinations_of
@@ -8,9 +9,11 @@ from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
 from unisono.reductions.scheduled import Ends, ScheduledOps
 from unisono.reductions.selection import select_cross_device_ops
+from unisono.reductions.workers import Workers
 
 __all__ = [
     "AccumulationFn",
+    "AcrossWorkers",
     "AllReduce",
     "CrossDeviceOps",
     "Destinations",
@@ -21,10 +24,12 @@ __all__ = [
     "ReductionToOneDevice",
     "Result",
     "ScheduledOps",
+    "Workers",
     "destinations_of",
     "is_all_reduce",
     "listed_pairs",
     "mirrored",
     "packing_of",
+    "replicas_in_a_term",
     "select_cross_device_ops",
 ]

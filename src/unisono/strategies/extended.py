@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
+from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
     ReplicaContext,
@@ -18,12 +19,20 @@ from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
 from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
-from unisono.reductions import CrossDeviceOps, destinations_of
+from unisono.reductions import AcrossWorkers, CrossDeviceOps, Workers, destinations_of
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
-from unisono.variables import GradientReducer, Leaves, Mirrors, Variable, bring_in, creating
+from unisono.variables import (
+    GradientReducer,
+    Leaves,
+    Mirrors,
+    Variable,
+    WorkerGradientReducer,
+    bring_in,
+    creating,
+)
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -39,6 +48,7 @@ class StrategyExtended(VariableMethods):
         options: Hints for all reductions.
         is_serial: Whether replicas run one after another.
         synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas.
+        communicator: Connects this worker to the others; None if there are none.
     """
 
     experimental_require_static_shapes = False
@@ -56,6 +66,7 @@ class StrategyExtended(VariableMethods):
         options: CommunicationOptions = DEFAULT_OPTIONS,
         is_serial: bool = False,
         synchronize_batch_norm: bool = False,
+        communicator: Communicator | None = None,
     ) -> None:
         self._duplicate = functools.partial(
             type(self),
@@ -67,7 +78,10 @@ class StrategyExtended(VariableMethods):
             synchronize_batch_norm=synchronize_batch_norm,
         )
         self._devices = devices
-        self.cross_device_ops = cross_device_ops
+        self.workers = Workers(communicator or IdentityCommunicator())
+        if self.workers.are_many:
+            across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
+        self.cross_device_ops = across if self.workers.are_many else cross_device_ops
         self.reduce_gradients = reduce_gradients
         self.options = options
         machine = this_machine()
@@ -75,10 +89,13 @@ class StrategyExtended(VariableMethods):
         self.mirrors = Mirrors(
             tuple(machine.memory(device) for device in devices),
             places,
+            workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
-        self._gradients = GradientReducer(
-            self.mirrors, devices, cross_device_ops, reduce_gradients, options
+        self._gradients: GradientReducer = (
+            WorkerGradientReducer(self.mirrors, devices, across, reduce_gradients, options)
+            if self.workers.are_many
+            else GradientReducer(self.mirrors, devices, cross_device_ops, reduce_gradients, options)
         )
         self._runner = Runner(devices, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
@@ -106,8 +123,13 @@ class StrategyExtended(VariableMethods):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of replicas over which gradients are aggregated."""
-        return len(self._devices)
+        """The number of replicas over which gradients are aggregated, on all workers."""
+        return len(self._devices) * self.workers.communicator.size
+
+    @property
+    def first_replica_id(self) -> int:
+        """The number of this worker's first replica among those of all workers."""
+        return len(self._devices) * self.workers.communicator.rank
 
     @property
     def host(self) -> Device:
@@ -132,8 +154,10 @@ class StrategyExtended(VariableMethods):
             self._gradients.begin(self._current_weights)
 
     def close(self) -> None:
-        """Ends the threads of the replicas."""
+        """Ends the threads of the replicas, and leaves the other workers."""
+        self._gradients.close()
         self._runner.close()
+        self.workers.communicator.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -191,7 +215,7 @@ class StrategyExtended(VariableMethods):
         return ReplicaMode(
             seed,
             context.replica_id_in_sync_group,
-            self.mirrors.stand_ins[context.replica_id_in_sync_group],
+            self.mirrors.stand_ins[context.local_id],
             functools.partial(self._gradients.after_backward, context),
         )
 
@@ -201,11 +225,12 @@ class StrategyExtended(VariableMethods):
         A loss that is a mean over the replica's batch makes the mean over replicas that of all
         samples only if the batches are even, or are weighted so.
         """
-        num_replicas = len(self._devices)
+        num_replicas = self.num_replicas_in_sync
+        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
         counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
         if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
-            return [1.0] * num_replicas
-        return [count * num_replicas / sum(counts) for count in counts]
+            return [1.0] * len(self._devices)
+        return [count * num_replicas / sum(counts) for count in counts[own]]
 
     def merge_call(
         self,
@@ -222,9 +247,7 @@ class StrategyExtended(VariableMethods):
                 result = merge_fn(self.strategy, *all_args, **all_kwargs)
             return [select_replica(i, result) for i in range(len(self._devices))]
 
-        return context.meeting.meet(
-            context.replica_id_in_sync_group, "merge_call()", (args, kwargs), work
-        )
+        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
 
     def reduce_to(
         self,
@@ -243,7 +266,7 @@ class StrategyExtended(VariableMethods):
             leaves, rebuild = flatten(value)
             if any(isinstance(leaf, DistributedValues) for leaf in leaves):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if self.num_replicas_in_sync > 1:
+            if len(self._devices) > 1:
                 return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:

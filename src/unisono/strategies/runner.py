@@ -55,7 +55,7 @@ class Runner:
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
-        if num_replicas == 1:
+        if strategy.num_replicas_in_sync == 1:
             with entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
@@ -63,7 +63,7 @@ class Runner:
         seed = draw_seed()
 
         def call(context: ReplicaContext) -> Callable[[], Any]:
-            replica_id = context.replica_id_in_sync_group
+            replica_id = context.local_id
 
             def body() -> Any:
                 own = select_replica(replica_id, (tuple(args), kwargs))

@@ -97,10 +97,12 @@ class Strategy(InputMethods):
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order."""
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
+        workers = self._extended.workers
         if not isinstance(value, DistributedValues):
-            return value
+            return torch.cat(workers.gather(as_tensor(value)), axis) if workers.are_many else value
         tensors = [as_tensor(component).detach().to_dense() for component in value.values]
-        return torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
+        here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
+        return torch.cat(workers.gather(here), dim=axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple."""
@@ -190,8 +192,8 @@ class Strategy(InputMethods):
     def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
         if axes is None:
             return self._extended.reduce_to(op, value, self._extended.host)
-        num_replicas = self.num_replicas_in_sync
-        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_replicas
+        num_local = len(self._extended.worker_devices)
+        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
         if op is ReduceOp.SUM:
             return self._sum([tensor.sum(dim=axes) for tensor in tensors])
@@ -199,9 +201,11 @@ class Strategy(InputMethods):
             raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
         total = self._sum([tensor.sum(dim=axes) for tensor in tensors])
         counts = [tensor.sum(dim=axes).numel() for tensor in tensors]
-        num_elements = sum(
-            tensor.numel() // max(1, count) for tensor, count in zip(tensors, counts, strict=True)
-        )
+        sizes = [
+            torch.tensor(tensor.numel() // max(1, count))
+            for tensor, count in zip(tensors, counts, strict=True)
+        ]
+        num_elements = self._sum(sizes).to(total.device)
         is_real = total.is_floating_point() or total.is_complex()
         return (total if is_real else total.double()) / num_elements
 

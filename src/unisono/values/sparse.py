@@ -24,11 +24,7 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     Indices and values are put end to end in replica order and duplicates are kept, so the result
     is not coalesced; made dense, it equals the dense reduction. A mean divides the values.
     """
-    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError(
-            f"Sparse tensors have {ReduceOp.SUM} and {ReduceOp.MEAN}, not {op}: what is not stored "
-            "would have to count as zero. Call `.to_dense()` first."
-        )
+    check_sparse_op(op)
     sparse_dims = [tensor.sparse_dim() for tensor in tensors]
     if len(set(sparse_dims)) > 1:
         raise ReplicaMismatchError(
@@ -40,17 +36,32 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     values = torch.cat([part._values() for part in parts])
     if op is ReduceOp.MEAN and len(parts) > 1:
         values = divide(values, len(parts), values.dtype)
+    is_coalesced = len(parts) == 1 and parts[0].is_coalesced()
+    return with_parts(parts[0], indices, values, is_coalesced=is_coalesced)
+
+
+def check_sparse_op(op: ReduceOp) -> None:
+    """Raises unless sparse tensors can be reduced with `op`."""
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError(
+            f"Sparse tensors have {ReduceOp.SUM} and {ReduceOp.MEAN}, not {op}: what is not stored "
+            "would have to count as zero. Call `.to_dense()` first."
+        )
+
+
+def with_parts(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
+    """Returns a sparse tensor of the shape of `like` with valid indices and their values."""
     # The parts are valid, so this needs no check; the public function warns that it makes none.
     make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
-    total: Tensor = make(
-        parts[0].sparse_dim(),
-        parts[0].dense_dim(),
-        parts[0].shape,
+    made: Tensor = make(
+        like.sparse_dim(),
+        like.dense_dim(),
+        like.shape,
         indices,
         values,
         dtype=values.dtype,
         layout=torch.sparse_coo,
         device=values.device,
-        is_coalesced=len(parts) == 1 and parts[0].is_coalesced(),
+        is_coalesced=is_coalesced,
     )
-    return total
+    return made

@@ -7,6 +7,7 @@ from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.variable import Variable
+from unisono.variables.worker_gradients import WorkerGradientReducer
 
 __all__ = [
     "GradientReducer",
@@ -14,6 +15,7 @@ __all__ = [
     "Mirrors",
     "Variable",
     "VariableSynchronization",
+    "WorkerGradientReducer",
     "bring_in",
     "creating",
     "variable_of",

@@ -49,6 +49,7 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
         _scopes.open.pop()
     for module in made:
         mirror_module(module, mirrors)
+    mirrors.share_new()
 
 
 def bring_in(target: Any, mirrors: Mirrors) -> None:
@@ -58,6 +59,7 @@ def bring_in(target: Any, mirrors: Mirrors) -> None:
     if isinstance(target, nn.Module):
         for module in list(target.modules()):
             mirror_module(module, mirrors)
+        mirrors.share_new()
     else:
         make_once(target, mirrors)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from unisono.variables.mirrors import Mirrors
 BYTES_PER_PACK = 4 << 20
 
 
-class _Pass:
+class Pass:
     """One backward pass of all replicas: what has arrived, and what is missing of each pack."""
 
     def __init__(self, pack_sizes: Sequence[int], num_replicas: int) -> None:
@@ -70,7 +70,7 @@ class GradientReducer:
         # Of leaves, by identity: the gradient that was reduced, and one that waits to be added to.
         self._reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._passes: dict[int, _Pass] = {}
+        self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
 
     def begin(self, weights: Sequence[float]) -> None:
@@ -93,10 +93,7 @@ class GradientReducer:
         self._generation = self._mirrors.generation
         for handle in self._handles:
             handle.remove()
-        leaves = self._mirrors.all_leaves[::-1]
-        sizes = [one.primary.nbytes for one in leaves]
-        groups = group_by_bytes(sizes, self._options.bytes_per_pack or BYTES_PER_PACK)
-        self._packs = [[leaves[i] for i in group] for group in groups if group]
+        self._packs = self._group(self._mirrors.all_leaves[::-1])
         self._handles = [
             handle
             for pack, members in enumerate(self._packs)
@@ -105,6 +102,12 @@ class GradientReducer:
             for leaf in one.leaves
             for handle in self._hooks(pack, one, leaf)
         ]
+
+    def _group(self, leaves: Sequence[Leaves]) -> list[list[Leaves]]:
+        """Parts the parameters into packs."""
+        sizes = [one.primary.nbytes for one in leaves]
+        groups = group_by_bytes(sizes, self._options.bytes_per_pack or BYTES_PER_PACK)
+        return [[leaves[i] for i in group] for group in groups if group]
 
     def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
         hooks = [leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(pack, one))]
@@ -125,7 +128,7 @@ class GradientReducer:
                 functools.partial(self._finish, context)
             )
         if current.arrives(pack, one):
-            self._reduce(current, [self._packs[pack]])
+            self._pack_is_full(current, pack)
 
     def after_backward(self, context: ReplicaContext) -> None:
         """After every `backward()` of a replica: one that brought no gradient is a pass too."""
@@ -137,15 +140,22 @@ class GradientReducer:
         """Before a gradient is added to a leaf: keeps what is reduced already apart from it."""
         reduced = self._reduced.get(leaf)
         if leaf.grad is not None and reduced is not None and reduced() is leaf.grad:
-            self._aside[leaf] = leaf.grad
+            self._aside[leaf] = self._kept(leaf.grad)
             leaf.grad = None
 
-    def _pass(self, context: ReplicaContext) -> _Pass:
+    def _kept(self, grad: Tensor) -> Tensor:
+        """Returns a gradient in memory that the next pass does not write to."""
+        return grad
+
+    def close(self) -> None:
+        """Ends what the reducer has started: nothing, where there is one worker."""
+
+    def _pass(self, context: ReplicaContext) -> Pass:
         number = context.notes.get("backwards", 0)
         with self._lock:
             if number not in self._passes:
                 sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
-                self._passes[number] = _Pass(sizes, len(self._devices))
+                self._passes[number] = Pass(sizes, len(self._devices))
             return self._passes[number]
 
     def _finish(self, context: ReplicaContext) -> None:
@@ -153,21 +163,27 @@ class GradientReducer:
         current = self._pass(context)
 
         def work(_: Any) -> list[None]:
-            left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
-            self._reduce(current, left)
-            for one in current.arrived:
+            for one in self._complete(current):
                 one.show_gradient()
             return [None] * len(self._devices)
 
         number = context.notes.get("backwards", 0)
         context.notes.update({"pass": None, "backwards": number + 1, "has_finished": True})
-        context.meeting.meet(
-            context.replica_id_in_sync_group, f"backward() number {number}", None, work
-        )
+        context.meeting.meet(context.local_id, f"backward() number {number}", None, work)
 
-    def _reduce(self, current: _Pass, packs: Sequence[Sequence[Leaves]]) -> None:
+    def _pack_is_full(self, current: Pass, pack: int) -> None:
+        """The last gradient of a pack has come."""
+        self._reduce(current, [self._packs[pack]])
+
+    def _complete(self, current: Pass) -> Iterable[Leaves]:
+        """All backward passes have ended: reduces the rest, and returns what has a gradient."""
+        left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
+        self._reduce(current, left)
+        return current.arrived
+
+    def _reduce(self, current: Pass, packs: Sequence[Sequence[Leaves]]) -> None:
         owners = [one for pack in packs for one in pack if one in current.arrived]
-        present = [(one, _gradients(one.leaves)) for one in owners]
+        present = [(one, gradients_of(one.leaves)) for one in owners]
         for group in _by_layout(present):
             self._reduce_group(group)
         if self._op is not ReduceOp.MEAN:
@@ -177,8 +193,8 @@ class GradientReducer:
     def _bring_back(self, one: Leaves) -> None:
         for leaf in one.leaves:
             before = self._aside.pop(leaf, None)
-            if before is not None and leaf.grad is not None:
-                leaf.grad.add_(before)
+            if before is not None:
+                leaf.grad = before if leaf.grad is None else leaf.grad.add_(before)
             if leaf.grad is not None:
                 self._reduced[leaf] = weakref.ref(leaf.grad)
 
@@ -209,7 +225,7 @@ def _weighted(weight: float, grad: Tensor) -> Tensor:
     return grad * weight if weight else torch.zeros_like(grad)
 
 
-def _gradients(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
+def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
     """Returns the gradient of each replica, with zeros where a replica has none."""
     grads = [leaf.grad for leaf in leaves]
     model = next(grad for grad in grads if grad is not None)

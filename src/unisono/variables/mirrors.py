@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import UnsupportedError
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
+from unisono.reductions import Workers
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
 
@@ -67,8 +69,12 @@ class Mirrors:
         memories: tuple[Hashable, ...],
         places: tuple[torch.device, ...],
         *,
+        workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
+        self._workers = workers
+        # What every worker has of the chief already.
+        self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
@@ -105,7 +111,35 @@ class Mirrors:
     @property
     def is_single(self) -> bool:
         """Whether there is one replica, for which a module can be used as it is."""
-        return len(self._places) == 1
+        return len(self._places) == 1 and not self._workers.are_many
+
+    def share_new(self) -> None:
+        """Gives every worker what the chief has of what is new."""
+        if not self._workers.are_many:
+            return
+        held = (
+            tensor
+            for module in self._primaries()
+            for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
+        )
+        new = [
+            tensor
+            for tensor in held
+            if tensor is not None
+            and not nn.parameter.is_lazy(tensor)
+            and tensor not in self._shared
+        ]
+        self._workers.share(new)
+        for tensor in new:
+            self._shared[tensor] = True
+
+    def is_sparse(self, leaves: Leaves) -> bool:
+        """Whether a parameter has sparse gradients, as far as its modules tell."""
+        return any(
+            raw(module).get("sparse", False)
+            for module in self._modules
+            if any(one is leaves.primary for one in raw(module)["_parameters"].values())
+        )
 
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
         """Returns the leaves of a primary parameter, if it has any."""
@@ -139,6 +173,7 @@ class Mirrors:
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
         if self.is_stale or not all(one.is_current() for one in self._leaves.values()):
+            self.share_new()
             with fit_for_training():
                 self._rebuild()
         for leaves in self._leaves.values():
@@ -256,28 +291,42 @@ class Mirrors:
         """Brings what the replicas have done to their buffers into the primary's.
 
         Floating-point buffers are averaged (the running statistics of batch normalisation), others
-        are taken from replica 0 (its counters). What no replica has written stays as it is.
+        are taken from replica 0 (its counters). What no replica has written stays as it is. With
+        many workers, all must read.
         """
         mirror: Mirror = raw(module)[MIRROR]
         if mirror.runs_read == self.num_runs or not mirror.replicas:
             return
         mirror.runs_read = self.num_runs
-        for name, buffer in raw(module)["_buffers"].items():
-            stamp = mirror.buffers.get(name)
-            if buffer is None or stamp is None or not stamp.fits(buffer):
+        buffers = raw(module)["_buffers"]
+        names = [n for n, b in buffers.items() if b is not None and n in mirror.buffers]
+        names = [name for name in names if mirror.buffers[name].fits(buffers[name])]
+        parts: dict[str, list[Any]] = {
+            name: [clone._buffers[name] for clone in mirror.replicas] for name in names
+        }
+        # torch does not count the writes of its batch normalisation, so the values must tell.
+        written = [
+            any(not torch.equal(part.to(buffers[name].device), buffers[name]) for part in own)
+            for name, own in parts.items()
+        ]
+        for name, is_written in zip(names, self._workers.any_of(written), strict=True):
+            if not is_written:
                 continue
-            parts: list[Any] = [clone._buffers[name] for clone in mirror.replicas]
-            # torch does not count the writes of its batch normalisation, so the values must tell.
-            if all(torch.equal(part.to(buffer.device), buffer) for part in parts):
-                continue
+            buffer = buffers[name]
             with torch.no_grad():
-                buffer.copy_(self._mean(parts) if buffer.is_floating_point() else parts[0])
+                buffer.copy_(self._one_of(parts[name], is_mean=buffer.is_floating_point()))
             # The replicas go on from what was read, as a program that resumes from it does.
             del mirror.buffers[name]
 
-    def _mean(self, parts: list[Tensor]) -> Tensor:
+    def _one_of(self, parts: list[Any], *, is_mean: bool) -> Tensor:
         here = [part.detach().to(self._places[0]) for part in parts]
-        return reduce_batch(ReduceOp.MEAN, [tuple(here)], [1])[0][0]
+        if not is_mean:
+            return self._workers.of_chief(here[0])
+        everybody = [one for own in here for one in self._workers.gather(own)]
+        # Gathered replica by replica, from all workers each time: back to the order of their ids.
+        num_workers = len(everybody) // len(here)
+        ordered = [one for i in range(num_workers) for one in everybody[i::num_workers]]
+        return reduce_batch(ReduceOp.MEAN, [tuple(ordered)], [1])[0][0]
 
     def clear_gradient(self, parameter: Tensor, *, set_to_none: bool) -> None:
         """Clears the gradients that the replicas have of a parameter."""

@@ -18,7 +18,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
-from unisono.values import as_tensor
+from unisono.options import ReduceOp
+from unisono.values import PerReplica, as_tensor
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
 
@@ -32,9 +33,9 @@ def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     def once(_: Any) -> list[Any]:
         # Updates draw no random numbers, so the replica's own need not be looked out for.
         with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
-            return [work()] * context.num_replicas_in_sync
+            return [work()] * context.num_local_replicas
 
-    return context.meeting.meet(context.replica_id_in_sync_group, what, None, once)
+    return context.meeting.meet(context.local_id, what, None, once)
 
 
 class Once:
@@ -69,10 +70,10 @@ class OnceOptimizer(Once):
         for leaves in _leaves(self):
             owners = leaves.leaves
             if context is not None:
-                owners = [leaves.leaves[context.replica_id_in_sync_group]]
+                owners = [leaves.leaves[context.local_id]]
             for owner in owners:
                 clear(owner, set_to_none=set_to_none)
-        if context is None or context.replica_id_in_sync_group == 0:
+        if context is None or context.local_id == 0:
             super().zero_grad(set_to_none)  # type: ignore[misc]
 
     def _update_taken(self, **kwargs: Any) -> Any:
@@ -204,15 +205,19 @@ def _step_with_closures(
             _mirrors_of(optimizer).spread(_parameters(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            return torch.stack([loss.detach().to(losses[0].device) for loss in losses]).mean()
+            given = PerReplica([loss.detach() for loss in losses])
+            mean: Tensor = context.strategy.extended.reduce_to(
+                ReduceOp.MEAN, given, given.devices[0]
+            )
+            return mean
 
         with entered(CrossReplicaContext(context.strategy)):
-            return [optimizer._update(evaluate)] * context.num_replicas_in_sync
+            return [optimizer._update(evaluate)] * context.num_local_replicas
 
     def on_this_replica(meeting: Any) -> Any:
         inner = dataclasses.replace(context, meeting=meeting)
         with entered(inner), torch.enable_grad():
             return closure()
 
-    replica_id = context.replica_id_in_sync_group
+    replica_id = context.local_id
     return context.meeting.meet(replica_id, what, on_this_replica, work)

@@ -114,7 +114,7 @@ def _clone(module: Any) -> nn.Module | None:
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
             "whose replicas would share its parameters. Make it in the scope of the one that runs."
         )
-    return mirror.replicas[context.replica_id_in_sync_group]
+    return mirror.replicas[context.local_id]
 
 
 def _forget(module: Any, name: str) -> None:

@@ -84,7 +84,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        value = cast(self._given(given), dtype)
+        value = self._strategy.extended.workers.of_chief(cast(self._given(given), dtype))
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._strategy.extended.worker_devices
         if not has_strategy():
@@ -128,13 +128,13 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
     def value(self) -> Tensor:
         """Returns what the running code sees: no copy of a component, a new tensor if reduced."""
         replica = self._replica()
-        component: Tensor = self._values[replica.replica_id_in_sync_group if replica else 0]
+        component: Tensor = self._values[replica.local_id if replica else 0]
         if replica is not None or not self._policy.is_on_read:
             return component
         self._policy.check_read()
         op = self._policy.reduce_op
         if op is None:
-            return component
+            return self._strategy.extended.workers.of_chief(component)
         parts = PerReplica.placed(self._values, self.devices)
         reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
         return reduced
@@ -244,11 +244,11 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
         if self._policy.is_local:
-            self._apply(write, {replica.replica_id_in_sync_group: value})
+            self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
-        if isinstance(value, NUMBERS) and replica.num_replicas_in_sync > 1:
+        if isinstance(value, NUMBERS) and replica.num_local_replicas > 1:
             self._policy.check_not_sum(self._what, value)
         elif not isinstance(value, Tensor):
             value = cast(value, self.dtype)
@@ -263,13 +263,15 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
                 f"now write {variable} with {write}."
             )
         op = variable._policy.reduce_op
-        if len(variable._values) == 1:
-            value = PerReplica.placed((value,), variable.devices)
+        workers = variable._strategy.extended.workers
+        if len(variable._values) == 1 or (workers.are_many and not isinstance(value, PerReplica)):
+            value = PerReplica.placed((value,) * len(variable._values), variable.devices)
         if not isinstance(value, PerReplica):
             variable._policy.check_not_sum(variable._what, value)
             variable._apply(write, dict.fromkeys(variable.owners, value))
         elif op is None:
-            variable._apply(write, dict.fromkeys(variable.owners, value.values[0]))
+            first = workers.of_chief(cast(value.values[0], variable.dtype))
+            variable._apply(write, dict.fromkeys(variable.owners, first))
         else:
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
@@ -285,13 +287,18 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
     def _write_all(self, write: Write, given: Any, *, is_rest_allowed: bool = False) -> None:
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
+        extended = self._strategy.extended
+        if extended.workers.are_many:
+            value = extended.workers.of_chief(cast(value, self.dtype))
         num_replicas, num_components = self._strategy.num_replicas_in_sync, len(self._values)
         shares = [value] * num_components
         if write is Write.ASSIGN:
             whole = cast(value, self.dtype)
             if not is_rest_allowed:
                 self._policy.check_shares(whole, num_replicas)
-            shares = self._policy.shares(whole, num_replicas, num_components)
+            first = extended.first_replica_id
+            every = self._policy.shares(whole, num_replicas, num_replicas)
+            shares = every[first : first + num_components]
         self._apply(write, {owner: shares[owner] for owner in self.owners})
 
     @torch.no_grad()
@@ -310,7 +317,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
             return value
         replica = current_replica()
         if replica is not None:
-            return value.select(replica.replica_id_in_sync_group)
+            return value.select(replica.local_id)
         if isinstance(value, Mirrored):
             return value.values[0]
         raise UnsupportedError(

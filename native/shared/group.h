@@ -1,0 +1,146 @@
+// The ranks of one host that share a segment: how they meet, wait for each other, and fail
+// together.
+#pragma once
+
+#include <chrono>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <stdexcept>
+#include <string>
+
+#include "shared/mapping.h"
+#include "shared/members.h"
+#include "shared/story.h"
+#include "shared/waiting.h"
+
+namespace unisono::shared {
+
+// The group is of no more use, on any rank.
+struct Failure : std::exception {
+  Failure(FailureKind kind, Ranks ranks, std::string text)
+      : kind(kind), ranks(std::move(ranks)), text(std::move(text)) {}
+  const char* what() const noexcept override { return text.c_str(); }
+
+  FailureKind kind;
+  Ranks ranks;
+  std::string text;
+};
+
+// The group is closed, or belongs to the process that this one was forked from.
+struct Misuse : std::logic_error {
+  using std::logic_error::logic_error;
+};
+
+// A signal asks this process to stop waiting.
+struct Interrupted {};
+
+class Group {
+ public:
+  // Owns `fd`. `interrupted` is asked a few times a second while a rank waits.
+  Group(int fd, Layout layout, std::size_t rank, std::chrono::nanoseconds timeout,
+        bool (*interrupted)());
+
+  // Meets all others for the first time.
+  void join();
+  // Waits for a collective of another thread of this process, then leaves. May be called twice.
+  void close();
+  // Throws if a rank is lost.
+  void checkHealth();
+  // Ends the group with this story, or with the one that is told already, and throws it.
+  [[noreturn]] void fail(FailureKind kind, const Ranks& ranks, const std::string& text);
+
+  std::size_t rank() const { return rank_; }
+  std::size_t size() const { return size_; }
+  // Whether there are more ranks than cores for them.
+  bool isCrowded() const { return crowded_; }
+  const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
+
+ private:
+  friend class Turn;
+
+  Progress& progress(std::size_t rank) const { return mapping_->block(rank).progress; }
+  bool hasFailed() const;
+  void checkUsable() const;
+  [[noreturn]] void throwRecorded() const;
+  void ring();
+  void publish(std::atomic<std::uint64_t>& count, std::uint64_t value);
+  // Returns when `ready()`; `late(rank)` says who keeps it from being so.
+  template <class Ready, class Late>
+  void wait(const Ready& ready, const Late& late);
+  template <class Late>
+  Ranks ranksThatAre(const Late& late) const;
+  std::unique_lock<std::timed_mutex> lock();
+  void compareCalls();
+
+  const std::shared_ptr<Mapping> mapping_;
+  const std::size_t rank_;
+  const std::size_t size_;
+  const std::chrono::nanoseconds timeout_;
+  bool (*const interrupted_)();
+  Members members_;
+  std::timed_mutex mutex_;
+  std::atomic<bool> closed_ = false;
+  bool crowded_ = true;  // until all cores are known
+  std::uint64_t number_ = 0;
+  std::uint64_t chunks_ = 0;  // of all calls before
+  Clock::time_point deadline_;
+};
+
+// One collective call. It holds the group; unless it is finished, its end is that of the group.
+class Turn {
+ public:
+  Turn(Group& group, const Call& call);
+  ~Turn();
+  Turn(const Turn&) = delete;
+  Turn& operator=(const Turn&) = delete;
+
+  // Chunks are counted from 0 in each call. A chunk may be staged before meet().
+  std::byte* slot(std::size_t rank, std::size_t chunk) const;
+  void awaitFreeSlot(std::size_t chunk);
+  void staged(std::size_t chunk);
+  void served(std::size_t chunk);
+  void awaitStaged(std::size_t chunk);
+  void awaitStagedBy(std::size_t rank, std::size_t chunk);
+  void awaitServed(std::size_t chunk);
+  // Returns when `count`, which others raise, is `value`.
+  void awaitCount(std::atomic<std::uint64_t>& count, std::uint64_t value);
+  void raise(std::atomic<std::uint64_t>& count, std::uint64_t difference);
+
+  // Returns when all ranks have come and make the same call.
+  void meet();
+  // Likewise; the last to come does `work` while the others wait. For crowded groups.
+  template <class Work>
+  void meetAfter(const Work& work);
+  // Whether the terms of all ranks lie at one place of their arenas.
+  bool isAtOnePlace() const;
+  const Call& callOf(std::size_t rank) const;
+
+  void finish(std::size_t num_chunks);
+
+ private:
+  void arrive();
+
+  Group& group_;
+  const std::unique_lock<std::timed_mutex> lock_;
+  const std::uint64_t number_;
+  const std::uint64_t first_chunk_;
+  std::uint64_t num_staged_ = 0;
+  bool arrived_ = false;
+  bool finished_ = false;
+};
+
+template <class Work>
+void Turn::meetAfter(const Work& work) {
+  arrive();
+  Control& control = group_.mapping_->control();
+  if (control.arrivals.value.fetch_add(1) + 1 == number_ * group_.size_) {
+    group_.compareCalls();
+    work();
+    group_.publish(control.met.value, number_);
+  } else {
+    awaitCount(control.met.value, number_);
+  }
+}
+
+}  // namespace unisono::shared

@@ -1,0 +1,128 @@
+// What lies where in the segment that the ranks of a group share. All zeros is its first state.
+//
+//   Control | RankBlock for each rank | slots of each rank | arena of each rank
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+#include "kernels.h"
+
+namespace unisono::shared {
+
+inline constexpr std::size_t kMaxRanks = 256;
+inline constexpr std::size_t kMaxDims = 15;
+inline constexpr std::size_t kMaxCores = 1024;
+// Through a slot data go in chunks; three let one be filled while one is summed and one is emptied.
+inline constexpr std::size_t kNumSlots = 3;
+inline constexpr std::size_t kSlotBytes = std::size_t{1} << 20;
+inline constexpr std::size_t kLine = 64;
+// Processors fetch cache lines in pairs.
+inline constexpr std::size_t kApart = 2 * kLine;
+inline constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+
+constexpr std::size_t roundUp(std::size_t bytes, std::size_t unit) {
+  return (bytes + unit - 1) / unit * unit;
+}
+
+enum class Kind : std::uint8_t {
+  none,
+  join,
+  all_reduce,
+  reduce_scatter,
+  all_gather,
+  gather,
+  broadcast,
+  barrier,
+  allocate,
+};
+
+// What must be the same on every rank. `elements` and `shape_hash` are 0 where shapes may differ.
+struct Header {
+  Kind kind = Kind::none;
+  Op op = Op::sum;
+  std::uint16_t root = 0;
+  std::uint32_t dtype = 0;  // as DLPack writes it: code, bits, lanes
+  std::uint64_t num_terms = 0;
+  std::uint64_t divisor = 0;
+  std::uint64_t elements = 0;
+  std::uint64_t shape_hash = 0;
+
+  bool operator==(const Header&) const = default;
+};
+
+struct Call {
+  Header header;
+  std::uint64_t place = 0;  // stands for where the terms lie in the arena; 0: elsewhere
+  std::uint64_t num_dims = 0;
+  std::int64_t dims[kMaxDims] = {};
+};
+
+// Counts of calls and chunks since the start. Read by all, written by its rank.
+struct alignas(kApart) Progress {
+  std::atomic<std::uint64_t> arrived;  // calls that it has begun
+  std::atomic<std::uint64_t> staged;   // chunks that it has put into its slots
+  std::atomic<std::uint64_t> served;   // chunks of which it needs nothing more from other slots
+};
+
+enum class Presence : std::uint32_t { absent, present, left };
+
+struct alignas(kApart) Identity {
+  std::atomic<Presence> presence;
+  std::int32_t pid;
+  std::uint64_t pid_namespace;
+  std::atomic<std::uint64_t> finished;  // calls
+  std::uint64_t cores[kMaxCores / 64];  // on which it may run
+};
+
+struct RankBlock {
+  Progress progress;
+  // A rank may begin the next call while others still read this one, but not the next but one.
+  alignas(kApart) Call calls[2];
+  Identity identity;
+};
+
+enum class FailureKind : std::uint32_t { none, lost, timeout, unequal };
+
+// The first failure is that of all.
+struct alignas(kApart) FailureRecord {
+  enum State : std::uint32_t { none, being_written, complete };
+  static constexpr std::size_t kMaxText = 8192;
+
+  std::atomic<std::uint32_t> state;
+  FailureKind kind;
+  std::uint64_t ranks[kMaxRanks / 64];
+  std::uint64_t length;
+  char text[kMaxText];
+};
+
+struct alignas(kApart) Counter {
+  std::atomic<std::uint64_t> value;
+};
+
+struct Control {
+  FailureRecord failure;
+  alignas(kApart) std::atomic<std::uint32_t> bell;  // a futex
+  std::atomic<std::uint32_t> sleepers;
+  Counter arrivals;     // of all ranks in all calls
+  Counter met;          // calls to which all have come
+  Counter claimed[2];   // pieces of reductions inside the arena, for odd and even ones
+  Counter finished[2];  // likewise
+};
+
+struct Layout {
+  std::size_t size;
+  std::size_t arena_bytes;
+
+  static constexpr std::size_t blocksAt() { return roundUp(sizeof(Control), kHugePageBytes); }
+  constexpr std::size_t slotsAt() const {
+    return roundUp(blocksAt() + size * sizeof(RankBlock), kHugePageBytes);
+  }
+  constexpr std::size_t arenasAt() const {
+    return roundUp(slotsAt() + size * kNumSlots * kSlotBytes, kHugePageBytes);
+  }
+  constexpr std::size_t bytes() const { return arenasAt() + size * arena_bytes; }
+};
+
+}  // namespace unisono::shared

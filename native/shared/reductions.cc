@@ -1,0 +1,284 @@
+#include "shared/reductions.h"
+
+#include <algorithm>
+#include <bit>
+#include <vector>
+
+#include "instruction_set.h"
+
+namespace unisono::shared {
+namespace {
+
+// Up to this much from all ranks together, everybody sums everything: one meeting instead of two.
+constexpr std::size_t kOneShotBytes = 64 << 10;
+// Where ranks share cores, the last to come sums for all: a meeting costs turns of the scheduler.
+constexpr std::size_t kOneShotCrowdedBytes = 256 << 10;
+// Read and written in one rank's arena at a time.
+constexpr std::size_t kPieceBytes = 128 << 10;
+
+std::byte* at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+
+// One reduction as one rank sees it.
+class Shape {
+ public:
+  Shape(const Group& group, const KernelTable& table, const Header& header, const Terms& terms)
+      : group(group),
+        terms(terms),
+        kernel(table.kernels[static_cast<std::size_t>(header.op)]
+                            [static_cast<std::size_t>(terms.dtype)]),
+        divisor(header.divisor),
+        element_bytes(elementBytes(terms.dtype)),
+        // 2, 4, 8, ... neighbours are a subtree of the whole tree and can be summed ahead, but not
+        // halves: they would be rounded twice.
+        folds(std::has_single_bit(terms.data.size()) && terms.dtype > DType::bfloat16),
+        num_parts(folds ? 1 : terms.data.size()) {}
+
+  std::size_t bytes() const { return terms.num_elements * element_bytes; }
+  void* const* firstTerm() const { return terms.data.data(); }
+
+  void reduce(std::span<const void* const> inputs, std::span<void* const> outputs,
+              std::size_t count) const {
+    kernel(
+        {inputs.data(), inputs.size(), outputs.data(), outputs.size(), 0, count, divisor, false});
+  }
+
+  // Writes elements of the own terms to `area`, a part after another.
+  void stage(std::size_t begin, std::size_t count, std::byte* area, std::size_t part_bytes) const {
+    std::vector<const void*> inputs;
+    for (void* term : terms.data) inputs.push_back(at(term, begin * element_bytes));
+    const std::size_t inputs_a_part = inputs.size() / num_parts;
+    for (std::size_t part = 0; part < num_parts; ++part) {
+      void* output = area + part * part_bytes;
+      kernel({inputs.data() + part * inputs_a_part, inputs_a_part, &output, 1, 0, count, 0, false});
+    }
+  }
+
+  const Group& group;
+  const Terms& terms;
+  const Kernel kernel;
+  const std::size_t divisor;
+  const std::size_t element_bytes;
+  const bool folds;
+  const std::size_t num_parts;
+};
+
+void oneShot(Turn& turn, const Shape& shape) {
+  const std::size_t part_bytes = roundUp(shape.bytes(), kLine);
+  const std::size_t count = shape.terms.num_elements;
+  turn.awaitFreeSlot(0);
+  shape.stage(0, count, turn.slot(shape.group.rank(), 0), part_bytes);
+  turn.staged(0);
+  std::vector<const void*> inputs;
+  inputs.reserve(shape.group.size() * shape.num_parts);
+  for (std::size_t rank = 0; rank < shape.group.size(); ++rank) {
+    for (std::size_t part = 0; part < shape.num_parts; ++part) {
+      inputs.push_back(turn.slot(rank, 0) + part * part_bytes);
+    }
+  }
+  if (shape.group.isCrowded()) {
+    void* total = turn.slot(0, 0);
+    turn.meetAfter([&] { shape.reduce(inputs, {&total, 1}, count); });
+    const void* input = total;
+    shape.kernel({&input, 1, shape.firstTerm(), 1, 0, count, 0, false});
+  } else {
+    turn.meet();
+    shape.reduce(inputs, {shape.firstTerm(), 1}, count);
+  }
+  turn.finish(1);
+}
+
+// Each rank has a part of the elements. A chunk holds the next piece of every part, and the slot
+// has an area for each: rank r sums area r of all slots.
+class TwoShot {
+ public:
+  TwoShot(Turn& turn, const Shape& shape, std::size_t unit, void* scattered)
+      : turn_(turn),
+        shape_(shape),
+        rank_(shape.group.rank()),
+        size_(shape.group.size()),
+        unit_(unit),
+        scattered_(scattered),
+        part_bytes_(kSlotBytes / (size_ * shape.num_parts) / kLine * kLine),
+        piece_(part_bytes_ / shape.element_bytes) {
+    std::size_t longest = 0;
+    for (std::size_t owner = 0; owner < size_; ++owner) {
+      longest = std::max(longest, startOf(owner + 1) - startOf(owner));
+    }
+    num_chunks_ = std::max<std::size_t>(1, (longest + piece_ - 1) / piece_);
+  }
+
+  std::size_t numChunks() const { return num_chunks_; }
+
+  void stage(std::size_t chunk) {
+    turn_.awaitFreeSlot(chunk);
+    for (std::size_t owner = 0; owner < size_; ++owner) {
+      if (owner == rank_ && readsOwnTerms()) continue;
+      const auto [begin, count] = pieceOf(owner, chunk);
+      shape_.stage(begin, count, areaOf(rank_, owner, chunk), part_bytes_);
+    }
+    turn_.staged(chunk);
+  }
+
+  // Chunk 0 is staged before.
+  void run() {
+    for (std::size_t chunk = 0; chunk < num_chunks_; ++chunk) {
+      if (chunk + 1 < num_chunks_) stage(chunk + 1);
+      turn_.awaitStaged(chunk);
+      reduce(chunk);
+      turn_.served(chunk);
+      if (chunk > 0) collect(chunk - 1);
+    }
+    collect(num_chunks_ - 1);
+  }
+
+ private:
+  struct Piece {
+    std::size_t begin;
+    std::size_t count;
+  };
+
+  std::size_t startOf(std::size_t owner) const {
+    return shape_.terms.num_elements / unit_ * owner / size_ * unit_;
+  }
+
+  Piece pieceOf(std::size_t owner, std::size_t chunk) const {
+    const std::size_t end = startOf(owner + 1);
+    const std::size_t begin = std::min(startOf(owner) + chunk * piece_, end);
+    return {begin, std::min(piece_, end - begin)};
+  }
+
+  std::byte* areaOf(std::size_t rank, std::size_t owner, std::size_t chunk) const {
+    return turn_.slot(rank, chunk) + owner * shape_.num_parts * part_bytes_;
+  }
+
+  bool readsOwnTerms() const { return shape_.num_parts == shape_.terms.data.size(); }
+
+  // Results go where the peers' terms were read: those cache lines are here already.
+  void reduce(std::size_t chunk) {
+    const auto [begin, count] = pieceOf(rank_, chunk);
+    inputs_.clear();
+    outputs_.clear();
+    for (std::size_t rank = 0; rank < size_; ++rank) {
+      std::byte* area = areaOf(rank, rank_, chunk);
+      for (std::size_t part = 0; part < shape_.num_parts; ++part) {
+        const bool own = rank == rank_ && readsOwnTerms();
+        inputs_.push_back(own ? at(shape_.terms.data[part], begin * shape_.element_bytes)
+                              : area + part * part_bytes_);
+      }
+      if (scattered_ == nullptr && rank != rank_) outputs_.push_back(area);
+    }
+    const std::size_t offset = (begin - startOf(rank_)) * shape_.element_bytes;
+    outputs_.push_back(scattered_ != nullptr
+                           ? at(scattered_, offset)
+                           : at(*shape_.firstTerm(), begin * shape_.element_bytes));
+    shape_.reduce(inputs_, outputs_, count);
+  }
+
+  // Fetches what the peers have put into the own slot.
+  void collect(std::size_t chunk) {
+    if (scattered_ != nullptr) return;
+    turn_.awaitServed(chunk);
+    for (std::size_t owner = 0; owner < size_; ++owner) {
+      if (owner == rank_) continue;
+      const auto [begin, count] = pieceOf(owner, chunk);
+      const void* input = areaOf(rank_, owner, chunk);
+      void* output = at(*shape_.firstTerm(), begin * shape_.element_bytes);
+      shape_.kernel({&input, 1, &output, 1, 0, count, 0, false});
+    }
+  }
+
+  Turn& turn_;
+  const Shape& shape_;
+  const std::size_t rank_;
+  const std::size_t size_;
+  const std::size_t unit_;
+  void* const scattered_;
+  const std::size_t part_bytes_;
+  const std::size_t piece_;
+  std::size_t num_chunks_;
+  std::vector<const void*> inputs_;
+  std::vector<void*> outputs_;
+};
+
+// Sums in the arenas themselves. Whoever is on a core takes the next piece.
+void reduceInArena(Turn& turn, ArenaTurns& turns, const Shape& shape) {
+  const Mapping& mapping = *shape.group.mapping();
+  Control& control = mapping.control();
+  const std::size_t parity = turns.count % 2;
+  const std::size_t piece = kPieceBytes / shape.element_bytes;
+  const std::size_t num_pieces = (shape.terms.num_elements + piece - 1) / piece;
+  std::vector<const void*> inputs(shape.group.size() * shape.terms.data.size());
+  std::vector<void*> outputs(shape.group.size());
+  std::uint64_t num_done = 0;
+  for (;; ++num_done) {
+    const std::size_t index = control.claimed[parity].value.fetch_add(1) - turns.claimed[parity];
+    if (index >= num_pieces) break;
+    const std::size_t begin = index * piece;
+    for (std::size_t rank = 0, i = 0; rank < shape.group.size(); ++rank) {
+      const std::ptrdiff_t shift = mapping.arena(rank) - mapping.arena(shape.group.rank());
+      for (void* term : shape.terms.data) {
+        inputs[i++] = static_cast<std::byte*>(term) + shift + begin * shape.element_bytes;
+      }
+      outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + shift;
+    }
+    shape.reduce(inputs, outputs, std::min(piece, shape.terms.num_elements - begin));
+  }
+  turn.raise(control.finished[parity].value, num_done);
+  ++turns.count;
+  // Each rank claims one piece in vain.
+  turns.claimed[parity] += num_pieces + shape.group.size();
+  turns.finished[parity] += num_pieces;
+  turn.awaitCount(control.finished[parity].value, turns.finished[parity]);
+}
+
+// Stands for the offsets of all terms in the arena of this rank; 0 if a term lies elsewhere.
+std::uint64_t placeOf(const Group& group, const Terms& terms, std::size_t bytes) {
+  const Mapping& mapping = *group.mapping();
+  const std::byte* arena = mapping.arena(group.rank());
+  std::uint64_t place = 1;
+  for (void* term : terms.data) {
+    const auto* data = static_cast<const std::byte*>(term);
+    if (data < arena || data + bytes > arena + mapping.layout().arena_bytes) return 0;
+    place = place * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(data - arena) + 1;
+  }
+  return place;
+}
+
+}  // namespace
+
+bool fitsSlots(std::size_t size, std::size_t num_terms) {
+  return size * num_terms * kLine <= kSlotBytes;
+}
+
+void allReduce(Group& group, const KernelTable& table, ArenaTurns& turns, Call call,
+               const Terms& terms) {
+  const Shape shape(group, table, call.header, terms);
+  const std::size_t limit = group.isCrowded() ? kOneShotCrowdedBytes : kOneShotBytes;
+  const bool small = shape.bytes() * shape.num_parts * group.size() <= limit;
+  call.place = small ? 0 : placeOf(group, terms, shape.bytes());
+  Turn turn(group, call);
+  if (small) return oneShot(turn, shape);
+  TwoShot two_shot(turn, shape, 1, nullptr);
+  if (call.place == 0) two_shot.stage(0);
+  turn.meet();
+  if (turn.isAtOnePlace()) {
+    reduceInArena(turn, turns, shape);
+    return turn.finish(0);
+  }
+  if (call.place != 0) two_shot.stage(0);
+  two_shot.run();
+  turn.finish(two_shot.numChunks());
+}
+
+void reduceScatter(Group& group, const KernelTable& table, const Call& call, const Terms& terms,
+                   std::size_t unit, void* result) {
+  const Shape shape(group, table, call.header, terms);
+  Turn turn(group, call);
+  TwoShot two_shot(turn, shape, unit, result);
+  two_shot.stage(0);
+  turn.meet();
+  two_shot.run();
+  turn.finish(two_shot.numChunks());
+}
+
+}  // namespace unisono::shared

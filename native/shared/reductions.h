@@ -1,0 +1,38 @@
+// All-reduce and reduce-scatter between the ranks of a group.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+
+#include "kernels.h"
+#include "shared/group.h"
+
+namespace unisono::shared {
+
+// The terms of one rank, of which every rank has as many. The order of all is that of the ranks.
+struct Terms {
+  DType dtype;
+  std::size_t num_elements;
+  std::span<void* const> data;
+};
+
+// What every rank keeps of the group between reductions, the same on all.
+struct ArenaTurns {
+  std::uint64_t count = 0;
+  std::uint64_t claimed[2] = {0, 0};
+  std::uint64_t finished[2] = {0, 0};
+};
+
+// Whether slots can hold a piece of every term of every rank.
+bool fitsSlots(std::size_t size, std::size_t num_terms);
+
+// Combines all terms into the first term of each rank. `call` says the same in its header.
+void allReduce(Group& group, const KernelTable& table, ArenaTurns& turns, Call call,
+               const Terms& terms);
+
+// Combines all terms and writes the part of this rank, in units of `unit` elements, to `result`.
+void reduceScatter(Group& group, const KernelTable& table, const Call& call, const Terms& terms,
+                   std::size_t unit, void* result);
+
+}  // namespace unisono::shared

@@ -1,0 +1,148 @@
+"""The right communicator for where the ranks are."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from unisono.communicators.communicator import Communicator
+from unisono.communicators.hierarchical import HierarchicalCommunicator
+from unisono.communicators.hosts import Layout, host_identity
+from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.shared_memory import SharedMemoryCommunicator
+from unisono.communicators.staging import StagedCommunicator
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
+from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.communicators.watch import Watch
+from unisono.errors import JobMismatchError
+from unisono.kernels import native_core
+from unisono.options import CommunicationImplementation
+
+_log = logging.getLogger(__name__)
+
+
+def connect(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    timeout_seconds: float | None = None,
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO,
+    host: str | None = None,
+) -> Communicator:
+    """Connects the ranks of a job, each of which calls this, and returns what suits them.
+
+        one rank                             nothing to connect
+        all ranks on one host                shared memory
+        several hosts with as many ranks     shared memory inside a host, Gloo between
+        otherwise, or without a native core  Gloo between all ranks
+
+    `RING` is Gloo between all ranks. GPU tensors travel through host memory, or with `NCCL` through
+    NCCL.
+
+    Args:
+        store: Where the ranks meet. One store, or one prefix of it, serves one call.
+        rank: Which rank this is.
+        size: How many there are.
+        timeout_seconds: How long a collective may wait for others; five minutes if not given.
+        implementation: Who carries the collectives.
+        host: The address that other hosts reach this one by; found out if not given.
+    """
+    if size == 1:
+        return IdentityCommunicator()
+    timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+    layout, have_memory = _survey(store, rank, size, implementation, timeout)
+    ring = CommunicationImplementation.RING
+    link = _Link(store, rank, size, timeout, host)
+    if implementation is ring or not have_memory:
+        why = "asked for" if implementation is ring else "not every rank has a native core"
+        chosen: Communicator = link.flat()
+    elif len(layout.hosts) == 1:
+        why = "all ranks are on one host"
+        chosen = SharedMemoryCommunicator(store, rank, size, timeout_seconds=timeout)
+    elif layout.is_regular and len(layout.hosts) < size:
+        why = f"ranks by host are {layout}"
+        chosen = link.hierarchical(layout)
+    else:
+        why = f"ranks by host are {layout}, which is no equal number of neighbours on each"
+        chosen = link.flat()
+    if torch.cuda.is_available():
+        chosen = StagedCommunicator(chosen)
+    if implementation is CommunicationImplementation.NCCL:
+        chosen = NcclCommunicator(chosen, store, timeout_seconds=timeout)
+    _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, why)
+    return chosen
+
+
+def _survey(
+    store: Store,
+    rank: int,
+    size: int,
+    implementation: CommunicationImplementation,
+    timeout_seconds: float,
+) -> tuple[Layout, bool]:
+    """Returns where the ranks are, and whether all of them can share memory."""
+    core = "native" if native_core().kernel is not None else "torch"
+    own = f"{implementation.value}/{core}/{host_identity()}"
+    prefixed = PrefixStore("survey", store)
+    said = say_to_all(prefixed, rank, size, own, timeout_seconds=timeout_seconds)
+    wanted, cores, identities = zip(*(text.split("/", 2) for text in said), strict=True)
+    if odd := [other for other in range(size) if wanted[other] != implementation.value]:
+        raise JobMismatchError(
+            f"All ranks must ask for one implementation, got {list(wanted)} by rank. Give every "
+            "worker the same `CommunicationOptions`.",
+            odd,
+        )
+    return Layout.of(identities), set(cores) == {"native"}
+
+
+class _Link:
+    """What it takes to make communicators that reach other hosts."""
+
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout_seconds: float, host: str | None
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._timeout_seconds = timeout_seconds
+        self._host = host
+
+    def flat(self) -> Communicator:
+        """Gloo between all ranks."""
+        return TorchDistributedCommunicator(
+            PrefixStore("flat", self._store),
+            self._rank,
+            self._size,
+            timeout_seconds=self._timeout_seconds,
+            host=self._host,
+        )
+
+    def hierarchical(self, layout: Layout) -> Communicator:
+        """Shared memory inside a host, and Gloo between ranks of one position on each."""
+        number, position = layout.place(self._rank)
+        inside = SharedMemoryCommunicator(
+            PrefixStore(f"host {number}", self._store),
+            position,
+            len(layout.hosts[number]),
+            timeout_seconds=self._timeout_seconds,
+        )
+        watch = Watch(
+            PrefixStore("watch", self._store),
+            self._rank,
+            self._size,
+            timeout_seconds=self._timeout_seconds,
+        )
+        between = TorchDistributedCommunicator(
+            PrefixStore(f"position {position}", self._store),
+            number,
+            len(layout.hosts),
+            timeout_seconds=self._timeout_seconds,
+            host=self._host,
+            watch=watch,
+            names=[ranks[position] for ranks in layout.hosts],
+        )
+        return HierarchicalCommunicator(inside, between, layout, watch)

@@ -1,0 +1,198 @@
+"""Several hosts with several ranks each: one communicator inside a host, another between hosts.
+
+                       between hosts, for n bytes, H hosts of L ranks
+    all_reduce  small  2 (H - 1) / H n, by the first rank of each host
+                large  2 (H - 1) / H n, by all ranks of a host, each for its part
+
+A host adds up its own terms first only where they are a whole branch of the tree of all terms: if
+its terms are 2, 4, 8, ... many. Otherwise its first rank brings them to the others one by one,
+which takes more bytes and gives the same bits. Half precision travels as float32 once it is a sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.headers import Header, ranks_in_words
+from unisono.communicators.hosts import Layout
+from unisono.communicators.watch import Watch
+from unisono.errors import CommunicationError
+from unisono.kernels import wide_dtype
+from unisono.options import ReduceOp
+
+# From here on every rank carries its part between hosts; below, the first rank carries all.
+_PARTS_BYTES = 1 << 20
+
+
+class HierarchicalCommunicator(Communicator):
+    """Ranks on several hosts, each with as many ranks, which follow each other.
+
+    Args:
+        inside: Connects the ranks of this host, in order.
+        between: Connects the ranks that have the same position on each host, by host.
+        layout: The ranks of all hosts.
+        watch: The watch over all ranks; closed with this communicator.
+    """
+
+    def __init__(
+        self, inside: Communicator, between: Communicator, layout: Layout, watch: Watch
+    ) -> None:
+        assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
+        super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
+        self._inside = inside
+        self._between = between
+        self._layout = layout
+        self._watch = watch
+        self._sequence = 0
+
+    @property
+    def name(self) -> str:
+        """In words, what carries the collectives."""
+        return (
+            f"{self._inside.name} inside {len(self._layout.hosts)} hosts, {self._between.name} "
+            "between them"
+        )
+
+    def takes(self, device: torch.device) -> bool:
+        """What both communicators take."""
+        return self._inside.takes(device) and self._between.takes(device)
+
+    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
+        """Combines all terms of all ranks into the first term of each rank."""
+        header = Header.of_terms("all_reduce", self._sequence + 1, op, terms, count)
+        flat = [term.detach().view(-1) for term in terms]
+        if op is ReduceOp.MEAN and count is None:
+            count = self.size * len(terms)
+        with self._collective(header):
+            if not _is_power_of_two(self._inside.size * len(terms)):
+                self._reduce_one_by_one(op, flat, count)
+            elif flat[0].nbytes < _PARTS_BYTES:
+                self._reduce_by_first_rank(op, flat, count)
+            else:
+                self._reduce_by_parts(op, flat, count)
+
+    def _reduce_by_first_rank(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        sums = _widened(terms)
+        self._inside.all_reduce(_without_division(op), sums)
+        if self._inside.rank == 0:
+            self._between.all_reduce(op, sums[:1], count)
+        self._inside.broadcast(sums[0])
+        if sums[0] is not terms[0]:
+            terms[0].copy_(sums[0])
+
+    def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        part = self._inside.reduce_scatter(_without_division(op), _widened(terms))
+        self._between.all_reduce(op, [part], count)
+        parts = self._inside.all_gather(part.to(terms[0].dtype))
+        torch.cat(parts, out=terms[0])
+
+    def _reduce_one_by_one(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        gathered = self._inside.gather(torch.stack(terms))
+        if gathered is not None:
+            all_terms = [term for of_rank in gathered for term in of_rank]
+            self._between.all_reduce(op, all_terms, count)
+            terms[0].copy_(all_terms[0])
+        self._inside.broadcast(terms[0])
+
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        """Combines all terms, and returns the part of this rank in the flattened result.
+
+        It moves as much as `all_reduce`.
+        """
+        copies = [term.detach().clone() for term in terms]
+        self.all_reduce(op, copies, count)
+        total = copies[0].view(-1)
+        return total[slice_of(self.rank, self.size, len(total))].clone()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks, by rank."""
+        own = tensor.detach().contiguous()
+        with self._collective(Header.of_tensor("all_gather", self._sequence + 1, own)):
+            by_host = self._between.all_gather(own)
+            return [one for same in by_host for one in self._inside.all_gather(same)]
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Returns the tensors of all ranks on `root`, and None elsewhere."""
+        self.check_root(root)
+        own = tensor.detach().contiguous()
+        host, position = self._layout.place(root)
+        with self._collective(Header.of_tensor("gather", self._sequence + 1, own, root)):
+            by_host = self._between.gather(own, host)
+            if by_host is None:
+                return None
+            gathered = [self._inside.gather(same, position) for same in by_host]
+            return [one for found in gathered if found is not None for one in found] or None
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites the contiguous `tensor` with that of `root`."""
+        self.check_root(root)
+        host, position = self._layout.place(root)
+        with self._collective(Header.of_tensor("broadcast", self._sequence + 1, tensor, root)):
+            if self._inside.rank == position:
+                self._between.broadcast(tensor, host)
+            self._inside.broadcast(tensor, position)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        with self._collective(Header("barrier", self._sequence + 1)):
+            self._inside.barrier()
+            if self._inside.rank == 0:
+                self._between.barrier()
+            self._inside.barrier()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Returns bytes from which collectives inside a host need not copy."""
+        return self._inside.allocate(num_bytes)
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
+        self._watch.check_health()
+
+    def close(self) -> None:
+        """Leaves, and gives back memory, connections and threads. May be called twice."""
+        self._inside.close()
+        self._between.close()
+        self._watch.close()
+
+    @contextmanager
+    def _collective(self, header: Header) -> Iterator[None]:
+        self._sequence += 1
+        with self._watch.collective(header):
+            try:
+                yield
+            except CommunicationError as error:
+                # Told before the others see this rank leave, so that they know why.
+                known = self._watch.published(self._named_globally(error))
+                self._inside.close()
+                self._between.close()
+                raise known from error
+
+    def _named_globally(self, error: CommunicationError) -> CommunicationError:
+        # What `between` raises has gone through the watch, which knows the ranks of all hosts.
+        if error is self._watch.failure:
+            return error
+        ranks = self._layout.hosts[self._between.rank]
+        return type(error)(
+            f"Among {ranks_in_words(ranks)}, which are on one host and counted from 0 there: "
+            f"{error}",
+            [ranks[rank] for rank in error.ranks],
+        )
+
+
+def _widened(terms: list[Tensor]) -> list[Tensor]:
+    return [term.to(wide_dtype(term.dtype)) for term in terms]
+
+
+def _without_division(op: ReduceOp) -> ReduceOp:
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number & (number - 1) == 0

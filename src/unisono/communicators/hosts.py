@@ -1,0 +1,58 @@
+"""Which ranks are on one host, really: not by its name, which several may share."""
+
+from __future__ import annotations
+
+import os
+import platform
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+def host_identity() -> str:
+    """Returns a text that two processes share if they can share memory and signs of life.
+
+    That takes one boot of one kernel, one user, the same namespaces and the same /dev/shm.
+    Containers and network namespaces of one machine count as hosts of their own.
+    """
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if not boot.exists():
+        return f"{platform.node()} {uuid.getnode()} {os.getuid()}"
+    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "ipc", "pid")]
+    memory = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else None
+    return " ".join([boot.read_text().strip(), *namespaces, str(memory), str(os.getuid())])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The ranks by host, hosts in the order of their first rank."""
+
+    hosts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, identities: Sequence[str]) -> Layout:
+        """Groups ranks, given the host of each."""
+        hosts: dict[str, list[int]] = {}
+        for rank, identity in enumerate(identities):
+            hosts.setdefault(identity, []).append(rank)
+        return cls(tuple(map(tuple, hosts.values())))
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return sum(map(len, self.hosts))
+
+    @property
+    def is_regular(self) -> bool:
+        """Whether every host has as many ranks, and ranks of one host follow each other."""
+        in_order = [rank for host in self.hosts for rank in host]
+        return in_order == list(range(self.size)) and len(set(map(len, self.hosts))) == 1
+
+    def place(self, rank: int) -> tuple[int, int]:
+        """Returns the number of the host of `rank`, and its position there."""
+        host = next(number for number, ranks in enumerate(self.hosts) if rank in ranks)
+        return host, self.hosts[host].index(rank)
+
+    def __str__(self) -> str:
+        return " | ".join(", ".join(map(str, host)) for host in self.hosts)

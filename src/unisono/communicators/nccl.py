@@ -1,0 +1,183 @@
+"""GPU tensors through NCCL, one GPU a rank; everything else through another communicator."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS
+from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
+from unisono.kernels import divide, tree_reduce, wide_dtype
+from unisono.options import ReduceOp
+
+_LOOK_SECONDS = 1.0
+
+
+class NcclCommunicator(Communicator):
+    """NCCL for GPU tensors, and `on_host` for host tensors and to agree on what is called.
+
+    NCCL adds in an order of its own, so sums of floating point numbers may differ in the last bits
+    from those of other communicators; they are the same on all ranks. Sums of half precision are
+    rounded at every step. What NCCL has no number for goes through `on_host`.
+
+    Args:
+        on_host: Connects the same ranks, and takes both host and GPU tensors.
+        store: Where the ranks find each other's NCCL.
+        timeout_seconds: How long a collective may take.
+    """
+
+    def __init__(
+        self,
+        on_host: Communicator,
+        store: Store,
+        *,
+        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
+    ) -> None:
+        if not (torch.cuda.is_available() and distributed.is_nccl_available()):
+            raise UnsupportedError(
+                f"NCCL needs a GPU and a torch that was built with it; torch {torch.__version__} "
+                f"sees {torch.cuda.device_count()} GPUs. Use the implementation AUTO or RING."
+            )
+        super().__init__(on_host.rank, on_host.size)
+        self._on_host = on_host
+        self._timeout_seconds = timeout_seconds
+        self._sequence = 0
+        make: Any = distributed.ProcessGroupNCCL
+        options = make.Options()
+        options._timeout = timedelta(seconds=timeout_seconds)
+        self._group = make(PrefixStore("nccl", store), self.rank, self.size, options)
+
+    @property
+    def name(self) -> str:
+        """In words, what carries the collectives."""
+        return f"NCCL for GPU tensors, {self._on_host.name} for others"
+
+    def takes(self, device: torch.device) -> bool:
+        """Host memory and GPUs."""
+        return self._on_host.takes(device)
+
+    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
+        """Combines all terms of all ranks into the first term of each rank."""
+        if not _nccl_adds(terms[0]):
+            return self._on_host.all_reduce(op, terms, count)
+        header = Header.of_terms("all_reduce", self._sequence + 1, op, terms, count)
+        self._agree(header)
+        total = self._sum_of_own(op, terms)
+        self._run(header, lambda: self._group.allreduce([total], _nccl_op(op)))
+        if op is ReduceOp.MEAN:
+            total = divide(total, count or self.size * len(terms), total.dtype)
+        terms[0].detach().copy_(total)
+        return None
+
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        """Combines all terms, and returns the part of this rank in the flattened result."""
+        copies = [term.detach().clone() for term in terms]
+        self.all_reduce(op, copies, count)
+        total = copies[0].view(-1)
+        return total[slice_of(self.rank, self.size, len(total))].clone()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks, by rank."""
+        if not tensor.is_cuda:
+            return self._on_host.all_gather(tensor)
+        own = tensor.detach().contiguous()
+        header = Header.of_tensor("all_gather", self._sequence + 1, own)
+        headers = self._agree(header)
+        gathered = [own.new_empty(other.shape) for other in headers]
+        gathered[self.rank].copy_(own)
+        for root, one in enumerate(gathered):
+            if one.numel():
+                self._broadcast(header, one, root)
+        return gathered
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Returns the tensors of all ranks on `root`, and None elsewhere."""
+        return self._on_host.gather(tensor, root)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites the contiguous `tensor` with that of `root`."""
+        self.check_root(root)
+        if not tensor.is_cuda:
+            return self._on_host.broadcast(tensor, root)
+        header = Header.of_tensor("broadcast", self._sequence + 1, tensor, root)
+        self._agree(header)
+        return self._broadcast(header, tensor.detach(), root)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._on_host.barrier()
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
+        self._on_host.check_health()
+
+    def close(self) -> None:
+        """Leaves, and gives back memory, connections and threads. May be called twice."""
+        if self._group is not None:
+            self._group.abort()
+            self._group = None
+        self._on_host.close()
+
+    def _agree(self, header: Header) -> list[Header]:
+        """Returns the headers of all ranks: NCCL must not begin where they differ."""
+        if self._group is None:
+            raise CommunicationError(f"{header} was called on a communicator that is closed.")
+        self._sequence += 1
+        own = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        told = self._on_host.all_gather(own)
+        headers = [Header.decode(one[:HEADER_BYTES].numpy().tobytes()) for one in told]
+        check_agreement(dict(enumerate(headers)))
+        return headers
+
+    def _broadcast(self, header: Header, tensor: Tensor, root: int) -> None:
+        options = distributed.BroadcastOptions()
+        options.rootRank = root
+        raw = tensor.view(-1).view(torch.uint8)
+        self._run(header, lambda: self._group.broadcast([raw], options))
+
+    def _run(self, header: Header, begin: Callable[[], Any]) -> None:
+        """Waits for NCCL with an eye on the other ranks, which it would not notice to be gone."""
+        work = begin()
+        deadline = time.monotonic() + self._timeout_seconds
+        look = time.monotonic() + _LOOK_SECONDS
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                raise WorkerTimeoutError(
+                    f"Rank {self.rank} waited {self._timeout_seconds:g} s for NCCL in {header}. "
+                    "Look at the GPUs and the network; raise `timeout_seconds` if they are slow."
+                )
+            if time.monotonic() > look:
+                self._on_host.check_health()
+                look = time.monotonic() + _LOOK_SECONDS
+            time.sleep(0)
+        work.wait()
+
+    def _sum_of_own(self, op: ReduceOp, terms: Sequence[Tensor]) -> Tensor:
+        sum_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        own = terms[0].detach().clone() if len(terms) == 1 else tree_reduce(sum_op, terms)
+        # A mean of half precision is divided before it is rounded.
+        return own.to(wide_dtype(own.dtype)) if op is ReduceOp.MEAN else own
+
+
+def _nccl_adds(tensor: Tensor) -> bool:
+    known = (torch.int8, torch.uint8, torch.int32, torch.int64)
+    is_number = tensor.dtype.is_floating_point or tensor.dtype in known
+    return tensor.is_cuda and is_number
+
+
+def _nccl_op(op: ReduceOp) -> Any:
+    options: Any = distributed.AllreduceOptions()
+    ops: Any = distributed.ReduceOp
+    named = {ReduceOp.MIN: ops.MIN, ReduceOp.MAX: ops.MAX, ReduceOp.PROD: ops.PRODUCT}
+    options.reduceOp = named.get(op, ops.SUM)
+    return options

@@ -1,0 +1,253 @@
+"""Collectives between the processes of one host, through memory that they share."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.segment import Host, Segment, create_segment, receive_segment
+from unisono.errors import (
+    CommunicationError,
+    ContextError,
+    UnequalCollectivesError,
+    UnsupportedError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from unisono.kernels import check_replicas, divide, native_core, tree_reduce, wide_dtype
+from unisono.options import ReduceOp
+
+if TYPE_CHECKING:
+    from unisono._native import SharedGroup
+
+_MAX_RANKS = 256
+_PAGE_BYTES = 2 << 20
+# In the order that the native core knows them.
+_OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD)
+_ERRORS: dict[str, type[CommunicationError]] = {
+    "lost": WorkerLostError,
+    "timeout": WorkerTimeoutError,
+    "unequal": UnequalCollectivesError,
+}
+
+
+class SharedMemoryCommunicator(Communicator):
+    """Ranks that are processes of one host and share memory.
+
+    Every rank makes it at the same time. A rank that ends is noticed within two seconds, one that
+    does not come within `timeout_seconds`; then the communicator ends on all ranks with the same
+    error. It belongs to the process that made it, not to forked children. Threads of a process may
+    share it: it does one collective after the other.
+
+    Tensors that are contiguous are read and written in place. Others are copied first, and the
+    result is copied back.
+
+    Args:
+        store: Through which the ranks find each other, for example a `torch.distributed.TCPStore`.
+        rank: Which rank this process is.
+        size: How many ranks there are.
+        timeout_seconds: How long to wait for other ranks, at the start and in each collective.
+        key: Under which the ranks look for each other in the store. Communicators that are made at
+            the same time need keys of their own.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float = 300.0,
+        key: str = "unisono/shared_memory",
+    ) -> None:
+        if not 0 <= rank < size <= _MAX_RANKS:
+            raise UnsupportedError(
+                f"`rank` must be from 0 to `size - 1` and `size` at most {_MAX_RANKS}, got rank "
+                f"{rank} and size {size}."
+            )
+        super().__init__(rank, size)
+        self._timeout_seconds = timeout_seconds
+        self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
+        # Looked up once: a tiny collective takes half a microsecond.
+        self._all_reduce = self._group.all_reduce
+        self._group.join()
+
+    def _invite(self, store: Store, key: str) -> SharedGroup:
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        # All ranks allocate as much, so none can ever use more than its share of the host.
+        arena_bytes = memory // self.size // _PAGE_BYTES * _PAGE_BYTES
+        fd = create_segment(_native_group().segment_bytes(self.size, arena_bytes))
+        segment = Segment(fd, arena_bytes)
+        group = self._enter(segment)
+        host = Host(store, key, self.size)
+        try:
+            host.hand_out(segment, self._timeout_seconds, group.check_health)
+        except CommunicationError as error:
+            # Those who have come hear of it.
+            kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
+            with contextlib.suppress(CommunicationError):
+                group.fail(kind, str(error), error.ranks)
+            raise
+        return group
+
+    def _follow(self, store: Store, key: str) -> SharedGroup:
+        segment = receive_segment(store, key, self.rank, self.size, self._timeout_seconds)
+        return self._enter(segment)
+
+    def _enter(self, segment: Segment) -> SharedGroup:
+        return _native_group()(
+            *(torch.Tensor, _OPS, _raise_failure),
+            *(segment.fd, self.rank, self.size, segment.arena_bytes, self._timeout_seconds),
+        )
+
+    @property
+    def name(self) -> str:
+        """In words, what carries the collectives."""
+        return "shared memory"
+
+    def takes(self, device: torch.device) -> bool:
+        """Returns whether tensors on `device` can be given."""
+        return device.type == "cpu"
+
+    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
+        """Combines all terms of all ranks into the first term of each rank."""
+        if self._all_reduce(op, terms, count) is not None:
+            total = self._combine(op, terms, count)
+            terms[0].detach().copy_(total)
+
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        """Combines all terms, and returns the part of this rank in the flattened result."""
+        part = self._group.reduce_scatter(op, terms, count)
+        if isinstance(part, Tensor):
+            return part
+        total = self._combine(op, terms, count).flatten()
+        return total[slice_of(self.rank, self.size, total.numel())].clone()
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all ranks, by rank. Their shapes may differ, but no dtype."""
+        tensors = self._gather(tensor, None)
+        assert tensors is not None
+        return tensors
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        """Returns the tensors of all ranks on `root`, and None elsewhere."""
+        return self._gather(tensor, self._check_root(root))
+
+    def _gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | None:
+        tensors = self._group.gather(tensor, root)
+        if isinstance(tensors, str):
+            tensors = self._group.gather(_plain(tensor), root)
+        if isinstance(tensors, str):
+            raise _refusal("gathered", tensor, tensors)
+        return tensors
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        """Overwrites `tensor` with that of `root`."""
+        if self._group.broadcast(tensor, self._check_root(root)) is None:
+            return
+        plain = _plain(tensor)
+        refusal = self._group.broadcast(plain, root)
+        if refusal is not None:
+            raise _refusal("broadcast", tensor, refusal)
+        tensor.detach().copy_(plain)
+
+    def barrier(self) -> None:
+        """Returns when every rank has called it."""
+        self._group.barrier()
+
+    def allocate(self, num_bytes: int) -> Tensor:
+        """Returns bytes from which collectives need not copy. Every rank must ask for as many.
+
+        They are given back with the last tensor and the communicator, not before.
+        """
+        try:
+            return self._group.allocate(num_bytes)
+        except MemoryError:
+            raise MemoryError(
+                f"{num_bytes} bytes were asked for on each of {self.size} ranks, more than is left "
+                "of the memory of this host. Allocate once and use it again."
+            ) from None
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
+        self._group.check_health()
+
+    def close(self) -> None:
+        """Leaves. Tensors that were allocated stay good. May be called twice."""
+        self._group.close()
+
+    def _check_root(self, root: int) -> int:
+        if 0 <= root < self.size:
+            return root
+        raise UnsupportedError(f"`root` must be a rank from 0 to {self.size - 1}, got {root}.")
+
+    def _combine(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None) -> Tensor:
+        """Reduces what the native core does not take as it is."""
+        _check_terms(op, terms)
+        plain = [_plain(term) for term in terms]
+        refusal = self._all_reduce(op, plain, count)
+        if refusal is None:
+            return plain[0]
+        dtype = plain[0].dtype
+        if not dtype.is_complex:
+            raise _refusal("reduced", plain[0], refusal)
+        # The native core knows complex numbers as pairs, which products are not.
+        gathered = self.all_gather(torch.stack([term.to(wide_dtype(dtype)) for term in plain]))
+        everything = [term for terms_of_rank in gathered for term in terms_of_rank]
+        if op is not ReduceOp.MEAN:
+            return tree_reduce(op, everything).to(dtype)
+        return divide(tree_reduce(ReduceOp.SUM, everything), count or len(everything), dtype)
+
+
+def _native_group() -> type[SharedGroup]:
+    core = native_core()
+    if core.kernel is not None:
+        from unisono import _native
+
+        if hasattr(_native, "SharedGroup"):
+            return _native.SharedGroup
+    raise UnsupportedError(
+        "Shared memory between processes needs Linux and the native core, and what is here is "
+        f"{core.status}. Use another communicator."
+    )
+
+
+def _raise_failure(kind: str, text: str, ranks: list[int]) -> NoReturn:
+    if kind == "misuse":
+        raise ContextError(text)
+    raise _ERRORS[kind](text, ranks)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
+    ReduceOp.check(op)
+    if not terms:
+        raise UnsupportedError("`terms` must hold at least one tensor, got none.")
+    check_replicas(op, terms, "The value")
+    first = terms[0]
+    if first.layout is not torch.strided or first.device.type != "cpu":
+        raise _refusal("reduced", first, "is not dense and on the CPU")
+    if op is ReduceOp.MEAN and not (first.dtype.is_floating_point or first.dtype.is_complex):
+        raise UnsupportedError(
+            f"The value is {first.dtype}, and a mean of integers has another dtype. Convert it, "
+            "for example to torch.float32, or sum and divide."
+        )
+
+
+def _refusal(what: str, tensor: Tensor, reason: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"A {tensor.dtype} tensor of shape {tuple(tensor.shape)} on {tensor.device} cannot be "
+        f"{what} through shared memory: it {reason}. Give a dense CPU tensor."
+    )

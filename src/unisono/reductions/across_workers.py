@@ -1,0 +1,181 @@
+"""Reductions over the replicas of many workers: inside each worker first, then between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.communicators import Communicator, all_reduce_sparse
+from unisono.devices import Device, this_machine
+from unisono.kernels import check_replicas, divide, result_dtype, wide_dtype
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import group_by_bytes
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.destinations import Destinations
+from unisono.values import PerReplica, as_tensor, concatenate, is_sparse
+
+# Large enough that there are few collectives, small enough to be gone from no cache in between.
+_BYTES_PER_PACK = 16 << 20
+
+
+class AcrossWorkers(CrossDeviceOps):
+    """Reduces over the replicas of all workers, which call the same reductions in one order.
+
+    Args:
+        local: What reduces between the devices of this worker.
+        communicator: Connects the workers.
+        devices: The devices of this worker's replicas.
+    """
+
+    reads_values = True
+
+    def __init__(
+        self, local: CrossDeviceOps, communicator: Communicator, devices: tuple[Device, ...]
+    ) -> None:
+        self._local = local
+        self.communicator = communicator
+        self._devices = devices
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: Any,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Result:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        pairs = [(per_replica_value, destinations)]
+        return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """See `CrossDeviceOps.batch_reduce_implementation`."""
+        values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
+        results: dict[int, Tensor] = {}
+        dense = [i for i, tensors in enumerate(values) if not all(map(is_sparse, tensors))]
+        for members in self._packs(values, dense, options):
+            results.update(zip(members, self._reduce(reduce_op, values, members), strict=True))
+        for i, tensors in enumerate(values):
+            if i not in results:
+                results[i] = self._reduce_sparse(reduce_op, tensors)
+        return [
+            self._deliver(results[i], destinations)
+            for i, (_, destinations) in enumerate(value_destination_pairs)
+        ]
+
+    def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
+        """See `CrossDeviceOps.broadcast_implementation`: a copy inside this worker."""
+        return self._local.broadcast_implementation(tensor, destinations)
+
+    def _read(self, op: ReduceOp, value: Any) -> list[Tensor]:
+        tensors = tuple(as_tensor(component).detach() for component in value.values)
+        check_replicas(op, tensors, "The value")
+        if any(map(is_sparse, tensors)) and not all(map(is_sparse, tensors)):
+            return [tensor.to_dense() for tensor in tensors]
+        return list(tensors)
+
+    def _packs(
+        self, values: list[list[Tensor]], dense: list[int], options: CommunicationOptions
+    ) -> list[list[int]]:
+        """Groups values that travel together, which have one dtype."""
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i in dense:
+            by_dtype.setdefault(values[i][0].dtype, []).append(i)
+        limit = options.bytes_per_pack or _BYTES_PER_PACK
+        return [
+            [members[place] for place in group]
+            for members in by_dtype.values()
+            for group in group_by_bytes([values[i][0].nbytes for i in members], limit)
+            if group
+        ]
+
+    def _reduce(self, op: ReduceOp, values: list[list[Tensor]], members: list[int]) -> list[Tensor]:
+        """Reduces the values of one pack."""
+        tensors = [values[i] for i in members]
+        dtype = tensors[0][0].dtype
+        num_replicas = len(tensors[0]) * self.communicator.size
+        is_mean_of_integers = op is ReduceOp.MEAN and result_dtype(op, dtype) != dtype
+        sent = ReduceOp.SUM if is_mean_of_integers else op
+        terms = _as_packs(self._terms(sent, tensors))
+        self.communicator.all_reduce(sent, terms, num_replicas if sent is ReduceOp.MEAN else None)
+        total = terms[0]
+        if is_mean_of_integers:
+            total = divide(total, num_replicas, dtype)
+        sizes = [own[0].numel() for own in tensors]
+        parts = total.to(result_dtype(op, dtype)).split(sizes)
+        if len(parts) > 1:
+            parts = tuple(part.clone() for part in parts)
+        return [part.view(own[0].shape) for part, own in zip(parts, tensors, strict=True)]
+
+    def _terms(self, op: ReduceOp, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
+        """Returns what this worker brings of each value, term by term, where it can be sent.
+
+        Replicas are combined here as far as they are whole subtrees of the sum over all workers.
+        """
+        num_replicas = len(tensors[0])
+        together = replicas_in_a_term(num_replicas)
+        dtype = tensors[0][0].dtype
+        place = self.place(tensors[0][0].device)
+        terms = []
+        for first in range(0, num_replicas, together):
+            parts = [own[first : first + together] for own in tensors]
+            if together > 1:
+                wide = [[part.to(wide_dtype(dtype)) for part in own] for own in parts]
+                parts = [[total] for total in self._combine(op, wide)]
+            # Collectives write where they read, and what a replica gave stays as it is.
+            is_own = together > 1
+            terms.append([own[0].to(place, copy=not is_own).contiguous() for own in parts])
+        return terms
+
+    def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
+        """Combines replicas of this worker without rounding to a narrow dtype."""
+        devices = self._devices[: len(values[0])]
+        target = Destinations(devices[:1])
+        pairs = [(PerReplica.placed(tuple(own), devices), target) for own in values]
+        results = self._local.batch_reduce(_undivided(op), pairs)
+        return [result for result in results if isinstance(result, Tensor)]
+
+    def place(self, device: torch.device) -> torch.device:
+        """Returns where a tensor must be for the workers to exchange it."""
+        return device if self.communicator.takes(device) else torch.device("cpu")
+
+    def _reduce_sparse(self, op: ReduceOp, tensors: list[Tensor]) -> Tensor:
+        place = self.place(tensors[0].device)
+        total = concatenate(_undivided(op), [tensor.to(place) for tensor in tensors])
+        return all_reduce_sparse(
+            self.communicator, op, total, len(tensors) * self.communicator.size
+        )
+
+    def _deliver(self, total: Tensor, destinations: Destinations) -> Result:
+        machine = this_machine()
+        first, *others = (machine.torch_device(device) for device in destinations.devices)
+        copies = (total.to(first), *(total.to(other, copy=True) for other in others))
+        return mirrored(copies, destinations)
+
+
+def replicas_in_a_term(num_replicas: int) -> int:
+    """Returns how many neighbours of a worker's replicas are a whole subtree on every worker.
+
+    >>> [replicas_in_a_term(num_replicas) for num_replicas in (1, 2, 3, 4, 6)]
+    [1, 2, 1, 4, 2]
+    """
+    return num_replicas & -num_replicas
+
+
+def _undivided(op: ReduceOp) -> ReduceOp:
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
+def _as_packs(terms: list[list[Tensor]]) -> list[Tensor]:
+    """Puts the values of each term end to end."""
+    return [
+        own[0].view(-1) if len(own) == 1 else torch.cat([tensor.view(-1) for tensor in own])
+        for own in terms
+    ]

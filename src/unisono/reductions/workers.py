@@ -1,0 +1,77 @@
+"""What the workers of a strategy tell each other beside reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.communicators import Communicator
+from unisono.options import ReduceOp
+from unisono.values import is_sparse
+
+
+class Workers:
+    """All workers, of which this is one. Alone it has nobody to tell anything.
+
+    Args:
+        communicator: Connects the workers; the chief is its rank 0.
+    """
+
+    def __init__(self, communicator: Communicator) -> None:
+        self.communicator = communicator
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there is another worker."""
+        return self.communicator.size > 1
+
+    def share(self, tensors: Sequence[Tensor]) -> None:
+        """Overwrites the tensors of all workers with those of the chief."""
+        if not self.are_many:
+            return
+        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for group in by_kind.values():
+            pack = torch.cat([tensor.detach().reshape(-1) for tensor in group]).to(self._place)
+            self.communicator.broadcast(pack)
+            sizes = [tensor.numel() for tensor in group]
+            for tensor, part in zip(group, pack.split(sizes), strict=True):
+                tensor.detach().copy_(part.view(tensor.shape))
+
+    def of_chief(self, tensor: Tensor) -> Tensor:
+        """Returns what the chief has where this worker has `tensor`."""
+        if not self.are_many:
+            return tensor
+        if is_sparse(tensor):
+            indices = self.communicator.all_gather(tensor._indices().to(self._place))[0]
+            values = self.communicator.all_gather(tensor._values().to(self._place))[0]
+            return torch.sparse_coo_tensor(
+                indices, values, tensor.shape, device=tensor.device, check_invariants=False
+            )
+        copy = tensor.detach().clone()
+        self.share([copy])
+        return copy
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns the tensors of all workers, whose shapes may differ, where this one's is."""
+        if not self.are_many:
+            return [tensor]
+        gathered = self.communicator.all_gather(tensor.detach().to(self._place))
+        return [one.to(tensor.device) for one in gathered]
+
+    def any_of(self, flags: Sequence[bool]) -> list[bool]:
+        """Returns for each flag whether it is set on some worker."""
+        if not self.are_many or not flags:
+            return list(flags)
+        given = torch.tensor(flags, dtype=torch.uint8)
+        self.communicator.all_reduce(ReduceOp.MAX, [given])
+        return [bool(flag) for flag in given]
+
+    @property
+    def _place(self) -> torch.device:
+        # Small and seldom: the host's memory is served by every communicator but pure NCCL.
+        host = torch.device("cpu")
+        return host if self.communicator.takes(host) else torch.device("cuda")

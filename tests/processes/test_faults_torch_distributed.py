@@ -1,0 +1,286 @@
+"""What survivors raise when a rank dies, stops, never comes or calls something else."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from processes.harness import Ranks, run_ranks
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from unisono.communicators.communicator import Communicator
+from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.errors import CommunicationError
+from unisono.options import ReduceOp
+
+SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
+TIMEOUT = 6.0
+Outcome = tuple[str, str, tuple[int, ...], float]
+
+
+def make(store: Store, rank: int, size: int, prefix: str, timeout: float = TIMEOUT) -> Communicator:
+    return TorchDistributedCommunicator(
+        PrefixStore(prefix, store), rank, size, timeout_seconds=timeout
+    )
+
+
+def outcome(call: Callable[[], Any]) -> Outcome:
+    """The error that `call` must raise: its type, message and ranks, and when it came."""
+    start = time.monotonic()
+    try:
+        call()
+    except CommunicationError as error:
+        return type(error).__name__, str(error), error.ranks, time.monotonic() - start
+    raise AssertionError("nothing was raised")
+
+
+def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
+def summed(communicator: Communicator) -> float:
+    total = torch.tensor(10.0**communicator.rank)
+    communicator.all_reduce(SUM, [total])
+    return total.item()
+
+
+def left_behind(before: tuple[int, int]) -> str | None:
+    """In words, what is here that was not before, after a moment."""
+    deadline = time.monotonic() + 3
+    while (now := descriptors_and_threads()) > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return None if now <= before else f"{before} became {now} (descriptors, threads)"
+
+
+def descriptors_and_threads() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+
+def fail_and_build_again(
+    store: Store, rank: int, size: int
+) -> dict[str, tuple[Outcome, float, str | None]]:
+    """Makes every fault on a communicator of its own, each time with another one after it."""
+    results = {}
+    with make(store, rank, size, "warm-up") as communicator:
+        communicator.barrier()
+    for fault, call in FAULTS.items():
+        before = descriptors_and_threads()
+        communicator = make(store, rank, size, fault)
+        summed(communicator)
+        raised = outcome(lambda call=call, communicator=communicator: call(communicator))
+        start = time.monotonic()
+        communicator.close()
+        communicator.close()
+        assert time.monotonic() - start < 3, "close took long"
+        left = left_behind(before)
+        with make(store, rank, size, f"{fault}, again") as communicator:
+            results[fault] = raised, summed(communicator), left
+            communicator.barrier()
+    return results
+
+
+def other_shape(communicator: Communicator) -> None:
+    communicator.all_reduce(SUM, [ones(3, 4) if communicator.rank else ones(100_000, 5)])
+
+
+def other_dtype(communicator: Communicator) -> None:
+    dtype = torch.float64 if communicator.rank == 1 else torch.float32
+    communicator.reduce_scatter(SUM, [ones(5, dtype=dtype)])
+
+
+def other_op(communicator: Communicator) -> None:
+    communicator.all_reduce(MEAN if communicator.rank == 1 else SUM, [ones(5)])
+
+
+def other_order(communicator: Communicator) -> None:
+    calls = [communicator.barrier, lambda: communicator.broadcast(ones(2))]
+    for call in calls if communicator.rank == 1 else calls[::-1]:
+        call()
+
+
+def other_root(communicator: Communicator) -> None:
+    communicator.gather(ones(2), root=communicator.rank)
+
+
+FAULTS: dict[str, Callable[[Communicator], None]] = {
+    "other shape": other_shape,
+    "other dtype": other_dtype,
+    "other op": other_op,
+    "other order": other_order,
+    "other root": other_root,
+}
+SAID = {
+    "other shape": ((0,), ["rank 0", "(100000, 5)", "ranks 1 and 2", "(3, 4)"]),
+    "other dtype": ((1,), ["ranks 0 and 2", "float32", "rank 1", "float64"]),
+    "other op": ((1,), ["ranks 0 and 2", "sum of", "rank 1", "mean of"]),
+    "other order": ((1,), ["broadcast number 2 from rank 0", "rank 1", "barrier number 2"]),
+    "other root": ((0, 1, 2), ["gather number 2 to rank 0", "gather number 2 to rank 2"]),
+}
+
+
+def test_unequal_calls_are_told_on_every_rank_and_another_communicator_works() -> None:
+    for results in run_ranks(3, fail_and_build_again):
+        for fault, ((kind, message, at_fault, seconds), total, left) in results.items():
+            ranks, words = SAID[fault]
+            assert kind == "UnequalCollectivesError"
+            assert at_fault == ranks
+            assert [word for word in words if word not in message] == []
+            assert seconds < 3
+            assert total == 111.0
+            assert left is None
+
+
+def survive(store: Store, rank: int, size: int, timeout: float) -> tuple[Outcome, float]:
+    """Loses rank 1 in the second collective, and goes on with the others."""
+    communicator = make(store, rank, size, "first", timeout)
+    summed(communicator)
+    store.set(f"ready/{rank}", "")
+    if rank == 1:
+        time.sleep(600)
+    raised = outcome(lambda: summed(communicator))
+    communicator.close()
+    left = rank - (rank > 1)
+    with make(store, left, size - 1, "second") as communicator:
+        total = summed(communicator)
+        communicator.barrier()
+    return raised, total
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(sign: signal.Signals) -> None:
+    with Ranks(3, survive, 8.0) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)])
+        os.kill(ranks.processes[1].pid or 0, sign)
+        results = ranks.results(40, of=(0, 2))
+
+    for (kind, message, at_fault, seconds), total in results.values():
+        assert kind == "WorkerLostError"
+        assert at_fault == (1,)
+        assert "rank 1" in message
+        assert "all_reduce number 2" in message
+        assert seconds < 8
+        assert total == 11.0
+
+
+def wait_in_vain(store: Store, rank: int, size: int) -> list[Outcome]:
+    """Rank 1 never makes the second call, though it lives."""
+    with make(store, rank, size, "first", 2.0) as communicator:
+        summed(communicator)
+        if rank == 1:
+            time.sleep(4)
+        return [outcome(lambda: summed(communicator))]
+
+
+def test_a_worker_that_does_not_call_is_named_with_what_each_was_doing() -> None:
+    for ((kind, message, ranks, seconds),) in run_ranks(3, wait_in_vain):
+        assert kind == "WorkerTimeoutError"
+        assert ranks == (1,)
+        assert "waited 2 s in all_reduce number 2: sum of 1 float32 tensor" in message
+        assert "rank 1: between collectives, after number 1" in message
+        assert seconds < 4
+
+
+def never_come(store: Store, rank: int, size: int) -> Outcome:
+    return outcome(lambda: make(store, rank, size, "first", 2.0))
+
+
+def test_a_worker_that_never_came_is_named() -> None:
+    with Ranks(3, never_come, skip=(1,)) as ranks:
+        results = ranks.results()
+
+    for kind, message, at_fault, seconds in results.values():
+        assert (kind, at_fault) == ("WorkerTimeoutError", (1,))
+        assert "for rank 1 of 3 to start" in message
+        assert seconds < 4
+
+
+def leave_early(store: Store, rank: int, size: int) -> Outcome | None:
+    with make(store, rank, size, "first") as communicator:
+        summed(communicator)
+        return None if rank == 1 else outcome(communicator.barrier)
+
+
+def test_a_worker_that_closed_is_named() -> None:
+    results = run_ranks(3, leave_early)
+
+    for result in (results[0], results[2]):
+        kind, message, at_fault, seconds = result
+        assert (kind, at_fault) == ("WorkerLostError", (1,))
+        assert "has closed its communicator" in message
+        assert seconds < TIMEOUT
+
+
+def interrupt(store: Store, rank: int, size: int) -> Outcome | str:
+    with make(store, rank, size, "first", 30.0) as communicator:
+        summed(communicator)
+        if rank == 1:
+            time.sleep(3)
+            return outcome(communicator.barrier)
+        if rank == 2:
+            return outcome(communicator.barrier)
+        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
+        try:
+            communicator.barrier()
+        except KeyboardInterrupt:
+            return "interrupted"
+    return "not interrupted"
+
+
+def test_ctrl_c_ends_a_wait_and_the_others_are_told() -> None:
+    first, *others = run_ranks(3, interrupt)
+
+    assert first == "interrupted"
+    for kind, message, ranks, seconds in others:
+        assert (kind, ranks) == ("WorkerLostError", (0,))
+        assert "Rank 0 left barrier number 2 with KeyboardInterrupt" in message
+        assert seconds < 10
+
+
+def ask_for_health(store: Store, rank: int, size: int) -> Outcome | None:
+    with make(store, rank, size, "first") as communicator:
+        communicator.check_health()
+        summed(communicator)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        return outcome(communicator.check_health)
+
+
+def test_health_is_answered_without_a_collective() -> None:
+    with Ranks(3, ask_for_health) as ranks:
+        results = ranks.results()
+
+    assert sorted(results) == [0, 2]
+    for kind, message, at_fault, seconds in results.values():
+        assert (kind, at_fault) == ("WorkerLostError", (1,))
+        assert "rank 1" in message
+        assert seconds < TIMEOUT
+
+
+def come_twice(store: Store, rank: int, size: int) -> Outcome:
+    return outcome(lambda: make(store, 0, 2 + rank, "first", 2.0))
+
+
+def test_a_rank_that_comes_twice_is_told() -> None:
+    results = run_ranks(2, come_twice)
+
+    assert sorted(kind for kind, *_ in results) == ["JobMismatchError", "WorkerTimeoutError"]
+
+
+def count_differently(store: Store, rank: int, size: int) -> Outcome:
+    return outcome(lambda: make(store, rank, size + rank, "first", 3.0))
+
+
+def test_ranks_that_count_differently_are_told() -> None:
+    first, second = run_ranks(2, count_differently)
+
+    assert first[0] == "JobMismatchError"
+    assert "Rank 0 counts 2 ranks, but rank 1 counts 3" in first[1]
+    assert second[0] == "WorkerTimeoutError"

@@ -1,0 +1,318 @@
+"""What the ranks say when one of them is lost, late, or does something else."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from processes.harness import Ranks, run_ranks
+from torch.distributed import HashStore, Store
+
+from unisono.communicators.shared_memory import SharedMemoryCommunicator
+from unisono.errors import (
+    CommunicationError,
+    ContextError,
+    JobMismatchError,
+    UnequalCollectivesError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+from unisono.kernels import native_core
+from unisono.options import ReduceOp
+
+pytestmark = pytest.mark.skipif(
+    native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
+)
+
+
+class Report(NamedTuple):
+    """An error as another process can tell it."""
+
+    kind: type[BaseException]
+    text: str
+    ranks: tuple[int, ...]
+    seconds: float
+
+
+def report(call: Callable[[], object]) -> Report:
+    began = time.monotonic()
+    try:
+        call()
+    except (CommunicationError, ContextError, KeyboardInterrupt) as error:
+        ranks = getattr(error, "ranks", ())
+        return Report(type(error), str(error), ranks, time.monotonic() - began)
+    raise AssertionError("the call ended well")
+
+
+def join(store: Store, rank: int, size: int, **options: Any) -> SharedMemoryCommunicator:
+    return SharedMemoryCommunicator(store, rank, size, **{"timeout_seconds": 20, **options})
+
+
+def wait_for_lost_rank(store: Store, rank: int, size: int) -> tuple[Report, Report, float]:
+    with join(store, rank, size) as communicator:
+        communicator.all_reduce(ReduceOp.SUM, [torch.ones(3)])
+        if rank == 1:
+            store.set("ready", "")
+            time.sleep(60)
+        tensor = torch.ones(4, 3)
+        first = report(lambda: communicator.all_reduce(ReduceOp.MAX, [tensor]))
+        again = report(communicator.barrier)
+    survivor = rank - (rank > 1)
+    with join(store, survivor, size - 1, key="second") as communicator:
+        tensor = torch.ones(1)
+        communicator.all_reduce(ReduceOp.SUM, [tensor])
+    return first, again, tensor.item()
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_killed_rank_is_named_within_two_seconds(size: int) -> None:
+    with Ranks(size, wait_for_lost_rank) as ranks:
+        ranks.store.wait(["ready"])
+        kill(ranks, 1, signal.SIGKILL)
+        results = ranks.results()
+
+    assert sorted(results) == [rank for rank in range(size) if rank != 1]
+    for first, again, total in results.values():
+        assert first.kind is WorkerLostError
+        assert first.ranks == (1,)
+        assert first.seconds < 2.5
+        assert "all_reduce(max) of float32[4, 3]" in first.text
+        assert "had finished call 1, all_reduce(sum) of float32[3]" in first.text
+        assert again.text == first.text
+        assert again.seconds < 0.1
+        assert total == size - 1
+    assert len({first.text for first, _, _ in results.values()}) == 1
+
+
+def kill(ranks: Ranks, rank: int, number: signal.Signals) -> None:
+    pid = ranks.processes[rank].pid
+    assert pid is not None
+    os.kill(pid, number)
+
+
+def reduce_for_ever(store: Store, rank: int, size: int, num_elements: int) -> Report:
+    communicator = join(store, rank, size)
+    tensor = communicator.allocate(4 * num_elements).view(torch.float32)
+    others = torch.ones(num_elements)
+
+    def reduce() -> None:
+        while True:
+            communicator.all_reduce(ReduceOp.SUM, [tensor])
+            communicator.all_reduce(ReduceOp.SUM, [others])
+            store.set("ready", "")
+
+    return report(reduce)
+
+
+@pytest.mark.parametrize("num_elements", [1, 2_000_000])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_rank_killed_in_a_collective_is_noticed(size: int, num_elements: int) -> None:
+    with Ranks(size, reduce_for_ever, num_elements) as ranks:
+        ranks.store.wait(["ready"])
+        time.sleep(0.05)
+        kill(ranks, size - 1, signal.SIGKILL)
+        began = time.monotonic()
+        results = ranks.results()
+        seconds = time.monotonic() - began
+
+    assert seconds < 2.5
+    assert {(r.kind, r.ranks) for r in results.values()} == {(WorkerLostError, (size - 1,))}
+
+
+def wait_for_stopped_rank(store: Store, rank: int, size: int) -> Report:
+    communicator = join(store, rank, size, timeout_seconds=1.5)
+    if rank == 1:
+        store.set("ready", "")
+        time.sleep(60)
+    return report(communicator.barrier)
+
+
+def test_a_stopped_rank_is_named_after_the_timeout() -> None:
+    with Ranks(3, wait_for_stopped_rank) as ranks:
+        ranks.store.wait(["ready"])
+        kill(ranks, 1, signal.SIGSTOP)
+        with pytest.raises(AssertionError, match="Rank 1 has not ended"):
+            ranks.results(timeout=6)
+        results = ranks.results_so_far
+
+    assert sorted(results) == [0, 2]
+    for result in results.values():
+        assert result.kind is WorkerTimeoutError
+        assert result.ranks == (1,)
+        assert "stopped by a signal" in result.text
+        assert "waited 1.5 s for rank 1" in result.text
+        assert 1 < result.seconds < 4
+
+
+CALLS: dict[str, Callable[[SharedMemoryCommunicator], object]] = {
+    "sum": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(4)]),
+    "another shape": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(2, 2)]),
+    "another length": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(1_000_000)]),
+    "another dtype": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(4, dtype=torch.int32)]),
+    "another operation": lambda c: c.all_reduce(ReduceOp.MAX, [torch.ones(4)]),
+    "another divisor": lambda c: c.all_reduce(ReduceOp.MEAN, [torch.ones(4)], 7),
+    "more terms": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(4), torch.ones(4)]),
+    "in the arena": lambda c: c.allocate(7),
+    "another collective": lambda c: c.barrier(),
+    "gather": lambda c: c.all_gather(torch.ones(4)),
+    "broadcast": lambda c: c.broadcast(torch.ones(4), 0),
+}
+WORDS = {
+    "sum": "all_reduce(sum) of float32[4]",
+    "another shape": "all_reduce(sum) of float32[2, 2]",
+    "another length": "all_reduce(sum) of float32[1000000]",
+    "another dtype": "all_reduce(sum) of int32[4]",
+    "another operation": "all_reduce(max) of float32[4]",
+    "another divisor": "all_reduce(mean over 7) of float32[4]",
+    "more terms": "all_reduce(sum) of 2 times float32[4]",
+    "in the arena": "allocate of 7 bytes",
+    "another collective": "barrier",
+    "gather": "all_gather of float32[4]",
+    "broadcast": "broadcast(root 0) of float32[4]",
+}
+
+
+def call_differently(store: Store, rank: int, size: int, other: str) -> Report:
+    with join(store, rank, size) as communicator:
+        communicator.barrier()
+        call = CALLS[other if rank == 1 else "sum"]
+        return report(lambda: call(communicator))
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("other", [name for name in CALLS if name != "sum"])
+def test_different_calls_are_an_error_on_every_rank(size: int, other: str) -> None:
+    reports = run_ranks(size, call_differently, other)
+
+    for each in reports:
+        assert each.kind is UnequalCollectivesError
+        assert each.ranks == tuple(range(size))
+        assert each.seconds < 5
+        assert f"rank 1 makes {WORDS[other]}" in each.text
+        assert WORDS["sum"] in each.text
+    assert len({each.text for each in reports}) == 1
+
+
+def leave_early(store: Store, rank: int, size: int) -> Report | None:
+    with join(store, rank, size) as communicator:
+        communicator.barrier()
+        if rank == 1:
+            return None
+        report(communicator.barrier)
+        return report(communicator.check_health)
+
+
+def test_a_rank_that_closes_is_lost_to_the_others() -> None:
+    result, _ = run_ranks(2, leave_early)
+
+    assert result.kind is WorkerLostError
+    assert result.ranks == (1,)
+    assert "has closed its communicator" in result.text
+
+
+def start(store: Store, rank: int, size: int) -> Report:
+    return report(lambda: join(store, rank, size, timeout_seconds=1.5))
+
+
+@pytest.mark.parametrize("missing", [0, 2])
+def test_a_rank_that_never_starts_is_named(missing: int) -> None:
+    with Ranks(3, start, skip=(missing,)) as ranks:
+        results = ranks.results()
+
+    for result in results.values():
+        assert result.kind is WorkerTimeoutError
+        assert result.ranks == (missing,)
+        assert f"rank {missing}" in result.text
+        assert result.seconds < 5
+
+
+def start_with_another_size(store: Store, rank: int, size: int) -> Report:
+    return report(lambda: join(store, rank, size + rank, timeout_seconds=5))
+
+
+def test_ranks_that_count_differently_do_not_meet() -> None:
+    reports = run_ranks(2, start_with_another_size)
+
+    assert [each.kind for each in reports] == [JobMismatchError] * 2
+    assert all("Rank 1 of 3 came to a job of 2" in each.text for each in reports)
+
+
+def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
+    with join(store, rank, size) as communicator:
+        if rank == 0:
+            store.set("ready", "")
+        else:
+            store.wait(["ready"])
+            time.sleep(1)
+        return report(communicator.barrier)
+
+
+def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it() -> None:
+    with Ranks(2, wait_for_interrupt) as ranks:
+        ranks.store.wait(["ready"])
+        time.sleep(0.3)
+        kill(ranks, 0, signal.SIGINT)
+        results = ranks.results()
+
+    assert results[0].kind is KeyboardInterrupt
+    assert results[0].seconds < 1
+    assert results[1].kind is WorkerLostError
+    assert results[1].ranks == (0,)
+    assert "Rank 0 gave up in barrier" in results[1].text
+
+
+def use_in_a_forked_child(store: Store, rank: int, size: int) -> bool:
+    with join(store, rank, size) as communicator:
+        pid = os.fork()
+        if pid == 0:
+            refused = report(communicator.barrier).kind is ContextError
+            communicator.close()
+            os._exit(0 if refused else 1)
+        _, status = os.waitpid(pid, 0)
+        communicator.barrier()
+        return status == 0
+
+
+def test_a_forked_child_may_not_use_it_nor_harm_it() -> None:
+    assert run_ranks(2, use_in_a_forked_child) == [True, True]
+
+
+def test_after_close_it_says_so() -> None:
+    communicator = join(HashStore(), 0, 1)
+    communicator.close()
+    communicator.close()
+
+    with pytest.raises(ContextError, match="closed"):
+        communicator.barrier()
+
+
+def wait_to_be_killed(store: Store, rank: int, size: int) -> None:
+    communicator = join(store, rank, size)
+    communicator.allocate(1 << 20).fill_(1)
+    store.set(f"ready {rank}", "")
+    communicator.barrier()
+    time.sleep(60)
+
+
+def test_nothing_stays_when_all_ranks_are_killed() -> None:
+    before = names_left()
+    with Ranks(2, wait_to_be_killed) as ranks:
+        ranks.store.wait(["ready 0", "ready 1"])
+        for rank in range(2):
+            kill(ranks, rank, signal.SIGKILL)
+        assert ranks.results() == {}
+
+    assert names_left() == before
+    assert not multiprocessing.active_children()
+
+
+def names_left() -> set[str]:
+    sockets = Path("/proc/net/unix").read_text().splitlines()
+    return {*os.listdir("/dev/shm"), *(line for line in sockets if "unisono" in line)}
