@@ -16,7 +16,9 @@ PACKAGES = [
     for path in sorted(ROOT.rglob("__init__.py"))
 ]
 
-each_module = pytest.mark.parametrize("name", [*PACKAGES, "unisono.experimental"])
+each_module = pytest.mark.parametrize(
+    "name", [*PACKAGES, "unisono.cluster_resolver", "unisono.experimental"]
+)
 
 
 @each_module

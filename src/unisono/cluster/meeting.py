@@ -1,0 +1,190 @@
+"""The first meeting: all workers come, and all find that they belong together.
+
+In the store lie: `token`, which rank 0 writes first; `refused/RANK`, who was sent away for its
+token; `present`, how many were let in; `claim/RANK`, how many call themselves so; `card/RANK`, what
+the first of them says of itself; `fits`, how many agree with rank 0; `misfits` and `misfit/NUMBER`,
+the cards of those who do not, or whose rank was taken; `read`, how many have read all cards; `leaving`, how many
+have given up.
+
+A worker with another token is sent away before it has claimed anything, so that a stranger who
+finds the store by accident does no harm to the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import NoReturn
+
+from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
+
+from unisono.cluster.card import JOB_TOKEN, WorkerCard, differences, name_ranks
+from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+
+_PAUSE_SECONDS = 0.02
+# How long to wait for more news once something is wrong, so that the message names everybody.
+_GRACE_SECONDS = 1.0
+
+
+def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[WorkerCard, ...]:
+    """Waits for all workers of the job, and checks that they belong together.
+
+    Args:
+        store: The store that `open_store` has returned.
+        card: What this worker says of itself.
+        timeout_seconds: How long to wait for the others.
+
+    Returns:
+        The cards of all workers, by rank.
+
+    Raises:
+        JobMismatchError: On every rank, if workers differ; it says who differs in what.
+        WorkerTimeoutError: If workers have not come in time; it names them.
+        WorkerLostError: If the store is gone, and with it rank 0 or the launcher.
+    """
+    try:
+        return _Meeting(store, card, timeout_seconds).hold()
+    except DistError as error:
+        raise WorkerLostError(
+            f"Rank {card.rank} has lost the store of the job while the workers met: {error} Rank 0 "
+            "or the launcher has ended; look at its messages.",
+            ranks=[0],
+        ) from None
+
+
+class _Meeting:
+    def __init__(self, store: Store, card: WorkerCard, timeout_seconds: float) -> None:
+        self._store = store
+        self._card = card
+        self._start = time.monotonic()
+        self._deadline = self._start + timeout_seconds
+
+    def hold(self) -> tuple[WorkerCard, ...]:
+        self._enter()
+        self._present()
+        self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
+        if self._count("misfits"):
+            self._leave(self._mismatch())
+        if not self._all_fit():
+            self._leave(self._absence())
+        cards = self._store.multi_get([f"card/{rank}" for rank in range(self._card.size)])
+        self._store.add("read", 1)
+        if self._card.rank == 0:
+            # It may end at once, and the store with it.
+            self._wait_until(lambda: self._count("read") >= self._card.size)
+        return tuple(map(WorkerCard.from_text, cards))
+
+    def _enter(self) -> None:
+        """Shows the token, which must be that of rank 0."""
+        if self._card.rank == 0:
+            # Two processes may call themselves rank 0; the first one says what the token is.
+            self._store.compare_set("token", "", self._card.token)
+        elif not self._has_come("token"):
+            self._leave(self._absence())
+        if self._store.get("token").decode() == self._card.token:
+            return
+        self._store.set(f"refused/{self._card.rank}", str(self._card))
+        raise JobMismatchError(
+            f"{self._card} was refused: it belongs to another job than rank 0, or has another "
+            f"{JOB_TOKEN}. Check that all workers have the same one, and that no other job uses "
+            "the address of rank 0.",
+            ranks=[self._card.rank],
+        )
+
+    def _present(self) -> None:
+        """Takes the rank, and tells everybody at once if that or something else is wrong."""
+        rank = self._card.rank
+        self._store.add("present", 1)
+        if self._store.add(f"claim/{rank}", 1) > 1:
+            self._report_misfit()
+            return
+        self._store.set(f"card/{rank}", self._card.to_text())
+        if not self._has_come("card/0"):
+            self._leave(self._absence())
+        if self._card.agrees_with(self._read("card/0")):
+            self._store.add("fits", 1)
+        else:
+            self._report_misfit()
+
+    def _report_misfit(self) -> None:
+        number = self._store.add("misfits", 1)
+        self._store.set(f"misfit/{number}", self._card.to_text())
+
+    def _mismatch(self) -> JobMismatchError:
+        self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
+        self._wait_until(lambda: self._count("present") >= self._card.size)
+        present = [rank for rank in range(self._card.size) if self._is_there(f"card/{rank}")]
+        cards = [self._read(f"card/{rank}") for rank in present]
+        misfits = [self._read(f"misfit/{n}") for n in range(1, self._count("misfits") + 1)]
+        sentences, ranks = differences([*cards, *(m for m in misfits if m.rank not in present)])
+        taken = [(misfit, card) for misfit in misfits for card in cards if _same_rank(misfit, card)]
+        sentences += [
+            f"rank {one.rank}, which is there twice: {card} and {one}" for one, card in taken
+        ]
+        return JobMismatchError(
+            f"The workers do not belong together. They differ in {'; '.join(sentences)}. Start all "
+            "of them with the same script, versions and number of workers, each with a rank of "
+            "its own.",
+            ranks=sorted({*ranks, *(misfit.rank for misfit, _ in taken)}),
+        )
+
+    def _absence(self) -> WorkerTimeoutError:
+        size = self._card.size
+        missing = [rank for rank in range(size) if not self._is_there(f"card/{rank}")]
+        refused = [
+            f" {self._store.get(f'refused/{rank}').decode()} came and was refused: it belongs to "
+            f"another job, or has another {JOB_TOKEN}."
+            for rank in missing
+            if self._is_there(f"refused/{rank}")
+        ]
+        verb = "has" if len(missing) == 1 else "have"
+        waited = time.monotonic() - self._start
+        return WorkerTimeoutError(
+            f"Rank {self._card.rank} has waited {waited:.1f} s for all {size} workers to come, and "
+            f"{name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
+            "they were started, and that they can reach the address of rank 0.",
+            ranks=missing,
+        )
+
+    def _leave(self, error: Exception) -> NoReturn:
+        """Raises the error; rank 0, who may keep the store, only after the others have read it."""
+        self._store.add("leaving", 1)
+        if self._card.rank == 0:
+            self._deadline = time.monotonic() + 2 * _GRACE_SECONDS
+            self._wait_until(lambda: self._count("leaving") >= self._count("present"))
+        raise error
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition() and time.monotonic() < self._deadline:
+            time.sleep(_PAUSE_SECONDS)
+
+    def _has_come(self, key: str) -> bool:
+        remaining = timedelta(seconds=max(self._deadline - time.monotonic(), _PAUSE_SECONDS))
+        try:
+            self._store.wait([key], remaining)
+        except DistStoreError:
+            return False
+        return True
+
+    def _all_fit(self) -> bool:
+        return self._count("fits") >= self._card.size
+
+    def _somebody_gives_up(self) -> bool:
+        return self._count("misfits") > 0 or self._count("leaving") > 0
+
+    def _count(self, key: str) -> int:
+        return self._store.add(key, 0)
+
+    def _is_there(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _read(self, key: str) -> WorkerCard:
+        return WorkerCard.from_text(self._store.get(key))
+
+
+def _same_rank(misfit: WorkerCard, card: WorkerCard) -> bool:
+    return misfit.rank == card.rank and (misfit.host, misfit.process_id) != (
+        card.host,
+        card.process_id,
+    )
