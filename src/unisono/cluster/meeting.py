@@ -3,8 +3,8 @@
 In the store lie: `token`, which rank 0 writes first; `refused/RANK`, who was sent away for its
 token; `present`, how many were let in; `claim/RANK`, how many call themselves so; `card/RANK`, what
 the first of them says of itself; `fits`, how many agree with rank 0; `misfits` and `misfit/NUMBER`,
-the cards of those who do not, or whose rank was taken; `read`, how many have read all cards; `leaving`, how many
-have given up.
+the cards of those who do not, or whose rank was taken; `read`, how many have read all cards;
+`leaving`, how many have given up.
 
 A worker with another token is sent away before it has claimed anything, so that a stranger who
 finds the store by accident does no harm to the job.
