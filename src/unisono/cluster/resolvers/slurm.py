@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.cluster.address import Address
+from unisono.cluster.address import Address, derived_port
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import coordinator_address
 from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
@@ -43,7 +43,7 @@ class SlurmClusterResolver(ClusterResolver):
         assert first is not None
         placement = _hosts_by_rank(variables, hosts, size)
         super().__init__("worker", rank, environment="slurm")
-        self._spec = ClusterSpec({"worker": _addresses(first, placement)})
+        self._spec = ClusterSpec({"worker": _addresses(first, placement, job)})
         local_rank = variables.number_or(0, "SLURM_LOCALID")
         host = placement[rank]
         self._launch = Launch(
@@ -78,11 +78,10 @@ def _hosts_by_rank(variables: LauncherVariables, hosts: list[str], size: int) ->
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
 
-def _addresses(first: Address, placement: list[str | None]) -> list[str | None]:
-    """The address of task 0; the others on the ports after it, as they have no use for one."""
+def _addresses(first: Address, placement: list[str | None], job: str) -> list[str | None]:
+    """The address of task 0, and one for each of the others, who have no use for it."""
+    port = derived_port(job)
     others = [
-        host and str(Address(host, first.port + rank))
-        for rank, host in enumerate(placement)
-        if rank > 0
+        host and str(Address(host, port + rank)) for rank, host in enumerate(placement) if rank > 0
     ]
     return [str(first), *others]

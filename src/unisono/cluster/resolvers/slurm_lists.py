@@ -49,7 +49,7 @@ def _expand(part: str, text: str) -> list[str]:
 
 def _numbers(piece: str, text: str) -> list[str]:
     match = _RANGE.fullmatch(piece)
-    if match is None:
+    if match is None or int(match[2] or match[1]) < int(match[1]):
         raise _unreadable_hosts(text)
     first, last = match[1], match[2] or match[1]
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
