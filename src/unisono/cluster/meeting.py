@@ -1,10 +1,16 @@
 """The first meeting: all workers come, and all find that they belong together.
 
-In the store lie: `token`, which rank 0 writes first; `refused/RANK`, who was sent away for its
-token; `present`, how many were let in; `claim/RANK`, how many call themselves so; `card/RANK`, what
-the first of them says of itself; `fits`, how many agree with rank 0; `misfits` and `misfit/NUMBER`,
-the cards of those who do not, or whose rank was taken; `read`, how many have read all cards;
-`leaving`, how many have given up.
+In the store lie:
+
+    token           of the job; rank 0 writes it first
+    refused/RANK    who was sent away for another token
+    claim/RANK      how many call themselves so
+    card/RANK       what the first of them says of itself
+    present         how many have said something
+    fits            how many agree with rank 0
+    misfits         how many do not, or found their rank taken; misfit/NUMBER holds their cards
+    read            how many have read all cards
+    leaving         how many have given up
 
 A worker with another token is sent away before it has claimed anything, so that a stranger who
 finds the store by accident does no harm to the job.
@@ -64,10 +70,8 @@ class _Meeting:
         self._enter()
         self._present()
         self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
-        if self._count("misfits"):
-            self._leave(self._mismatch())
         if not self._all_fit():
-            self._leave(self._absence())
+            self._leave(self._mismatch() if self._count("misfits") else self._absence())
         cards = self._store.multi_get([f"card/{rank}" for rank in range(self._card.size)])
         self._store.add("read", 1)
         if self._card.rank == 0:
@@ -95,11 +99,17 @@ class _Meeting:
     def _present(self) -> None:
         """Takes the rank, and tells everybody at once if that or something else is wrong."""
         rank = self._card.rank
-        self._store.add("present", 1)
-        if self._store.add(f"claim/{rank}", 1) > 1:
+        is_first = self._store.add(f"claim/{rank}", 1) == 1
+        if is_first:
+            self._store.set(f"card/{rank}", self._card.to_text())
+        else:
             self._report_misfit()
-            return
-        self._store.set(f"card/{rank}", self._card.to_text())
+        # Only now: who counts the workers that are present can read what they say.
+        self._store.add("present", 1)
+        if is_first:
+            self._compare_with_rank_0()
+
+    def _compare_with_rank_0(self) -> None:
         if not self._has_come("card/0"):
             self._leave(self._absence())
         if self._card.agrees_with(self._read("card/0")):

@@ -59,7 +59,7 @@ def test_workers_that_belong_together_get_all_cards_by_rank(size: int) -> None:
         ("torch", "1.0", "version of torch: .*, 1.0 on rank 2"),
     ],
 )
-def test_every_worker_is_told_who_differs_in_what(fact: str, value: object, message: str) -> None:
+def test_every_worker_is_told_who_differs_in_what(fact: str, value: Any, message: str) -> None:
     *workers, odd = cards(3)
 
     errors = outcomes([*workers, replace(odd, **{fact: value})])
