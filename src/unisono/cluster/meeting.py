@@ -65,6 +65,7 @@ class _Meeting:
         self._card = card
         self._start = time.monotonic()
         self._deadline = self._start + timeout_seconds
+        self._fits = False
 
     def hold(self) -> tuple[WorkerCard, ...]:
         self._enter()
@@ -112,7 +113,8 @@ class _Meeting:
     def _compare_with_rank_0(self) -> None:
         if not self._has_come("card/0"):
             self._leave(self._absence())
-        if self._card.agrees_with(self._read("card/0")):
+        self._fits = self._card.agrees_with(self._read("card/0"))
+        if self._fits:
             self._store.add("fits", 1)
         else:
             self._report_misfit()
@@ -178,7 +180,7 @@ class _Meeting:
         return True
 
     def _all_fit(self) -> bool:
-        return self._count("fits") >= self._card.size
+        return self._fits and self._count("fits") >= self._card.size
 
     def _somebody_gives_up(self) -> bool:
         return self._count("misfits") > 0 or self._count("leaving") > 0
