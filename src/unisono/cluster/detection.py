@@ -76,6 +76,9 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     environ = os.environ if environ is None else environ
     found = [launcher for launcher in _ORDER if launcher.answers(environ)]
     if not found:
+        if environ.get("WORLD_SIZE"):
+            # Several workers and nobody says which one this is: that RANK is missing is told there.
+            return TorchrunClusterResolver(environ=environ)
         _warn_of_tasks_without_srun(environ)
         return None
     chosen, *ignored = found

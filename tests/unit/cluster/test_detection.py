@@ -86,6 +86,13 @@ def test_a_launcher_that_is_wrong_is_an_error_and_not_a_reason_to_ask_the_next()
         detect({"RANK": "0"} | SLURM)
 
 
+def test_a_number_of_workers_without_a_rank_is_refused_unless_another_launcher_answers() -> None:
+    with pytest.raises(ClusterError, match="RANK, but it is missing"):
+        detect({"WORLD_SIZE": "2"})
+
+    assert type(detect({"WORLD_SIZE": "2"} | SLURM)) is SlurmClusterResolver
+
+
 def test_a_batch_script_without_srun_is_alone_and_warned(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
