@@ -172,6 +172,20 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, how: signal.Signals) ->
     assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
 
 
+@pytest.mark.parametrize("host", [[], ["--node-rank", "0"], ["--node-rank", "1"]])
+def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: list[str]) -> None:
+    (port,) = free_ports(1)
+    hosts = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *host]
+
+    with program(launcher("-n", "1", *hosts, script(tmp_path, MEETS))) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+
+    assert process.returncode != 0
+
+
 def test_workers_that_do_not_listen_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "ids"
     folder.mkdir()

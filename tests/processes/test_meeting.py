@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_variables_of_mpirun_set_by_hand(worker: Path, name: str) -> None:
     found = together(worker, [clean_environment(**common, **{f"{name}_RANK": r}) for r in "01"])
 
     assert found == [[rank, 2, "mpi-unnamed", [0, 1]] for rank in range(2)]
+
+
+@pytest.mark.parametrize("mpirun", ["mpirun", "mpiexec.hydra"])
+def test_mpirun_itself(worker: Path, mpirun: str) -> None:
+    if shutil.which(mpirun) is None:
+        pytest.skip(f"there is no {mpirun}")
+    # Open MPI refuses otherwise to start for root, or more processes than there are cores.
+    wishes = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    wishes |= {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
+    environ = clean_environment(**wishes)
+
+    status, output, errors = run([mpirun, "-n", "3", sys.executable, worker], environ)
+
+    assert status == 0, errors
+    found = sorted(answers(output))
+    (job,) = {job for _, _, job, _ in found}
+    assert found == [[rank, 3, job, [0, 1, 2]] for rank in range(3)]
 
 
 def test_an_evaluator_is_alone(worker: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 import uuid
@@ -140,6 +141,7 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
     }
     variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
     names = [task.name for task in tasks]
+    _hear_ctrl_c_while_waiting_for_hosts()
     with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
         output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
         config.logs_specs = output
@@ -151,6 +153,15 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
         except ChildFailedError as error:
             return _report(error, output)
     return 0
+
+
+def _hear_ctrl_c_while_waiting_for_hosts() -> None:
+    """Lets Ctrl-C end the process where torch waits and Python does not run.
+
+    The agent takes the signal over as soon as there are workers to end.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _report(error: ChildFailedError, output: WorkerOutput) -> int:

@@ -20,15 +20,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import NoReturn
 
-from torch.distributed import DistError, DistStoreError, Store  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 
 from unisono.cluster.card import JOB_TOKEN, WorkerCard, differences, name_ranks
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
-_PAUSE_SECONDS = 0.02
+# Between two looks at the store; longer and longer, so that rank 0 can serve a thousand workers.
+_FIRST_PAUSE_SECONDS = 0.01
+_LAST_PAUSE_SECONDS = 0.25
 # How long to wait for more news once something is wrong, so that the message names everybody.
 _GRACE_SECONDS = 1.0
 
@@ -168,16 +169,15 @@ class _Meeting:
         raise error
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Looks again and again: a wait inside of the store would not hear Ctrl-C."""
+        pause = _FIRST_PAUSE_SECONDS
         while not condition() and time.monotonic() < self._deadline:
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE_SECONDS)
 
     def _has_come(self, key: str) -> bool:
-        remaining = timedelta(seconds=max(self._deadline - time.monotonic(), _PAUSE_SECONDS))
-        try:
-            self._store.wait([key], remaining)
-        except DistStoreError:
-            return False
-        return True
+        self._wait_until(lambda: self._is_there(key) or self._count("leaving") > 0)
+        return self._is_there(key)
 
     def _all_fit(self) -> bool:
         return self._fits and self._count("fits") >= self._card.size

@@ -25,7 +25,7 @@ def open_store(membership: Membership, timeout_seconds: float) -> Store:
     """Returns the store of a job, and with it the first connection between its workers.
 
     Where the launcher keeps a store, everybody connects to that one. A process that is alone gets
-    a store of its own without any network.
+    a store of its own without any network. Rank 0 listens on all interfaces of its host.
 
     Args:
         membership: The place of this process among the workers.
@@ -108,7 +108,8 @@ def _wait_for_somebody_to_listen(membership: Membership, timeout_seconds: float)
     address = (membership.coordinator_host, membership.coordinator_port)
     while True:
         try:
-            socket.create_connection(address, timeout=max(timeout_seconds, _PAUSE_SECONDS)).close()
+            remaining = max(deadline - time.monotonic(), _PAUSE_SECONDS)
+            socket.create_connection(address, timeout=remaining).close()
             return
         except OSError as error:
             reason = error
