@@ -130,6 +130,11 @@ BROADCAST = "tensor, destinations"
         ("contrib.CrossTowerOps.batch_reduce", "aggregation, value_destination_pairs"),
         ("contrib.CrossTowerOps.broadcast", BROADCAST),
         (
+            "cluster_resolver.SimpleClusterResolver",
+            "cluster_spec, master='', task_type=None, task_id=None, environment='', "
+            "num_accelerators=None, rpc_layer=None",
+        ),
+        (
             "experimental.CommunicationOptions",
             "bytes_per_pack=0, timeout_seconds=None, implementation=AUTO",
         ),

@@ -73,7 +73,9 @@ class _Meeting:
         self._present()
         self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
         if not self._all_fit():
-            self._leave(self._mismatch() if self._count("misfits") else self._absence())
+            self._leave(
+                self._mismatch() if self._count("misfits") else self._absence(self._missing())
+            )
         cards = self._store.multi_get([f"card/{rank}" for rank in range(self._card.size)])
         self._store.add("read", 1)
         if self._card.rank == 0:
@@ -87,7 +89,8 @@ class _Meeting:
             # Two processes may call themselves rank 0; the first one says what the token is.
             self._store.compare_set("token", "", self._card.token)
         elif not self._has_come("token"):
-            self._leave(self._absence())
+            # Not known yet as one of the job, it does not make the others leave.
+            raise self._absence([0])
         if self._store.get("token").decode() == self._card.token:
             return
         self._store.set(f"refused/{self._card.rank}", str(self._card))
@@ -113,7 +116,7 @@ class _Meeting:
 
     def _compare_with_rank_0(self) -> None:
         if not self._has_come("card/0"):
-            self._leave(self._absence())
+            self._leave(self._absence(self._missing()))
         self._fits = self._card.agrees_with(self._read("card/0"))
         if self._fits:
             self._store.add("fits", 1)
@@ -142,9 +145,10 @@ class _Meeting:
             ranks=sorted({*ranks, *(misfit.rank for misfit, _ in taken)}),
         )
 
-    def _absence(self) -> WorkerTimeoutError:
-        size = self._card.size
-        missing = [rank for rank in range(size) if not self._is_there(f"card/{rank}")]
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._card.size) if not self._is_there(f"card/{rank}")]
+
+    def _absence(self, missing: list[int]) -> WorkerTimeoutError:
         refused = [
             f" {self._store.get(f'refused/{rank}').decode()} came and was refused: it belongs to "
             f"another job, or has another {JOB_TOKEN}."
@@ -154,8 +158,8 @@ class _Meeting:
         verb = "has" if len(missing) == 1 else "have"
         waited = time.monotonic() - self._start
         return WorkerTimeoutError(
-            f"Rank {self._card.rank} has waited {waited:.1f} s for all {size} workers to come, and "
-            f"{name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
+            f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} workers "
+            f"to come, and {name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
             "they were started, and that they can reach the address of rank 0.",
             ranks=missing,
         )

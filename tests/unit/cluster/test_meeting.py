@@ -127,7 +127,8 @@ def test_if_rank_0_does_not_come_it_is_named() -> None:
 
     for error in errors:
         assert isinstance(error, WorkerTimeoutError)
-        assert 0 in error.ranks
+        assert error.ranks == (0,)
+        assert "rank 0 has not come" in str(error)
 
 
 def test_when_one_gives_up_all_do() -> None:
