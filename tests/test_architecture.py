@@ -20,7 +20,7 @@ LAYERS = [
     ["contexts"],
     ["engines", "variables", "input"],
     ["strategies"],
-    ["contrib", "cli", "testing", "experimental"],
+    ["contrib", "cli", "testing", "experimental", "cluster_resolver"],
 ]
 LEVELS = {package: level for level, line in enumerate(LAYERS) for package in line}
 

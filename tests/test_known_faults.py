@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import unisono as uo
+from unisono.cluster.rules import worker_count
 from unisono.contrib import AllReduceCrossDeviceOps
 from unisono.packing import SmallGroups, Spec
 
@@ -143,3 +144,16 @@ def test_a_failed_reduction_poisons_those_that_follow(make: Any) -> None:
         ops.batch_reduce(SUM, [(value, value), (odd, odd)])
 
     assert numbers(ops.reduce(SUM, value, value)) == [11, 11]
+
+
+def test_an_evaluator_outside_of_the_cluster_is_a_key_error() -> None:
+    spec = uo.cluster_resolver.ClusterSpec({"worker": ["host0:1", "host1:1"]})
+
+    assert worker_count(spec, "evaluator", 0) == 1
+
+
+def test_a_negative_task_id_is_taken() -> None:
+    spec = uo.cluster_resolver.ClusterSpec({"worker": ["host0:1", "host1:1"]})
+
+    with pytest.raises(uo.errors.ClusterError, match="numbered 0 to 1; this process is task -1"):
+        worker_count(spec, "worker", -1)

@@ -16,7 +16,9 @@ PACKAGES = [
     for path in sorted(ROOT.rglob("__init__.py"))
 ]
 
-each_module = pytest.mark.parametrize("name", [*PACKAGES, "unisono.experimental"])
+each_module = pytest.mark.parametrize(
+    "name", [*PACKAGES, "unisono.cluster_resolver", "unisono.experimental"]
+)
 
 
 @each_module
@@ -163,6 +165,11 @@ BROADCAST = "tensor, destinations"
         ("ReplicaContext.merge_call", "merge_fn, args=(), kwargs=None"),
         ("ReplicaContext.all_reduce", "reduce_op, value, options=None"),
         ("ReplicaContext.all_gather", "value, axis, options=None"),
+        (
+            "cluster_resolver.SimpleClusterResolver",
+            "cluster_spec, master='', task_type=None, task_id=None, environment='', "
+            "num_accelerators=None, rpc_layer=None",
+        ),
         (
             "experimental.CommunicationOptions",
             "bytes_per_pack=0, timeout_seconds=None, implementation=AUTO",

@@ -1,0 +1,195 @@
+"""`unisono launch`: a script in several workers, with torch's elastic agent to look after them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import click
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from unisono.cli import worker_start
+from unisono.cli.local_tasks import LocalTask, local_tasks
+from unisono.cli.worker_output import WorkerOutput
+from unisono.cluster import Address, TFConfig
+from unisono.errors import ClusterError
+
+_LAST_LINES = 20
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "num_workers", type=click.IntRange(min=1), help="Workers on this host.")
+@click.option(
+    "--nnodes", "num_hosts", type=click.IntRange(min=1), default=1, help="Hosts of the job."
+)
+@click.option(
+    "--node-rank",
+    "host_rank",
+    type=click.IntRange(min=0),
+    help="Which host this is. Without it the hosts are numbered as they come.",
+)
+@click.option(
+    "--rdzv-endpoint",
+    "endpoint",
+    metavar="HOST:PORT",
+    help="Where the hosts meet: an address of the first one, the same on all.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    help="How often to start all workers anew after one has failed.",
+)
+@click.option(
+    "--tf-config-cluster",
+    "cluster_file",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A TF_CONFIG to use instead of that of the environment.",
+)
+@click.option("--all-local", is_flag=True, help="Start all tasks of TF_CONFIG on this host.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    num_workers: int | None,
+    num_hosts: int,
+    host_rank: int | None,
+    endpoint: str | None,
+    max_restarts: int,
+    cluster_file: Path | None,
+    all_local: bool,  # noqa: FBT001 (click gives all options by name)
+    script: str,
+    arguments: tuple[str, ...],
+) -> None:
+    """Runs SCRIPT with its ARGUMENTS in several workers.
+
+    With -n, that many workers on each host. With a cluster in TF_CONFIG, one worker for each task
+    of this host. Every line that a worker prints is marked with its name. All workers end when one
+    fails, at Ctrl-C, and when the launcher ends in any other way.
+    """
+    try:
+        tasks = _tasks(num_workers, cluster_file, all_local=all_local)
+        if tasks and num_hosts > 1:
+            raise ClusterError("TF_CONFIG names the hosts itself: leave out --nnodes.")
+        config = _config(len(tasks) or num_workers or 1, num_hosts, host_rank, endpoint)
+    except ClusterError as error:
+        raise click.UsageError(str(error)) from None
+    config.max_restarts = max_restarts
+    command = [sys.executable, "-u", script, *arguments]
+    sys.exit(_run(config, command, tasks))
+
+
+def _tasks(
+    num_workers: int | None, cluster_file: Path | None, *, all_local: bool
+) -> list[LocalTask]:
+    """The tasks of TF_CONFIG, or none where -n says how many workers there are."""
+    text = os.environ.get("TF_CONFIG") if cluster_file is None else cluster_file.read_text()
+    if not text:
+        if num_workers is None or all_local:
+            raise ClusterError(
+                "Give -n, the number of workers on this host, or a cluster in TF_CONFIG or "
+                "--tf-config-cluster."
+            )
+        return []
+    tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
+    if num_workers not in (None, len(tasks)):
+        raise ClusterError(
+            f"TF_CONFIG has {len(tasks)} tasks on this host, but -n asks for {num_workers} "
+            "workers. Leave out -n, or unset TF_CONFIG."
+        )
+    return tasks
+
+
+def _config(
+    num_workers: int, num_hosts: int, host_rank: int | None, endpoint: str | None
+) -> LaunchConfig:
+    """How the agents of all hosts find each other."""
+    config = LaunchConfig(
+        min_nodes=num_hosts, max_nodes=num_hosts, nproc_per_node=num_workers, rdzv_backend="c10d"
+    )
+    if num_hosts == 1:
+        # The agent takes a free port, so that launches do not meet by accident.
+        config.rdzv_endpoint, config.local_addr = "localhost:0", "localhost"
+        config.run_id = uuid.uuid4().hex
+        return config
+    if endpoint is None:
+        raise ClusterError("Several hosts need --rdzv-endpoint, an address of the first host.")
+    config.rdzv_endpoint = str(Address.parse(endpoint))
+    config.run_id = f"unisono-{config.rdzv_endpoint}"
+    if host_rank is not None:
+        if host_rank >= num_hosts:
+            raise ClusterError(f"--node-rank {host_rank} must be less than --nnodes {num_hosts}.")
+        config.rdzv_backend = "static"
+        config.rdzv_configs = {"rank": host_rank}
+    return config
+
+
+def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask]) -> int:
+    """Runs the workers to their end, and returns the exit status of the launcher."""
+    plan = {
+        "command": command,
+        "tf_configs": [task.tf_config for task in tasks],
+        "launcher": os.getpid(),
+    }
+    variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
+    names = [task.name for task in tasks]
+    _hear_ctrl_c_while_waiting_for_hosts()
+    with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
+        output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
+        config.logs_specs = output
+        try:
+            with output, _environment(variables):
+                elastic_launch(config, sys.executable)("-I", "-S", worker_start.__file__)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except ChildFailedError as error:
+            return _report(error, output)
+    return 0
+
+
+def _hear_ctrl_c_while_waiting_for_hosts() -> None:
+    """Lets Ctrl-C end the process where torch waits and Python does not run.
+
+    The agent takes the signal over as soon as there are workers to end.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _report(error: ChildFailedError, output: WorkerOutput) -> int:
+    """Says which worker failed first and how; returns its exit status as a shell counts it."""
+    rank, failure = error.get_first_failure()
+    name = output.name(failure.local_rank, {"RANK": str(rank)})
+    lines = output.last_lines(name, _LAST_LINES)
+    by_signal = failure.exitcode < 0
+    how = f"by signal {-failure.exitcode}" if by_signal else f"with status {failure.exitcode}"
+    print(f"{name} (process {failure.pid}) failed first, {how}.", file=sys.stderr)
+    if lines:
+        print("The last lines of its standard error:", *lines, sep="\n  ", file=sys.stderr)
+    return 128 - failure.exitcode if by_signal else int(failure.exitcode)
+
+
+def _thread_limit(num_workers: int) -> dict[str, str]:
+    """Shares the cores between the workers, unless somebody has said otherwise."""
+    if num_workers == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // num_workers, 1))}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that the workers inherit."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]

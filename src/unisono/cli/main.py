@@ -1,0 +1,16 @@
+"""The command line: one subcommand a file."""
+
+from __future__ import annotations
+
+import click
+
+from unisono.cli.launch import launch
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="unisono")
+def main() -> None:
+    """Synchronous data-parallel training for PyTorch."""
+
+
+main.add_command(launch)

@@ -1,0 +1,37 @@
+"""Who is in the job: cluster specs, resolvers for each launcher, and the first meeting."""
+
+from unisono.cluster.address import Address
+from unisono.cluster.card import WorkerCard
+from unisono.cluster.detection import detect
+from unisono.cluster.meeting import meet
+from unisono.cluster.membership import Membership
+from unisono.cluster.resolvers import (
+    ClusterResolver,
+    Launch,
+    MpiClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfig,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+)
+from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.store import open_store
+
+__all__ = [
+    "Address",
+    "ClusterResolver",
+    "ClusterSpec",
+    "Launch",
+    "Membership",
+    "MpiClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfig",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+    "WorkerCard",
+    "detect",
+    "meet",
+    "open_store",
+]

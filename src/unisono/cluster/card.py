@@ -1,0 +1,140 @@
+"""What a worker says of itself when it meets the others."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from unisono.cluster.membership import Membership
+
+JOB_TOKEN = "UNISONO_JOB_TOKEN"
+
+# What must be equal on all workers, and how a message names it.
+_FACTS = {
+    "size": "number of workers",
+    "num_replicas": "number of replicas of each worker",
+    "script": "script",
+    "library": "version of unisono",
+    "python": "version of Python",
+    "torch": "version of torch",
+}
+
+
+@dataclass(frozen=True)
+class WorkerCard:
+    """A worker: who it is, and what must be equal on all.
+
+    Attributes:
+        rank: Its place among the workers.
+        host: The name of its host.
+        process_id: Its process there.
+        token: A digest of the job and of UNISONO_JOB_TOKEN.
+        size: How many workers it counts.
+        num_replicas: How many replicas it has.
+        script: The name of its script, and a digest of the file.
+        library: Its version of Unisono.
+        python: Its version of Python, without the last number.
+        torch: Its version of torch.
+    """
+
+    rank: int
+    host: str
+    process_id: int
+    token: str
+    size: int
+    num_replicas: int
+    script: str
+    library: str
+    python: str
+    torch: str
+
+    @staticmethod
+    def of(
+        membership: Membership,
+        num_replicas: int,
+        script: str | None = None,
+        environ: Mapping[str, str] | None = None,
+    ) -> WorkerCard:
+        """Returns the card of this process.
+
+        Args:
+            membership: Its place among the workers.
+            num_replicas: How many replicas it has.
+            script: The file that it runs; `sys.argv[0]` if not given.
+            environ: The environment variables; those of this process if not given.
+        """
+        environ = os.environ if environ is None else environ
+        secret = f"{membership.job}\n{environ.get(JOB_TOKEN, '')}"
+        return WorkerCard(
+            rank=membership.rank,
+            host=socket.gethostname(),
+            process_id=os.getpid(),
+            token=_digest(secret.encode()),
+            size=membership.size,
+            num_replicas=num_replicas,
+            script=_script(sys.argv[0] if script is None else script),
+            library=version("unisono"),
+            python=".".join(platform.python_version_tuple()[:2]),
+            torch=torch.__version__,
+        )
+
+    @staticmethod
+    def from_text(text: str | bytes) -> WorkerCard:
+        """Reads what `to_text` has written."""
+        return WorkerCard(**json.loads(text))
+
+    def to_text(self) -> str:
+        """Returns the card as it lies in a store."""
+        return json.dumps(asdict(self))
+
+    def agrees_with(self, other: WorkerCard) -> bool:
+        """Returns whether all that must be equal is."""
+        return all(getattr(self, fact) == getattr(other, fact) for fact in _FACTS)
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (process {self.process_id} on {self.host})"
+
+
+def differences(cards: Sequence[WorkerCard]) -> tuple[list[str], list[int]]:
+    """Returns in words what is not equal, and the ranks that are not with the majority."""
+    sentences: list[str] = []
+    odd: set[int] = set()
+    for fact, name in _FACTS.items():
+        holders: dict[object, list[int]] = {}
+        for card in cards:
+            holders.setdefault(getattr(card, fact), []).append(card.rank)
+        if len(holders) > 1:
+            groups = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items()]
+            sentences.append(f"{name}: {', '.join(groups)}")
+            # Of equally many, those with the lowest rank count as right.
+            _, *others = sorted(holders.values(), key=lambda ranks: (-len(ranks), min(ranks)))
+            odd.update(rank for ranks in others for rank in ranks)
+    return sentences, sorted(odd)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Returns `rank 2`, or `ranks 1, 3 and 4`."""
+    *first, last = map(str, ranks)
+    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
+
+
+def _script(path: str) -> str:
+    """The name and a digest of the content; a program given with `-c` has only its name."""
+    file = Path(path)
+    if not file.is_file():
+        return file.name or "(none)"
+    return f"{file.name} ({_digest(file.read_bytes())[:8]})"
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:32]

@@ -1,0 +1,101 @@
+"""Which launcher has started this process.
+
+The first that answers is used:
+
+1. TF_CONFIG     TF_CONFIG is set: somebody has written down the cluster
+2. torchrun      RANK or TORCHELASTIC_RUN_ID
+3. mpirun        OMPI_COMM_WORLD_RANK (Open MPI) or MPI_LOCALRANKID (MPICH's Hydra)
+4. srun          SLURM_PROCID together with SLURM_STEP_ID
+5. other PMI     PMI_RANK or PMIX_RANK
+6. none          the process is alone
+
+torchrun and mpirun come before srun because they are often started inside a SLURM job, where the
+processes still see the variables of the job or of the daemon that srun started for them. A bare
+PMI_RANK comes after srun, which sets it as well. SLURM_STEP_ID tells a task of srun from the batch
+script, which has the number of tasks in its environment but is only one process.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from unisono.cluster.resolvers import (
+    ClusterResolver,
+    MpiClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+)
+from unisono.cluster.resolvers.tf_config import TF_CONFIG
+
+_logger = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class _Launcher:
+    name: str
+    variables: tuple[str, ...]
+    resolve: Callable[[Mapping[str, str]], ClusterResolver]
+    needs: str | None = None
+
+    def answers(self, environ: Mapping[str, str]) -> bool:
+        """Whether one of the variables is set, and the one needed with it."""
+        found = any(environ.get(name) for name in self.variables)
+        return found and (self.needs is None or self.needs in environ)
+
+
+_ORDER = (
+    _Launcher("TF_CONFIG", (TF_CONFIG,), lambda e: TFConfigClusterResolver(environ=e)),
+    _Launcher(
+        "torchrun", ("RANK", "TORCHELASTIC_RUN_ID"), lambda e: TorchrunClusterResolver(environ=e)
+    ),
+    _Launcher(
+        "mpirun",
+        ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"),
+        lambda e: MpiClusterResolver(environ=e),
+    ),
+    _Launcher(
+        "srun", ("SLURM_PROCID",), lambda e: SlurmClusterResolver(environ=e), "SLURM_STEP_ID"
+    ),
+    _Launcher("PMI", ("PMI_RANK", "PMIX_RANK"), lambda e: MpiClusterResolver(environ=e)),
+)
+
+
+def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
+    """Returns a resolver for the launcher that has started this process, or None.
+
+    A launcher that answers but has set something wrong is an error, and not a reason to ask the
+    next one.
+
+    Args:
+        environ: The environment variables; those of this process if not given.
+    """
+    environ = os.environ if environ is None else environ
+    found = [launcher for launcher in _ORDER if launcher.answers(environ)]
+    if not found:
+        if environ.get("WORLD_SIZE"):
+            # Several workers and nobody says which one this is: that RANK is missing is told there.
+            return TorchrunClusterResolver(environ=environ)
+        _warn_of_tasks_without_srun(environ)
+        return None
+    chosen, *ignored = found
+    resolver = chosen.resolve(environ)
+    if ignored:
+        others = ", ".join(launcher.name for launcher in ignored)
+        _logger.info("Found a cluster from %s; ignored: %s.", chosen.name, others)
+    else:
+        _logger.info("Found a cluster from %s.", chosen.name)
+    return resolver
+
+
+def _warn_of_tasks_without_srun(environ: Mapping[str, str]) -> None:
+    num_tasks = environ.get("SLURM_NTASKS", "1")
+    if num_tasks != "1":
+        _logger.warning(
+            "SLURM has %s tasks, but srun has not started this process, so it runs alone. Write "
+            "`srun python script.py` in the batch script.",
+            num_tasks,
+        )

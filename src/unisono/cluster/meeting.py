@@ -1,0 +1,206 @@
+"""The first meeting: all workers come, and all find that they belong together.
+
+In the store lie:
+
+    token           of the job; rank 0 writes it first
+    refused/RANK    who was sent away for another token
+    claim/RANK      how many call themselves so
+    card/RANK       what the first of them says of itself
+    present         how many have said something
+    fits            how many agree with rank 0
+    misfits         how many do not, or found their rank taken; misfit/NUMBER holds their cards
+    read            how many have read all cards
+    leaving         how many have given up
+
+A worker with another token is sent away before it has claimed anything, so that a stranger who
+finds the store by accident does no harm to the job.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+
+from unisono.cluster.card import JOB_TOKEN, WorkerCard, differences, name_ranks
+from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+
+# Between two looks at the store; longer and longer, so that rank 0 can serve a thousand workers.
+_FIRST_PAUSE_SECONDS = 0.01
+_LAST_PAUSE_SECONDS = 0.25
+# How long to wait for more news once something is wrong, so that the message names everybody.
+_GRACE_SECONDS = 1.0
+
+
+def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[WorkerCard, ...]:
+    """Waits for all workers of the job, and checks that they belong together.
+
+    Args:
+        store: The store that `open_store` has returned.
+        card: What this worker says of itself.
+        timeout_seconds: How long to wait for the others.
+
+    Returns:
+        The cards of all workers, by rank.
+
+    Raises:
+        JobMismatchError: On every rank, if workers differ; it says who differs in what.
+        WorkerTimeoutError: If workers have not come in time; it names them.
+        WorkerLostError: If the store is gone, and with it rank 0 or the launcher.
+    """
+    try:
+        return _Meeting(store, card, timeout_seconds).hold()
+    except DistError as error:
+        raise WorkerLostError(
+            f"Rank {card.rank} has lost the store of the job while the workers met: {error} Rank 0 "
+            "or the launcher has ended; look at its messages.",
+            ranks=[0],
+        ) from None
+
+
+class _Meeting:
+    def __init__(self, store: Store, card: WorkerCard, timeout_seconds: float) -> None:
+        self._store = store
+        self._card = card
+        self._start = time.monotonic()
+        self._deadline = self._start + timeout_seconds
+        self._fits = False
+
+    def hold(self) -> tuple[WorkerCard, ...]:
+        self._enter()
+        self._present()
+        self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
+        if not self._all_fit():
+            self._leave(
+                self._mismatch() if self._count("misfits") else self._absence(self._missing())
+            )
+        cards = self._store.multi_get([f"card/{rank}" for rank in range(self._card.size)])
+        self._store.add("read", 1)
+        if self._card.rank == 0:
+            # It may end at once, and the store with it.
+            self._wait_until(lambda: self._count("read") >= self._card.size)
+        return tuple(map(WorkerCard.from_text, cards))
+
+    def _enter(self) -> None:
+        """Shows the token, which must be that of rank 0."""
+        if self._card.rank == 0:
+            # Two processes may call themselves rank 0; the first one says what the token is.
+            self._store.compare_set("token", "", self._card.token)
+        elif not self._has_come("token"):
+            # Not known yet as one of the job, it does not make the others leave.
+            raise self._absence([0])
+        if self._store.get("token").decode() == self._card.token:
+            return
+        self._store.set(f"refused/{self._card.rank}", str(self._card))
+        raise JobMismatchError(
+            f"{self._card} was refused: it belongs to another job than rank 0, or has another "
+            f"{JOB_TOKEN}. Check that all workers have the same one, and that no other job uses "
+            "the address of rank 0.",
+            ranks=[self._card.rank],
+        )
+
+    def _present(self) -> None:
+        """Takes the rank, and tells everybody at once if that or something else is wrong."""
+        rank = self._card.rank
+        is_first = self._store.add(f"claim/{rank}", 1) == 1
+        if is_first:
+            self._store.set(f"card/{rank}", self._card.to_text())
+        else:
+            self._report_misfit()
+        # Only now: who counts the workers that are present can read what they say.
+        self._store.add("present", 1)
+        if is_first:
+            self._compare_with_rank_0()
+
+    def _compare_with_rank_0(self) -> None:
+        if not self._has_come("card/0"):
+            self._leave(self._absence(self._missing()))
+        self._fits = self._card.agrees_with(self._read("card/0"))
+        if self._fits:
+            self._store.add("fits", 1)
+        else:
+            self._report_misfit()
+
+    def _report_misfit(self) -> None:
+        number = self._store.add("misfits", 1)
+        self._store.set(f"misfit/{number}", self._card.to_text())
+
+    def _mismatch(self) -> JobMismatchError:
+        self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
+        self._wait_until(lambda: self._count("present") >= self._card.size)
+        present = [rank for rank in range(self._card.size) if self._is_there(f"card/{rank}")]
+        cards = [self._read(f"card/{rank}") for rank in present]
+        misfits = [self._read(f"misfit/{n}") for n in range(1, self._count("misfits") + 1)]
+        sentences, ranks = differences([*cards, *(m for m in misfits if m.rank not in present)])
+        taken = [(misfit, card) for misfit in misfits for card in cards if _same_rank(misfit, card)]
+        sentences += [
+            f"rank {one.rank}, which is there twice: {card} and {one}" for one, card in taken
+        ]
+        return JobMismatchError(
+            f"The workers do not belong together. They differ in {'; '.join(sentences)}. Start all "
+            "of them with the same script, versions and number of workers, each with a rank of "
+            "its own.",
+            ranks=sorted({*ranks, *(misfit.rank for misfit, _ in taken)}),
+        )
+
+    def _missing(self) -> list[int]:
+        return [rank for rank in range(self._card.size) if not self._is_there(f"card/{rank}")]
+
+    def _absence(self, missing: list[int]) -> WorkerTimeoutError:
+        refused = [
+            f" {self._store.get(f'refused/{rank}').decode()} came and was refused: it belongs to "
+            f"another job, or has another {JOB_TOKEN}."
+            for rank in missing
+            if self._is_there(f"refused/{rank}")
+        ]
+        verb = "has" if len(missing) == 1 else "have"
+        waited = time.monotonic() - self._start
+        return WorkerTimeoutError(
+            f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} workers "
+            f"to come, and {name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
+            "they were started, and that they can reach the address of rank 0.",
+            ranks=missing,
+        )
+
+    def _leave(self, error: Exception) -> NoReturn:
+        """Raises the error; rank 0, who may keep the store, only after the others have read it."""
+        self._store.add("leaving", 1)
+        if self._card.rank == 0:
+            self._deadline = time.monotonic() + 2 * _GRACE_SECONDS
+            self._wait_until(lambda: self._count("leaving") >= self._count("present"))
+        raise error
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        """Looks again and again: a wait inside of the store would not hear Ctrl-C."""
+        pause = _FIRST_PAUSE_SECONDS
+        while not condition() and time.monotonic() < self._deadline:
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE_SECONDS)
+
+    def _has_come(self, key: str) -> bool:
+        self._wait_until(lambda: self._is_there(key) or self._count("leaving") > 0)
+        return self._is_there(key)
+
+    def _all_fit(self) -> bool:
+        return self._fits and self._count("fits") >= self._card.size
+
+    def _somebody_gives_up(self) -> bool:
+        return self._count("misfits") > 0 or self._count("leaving") > 0
+
+    def _count(self, key: str) -> int:
+        return self._store.add(key, 0)
+
+    def _is_there(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _read(self, key: str) -> WorkerCard:
+        return WorkerCard.from_text(self._store.get(key))
+
+
+def _same_rank(misfit: WorkerCard, card: WorkerCard) -> bool:
+    return misfit.rank == card.rank and (misfit.host, misfit.process_id) != (
+        card.host,
+        card.process_id,
+    )

@@ -1,0 +1,79 @@
+"""The place of this process among all workers of its job."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from unisono.cluster import rules
+from unisono.cluster.address import Address
+from unisono.cluster.resolvers.resolver import ClusterResolver
+from unisono.cluster.spec import ClusterSpec
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One row of ranks for every launcher: the chief first, then the workers.
+
+    Attributes:
+        rank: The place of this process in the row.
+        size: How many processes train together.
+        coordinator_host: Where rank 0 serves the store at which all meet; "" for a process alone.
+        coordinator_port: The port of that store; 0 for a process alone.
+        job: The same text on all workers of one job.
+        restart_count: How often the launcher has started the workers anew.
+        uses_existing_store: Whether the launcher serves the store, and rank 0 need not.
+        local_rank: Which worker of its host this is.
+        local_size: How many workers its host has, as far as is known.
+        task_type: The job name of this process in the spec; None for a process alone.
+        task_id: Its number there; None for a process alone.
+        spec: The cluster.
+    """
+
+    rank: int
+    size: int
+    coordinator_host: str
+    coordinator_port: int
+    job: str
+    restart_count: int
+    uses_existing_store: bool
+    local_rank: int
+    local_size: int
+    task_type: str | None
+    task_id: int | None
+    spec: ClusterSpec
+
+    @staticmethod
+    def of(resolver: ClusterResolver) -> Membership:
+        """Returns the place that the cluster and the task of a resolver give."""
+        spec, task = resolver.cluster_spec(), (resolver.task_type, resolver.task_id)
+        size = rules.worker_count(spec, *task)
+        launch = resolver.launch()
+        first = _coordinator(spec) if size > 1 else Address("", 0)
+        return Membership(
+            rank=rules.id_in_cluster(spec, *task),
+            size=size,
+            coordinator_host=first.host,
+            coordinator_port=first.port,
+            job=launch.job,
+            restart_count=launch.restart_count,
+            uses_existing_store=launch.uses_existing_store and size > 1,
+            local_rank=launch.local_rank,
+            local_size=launch.local_size,
+            task_type=resolver.task_type,
+            task_id=resolver.task_id,
+            spec=spec,
+        )
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes checkpoints and summaries."""
+        return rules.is_chief(self.spec, self.task_type, self.task_id)
+
+    @property
+    def coordinator(self) -> str:
+        """The address of the store, as it is written."""
+        return str(Address(self.coordinator_host, self.coordinator_port))
+
+
+def _coordinator(spec: ClusterSpec) -> Address:
+    return Address.parse(spec.task_address(rules.leading_job(spec), 0))

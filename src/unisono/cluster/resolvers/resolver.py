@@ -1,0 +1,109 @@
+"""What every cluster resolver answers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from unisono.cluster.address import Address
+from unisono.cluster.rules import JOBS
+from unisono.cluster.spec import ClusterSpec
+from unisono.devices.machine import this_machine
+from unisono.errors import ClusterError
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher says beyond the cluster spec.
+
+    Attributes:
+        job: The same text on all workers of a job; another one in another job, as far as the
+            launcher gives something to tell them apart.
+        local_rank: Which worker of its host this is.
+        local_size: How many workers its host has, as far as is known.
+        restart_count: How often the launcher has started the workers anew.
+        uses_existing_store: Whether the launcher keeps a store at the address of the first task.
+    """
+
+    job: str
+    local_rank: int = 0
+    local_size: int = 1
+    restart_count: int = 0
+    uses_existing_store: bool = False
+
+
+class ClusterResolver(ABC):
+    """Says which cluster this process belongs to, and which task it is.
+
+    The attributes may be set; they then count instead of what was found.
+
+    Attributes:
+        task_type: The job of this process, or None if it is alone.
+        task_id: Its number in the job, or None if it is alone.
+        rpc_layer: A protocol to write before the address that `master` returns, or None.
+        environment: A free text on where the cluster runs.
+    """
+
+    def __init__(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+        environment: str = "",
+    ) -> None:
+        self.task_type = task_type
+        self.task_id = task_id
+        self.rpc_layer = rpc_layer
+        self.environment = environment
+
+    @abstractmethod
+    def cluster_spec(self) -> ClusterSpec:
+        """Returns the tasks of the cluster; an empty spec if this process is alone."""
+
+    def master(
+        self,
+        task_type: str | None = None,
+        task_id: int | None = None,
+        rpc_layer: str | None = None,
+    ) -> str:
+        """Returns the address of a task, by default of this one; "" if the process is alone."""
+        spec = self.cluster_spec()
+        task_type = self.task_type if task_type is None else task_type
+        task_id = self.task_id if task_id is None else task_id
+        if not spec or task_type is None or task_id is None:
+            return ""
+        protocol = self.rpc_layer if rpc_layer is None else rpc_layer
+        address = spec.task_address(task_type, task_id)
+        return f"{protocol}://{address}" if protocol else address
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """Returns how many GPUs this process sees. Nothing is known of another task."""
+        asked = (task_type or self.task_type, self.task_id if task_id is None else task_id)
+        if asked != (self.task_type, self.task_id):
+            raise ClusterError(
+                f"Only the GPUs of this process, {self.task_type} {self.task_id}, are known here, "
+                f"not those of {asked[0]} {asked[1]}. Ask in that process."
+            )
+        return {"GPU": len(this_machine().gpus)}
+
+    def launch(self) -> Launch:
+        """Returns what is known beyond the spec; by default that which the spec itself tells."""
+        spec = self.cluster_spec()
+        here, neighbours = (self.task_type, self.task_id), _tasks_by_host(spec)
+        tasks = next((tasks for tasks in neighbours.values() if here in tasks), [here])
+        cluster = json.dumps(spec.as_dict(), sort_keys=True)
+        job = f"cluster-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}"
+        return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))
+
+
+def _tasks_by_host(spec: ClusterSpec) -> dict[str, list[tuple[str | None, int | None]]]:
+    hosts: dict[str, list[tuple[str | None, int | None]]] = {}
+    for job in sorted(spec.jobs, key=JOBS.index):
+        for task_id, address in enumerate(spec.job_tasks(job)):
+            if address is not None:
+                hosts.setdefault(Address.parse(address).host, []).append((job, task_id))
+    return hosts

@@ -1,0 +1,107 @@
+"""Which tasks make up a job, and where they are."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from unisono.cluster.address import Address
+from unisono.errors import ClusterError
+
+
+class ClusterSpec:
+    """The tasks of a cluster by job name, as in `tf.train.ClusterSpec`.
+
+    A task whose address the launcher does not tell stands as None; only the address of the first
+    one is needed.
+
+    Args:
+        cluster: Addresses by job name, `{"worker": ["host0:2222", "host1:2222"]}`, or another spec.
+    """
+
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Sequence[str | None]]) -> None:
+        if isinstance(cluster, ClusterSpec):
+            self._tasks: dict[str, tuple[str | None, ...]] = dict(cluster._tasks)
+            return
+        if not isinstance(cluster, Mapping):
+            raise ClusterError(
+                "A cluster is a dictionary of addresses by job name, such as "
+                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r}."
+            )
+        self._tasks = {job: _addresses(job, tasks) for job, tasks in cluster.items()}
+        _check_that_addresses_differ(self._tasks)
+
+    @property
+    def jobs(self) -> list[str]:
+        """The names of the jobs."""
+        return list(self._tasks)
+
+    def num_tasks(self, job_name: str) -> int:
+        """Returns how many tasks a job has."""
+        return len(self._job(job_name))
+
+    def task_indices(self, job_name: str) -> list[int]:
+        """Returns the numbers of the tasks of a job."""
+        return list(range(self.num_tasks(job_name)))
+
+    def task_address(self, job_name: str, task_index: int) -> str:
+        """Returns the address of a task, which must be known."""
+        tasks = self._job(job_name)
+        if not 0 <= task_index < len(tasks):
+            raise ClusterError(
+                f"The job {job_name!r} has the tasks 0 to {len(tasks) - 1}, but task {task_index} "
+                "was asked for."
+            )
+        address = tasks[task_index]
+        if address is None:
+            raise ClusterError(
+                f"The address of task {task_index} of {job_name!r} is not known: the launcher "
+                "tells only where the first task is."
+            )
+        return address
+
+    def job_tasks(self, job_name: str) -> list[str | None]:
+        """Returns the addresses of a job by task number."""
+        return list(self._job(job_name))
+
+    def as_dict(self) -> dict[str, list[str | None]]:
+        """Returns the addresses by job name."""
+        return {job: list(tasks) for job, tasks in self._tasks.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._tasks)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ClusterSpec) and self._tasks == other._tasks
+
+    def __hash__(self) -> int:
+        return hash(frozenset(self._tasks.items()))
+
+    def __repr__(self) -> str:
+        return f"ClusterSpec({self.as_dict()})"
+
+    def _job(self, name: str) -> tuple[str | None, ...]:
+        if name not in self._tasks:
+            known = ", ".join(map(repr, self._tasks)) or "none"
+            raise ClusterError(f"There is no job {name!r} in the cluster; its jobs are: {known}.")
+        return self._tasks[name]
+
+
+def _addresses(job: object, tasks: object) -> tuple[str | None, ...]:
+    if not isinstance(job, str) or not job:
+        raise ClusterError(f"The name of a job is a text such as 'worker'; got {job!r}.")
+    if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
+        raise ClusterError(
+            f"The tasks of the job {job!r} are a list of at least one address, such as "
+            f"['host0:2222', 'host1:2222']; got {tasks!r}."
+        )
+    return tuple(None if task is None else str(Address.parse(task)) for task in tasks)
+
+
+def _check_that_addresses_differ(tasks: Mapping[str, Sequence[str | None]]) -> None:
+    counts = Counter(address for job in tasks.values() for address in job if address is not None)
+    twice = sorted(address for address, count in counts.items() if count > 1)
+    if twice:
+        raise ClusterError(
+            f"Every task needs an address of its own, but several have {', '.join(twice)}."
+        )

@@ -1,0 +1,124 @@
+"""The store at which the workers of a job find each other: rank 0 serves it, the others connect."""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+# torch imports the stores there for others to use, but does not say so to type checkers.
+from torch.distributed import (  # type: ignore[attr-defined]
+    DistNetworkError,
+    HashStore,
+    PrefixStore,
+    Store,
+    TCPStore,
+)
+
+from unisono.cluster.membership import Membership
+from unisono.errors import CommunicationError, WorkerTimeoutError
+
+_PAUSE_SECONDS = 0.1
+
+
+def open_store(membership: Membership, timeout_seconds: float) -> Store:
+    """Returns the store of a job, and with it the first connection between its workers.
+
+    Where the launcher keeps a store, everybody connects to that one. A process that is alone gets
+    a store of its own without any network. Rank 0 listens on all interfaces of its host.
+
+    Args:
+        membership: The place of this process among the workers.
+        timeout_seconds: How long to try, and how long the store then waits for a key.
+    """
+    # Not the job: a worker of another job shall find the keys, and be told that it is wrong here.
+    prefix = f"unisono/{membership.restart_count}"
+    return PrefixStore(prefix, _store(membership, timeout_seconds))
+
+
+def _store(membership: Membership, timeout_seconds: float) -> Store:
+    if membership.size == 1:
+        return HashStore()
+    if membership.rank == 0 and not membership.uses_existing_store:
+        return _serve(membership, timeout_seconds)
+    return _connect(membership, timeout_seconds)
+
+
+def _serve(membership: Membership, timeout_seconds: float) -> Store:
+    address = membership.coordinator
+    _check_that_the_host_is_known(membership)
+    try:
+        return _tcp_store(membership, timeout_seconds, is_master=True)
+    except DistNetworkError as error:
+        if "EADDRINUSE" in str(error):
+            raise CommunicationError(
+                f"Rank 0 must serve the store of the job at {address}, but port "
+                f"{membership.coordinator_port} is in use on this host: another program or another "
+                "job has it. End that one, or give this job another port.",
+                ranks=[0],
+            ) from None
+        raise CommunicationError(
+            f"Rank 0 must serve the store of the job at {address}, but cannot: {error} Check that "
+            f"{membership.coordinator_host} is this host, {socket.gethostname()}.",
+            ranks=[0],
+        ) from None
+
+
+def _connect(membership: Membership, timeout_seconds: float) -> Store:
+    deadline = time.monotonic() + timeout_seconds
+    _wait_for_somebody_to_listen(membership, timeout_seconds)
+    remaining = max(deadline - time.monotonic(), 1.0)
+    try:
+        store = _tcp_store(membership, remaining, is_master=False)
+    except DistNetworkError as error:
+        raise WorkerTimeoutError(
+            f"Something listens at {membership.coordinator}, but does not answer as the store of a "
+            f"job: {error} Check the address of rank 0.",
+            ranks=[0],
+        ) from None
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
+
+
+def _tcp_store(membership: Membership, timeout_seconds: float, *, is_master: bool) -> TCPStore:
+    return TCPStore(
+        membership.coordinator_host,
+        membership.coordinator_port,
+        is_master=is_master,
+        timeout=timedelta(seconds=timeout_seconds),
+        wait_for_workers=False,
+    )
+
+
+def _check_that_the_host_is_known(membership: Membership) -> None:
+    try:
+        socket.getaddrinfo(membership.coordinator_host, membership.coordinator_port)
+    except OSError as error:
+        raise CommunicationError(
+            f"Rank 0 must serve the store of the job at {membership.coordinator}, but this host "
+            f"({socket.gethostname()}) does not know the name: {error}. Write an address that all "
+            "workers can reach.",
+            ranks=[0],
+        ) from None
+
+
+def _wait_for_somebody_to_listen(membership: Membership, timeout_seconds: float) -> None:
+    """Tries from Python, where Ctrl-C is heard and the last reason can be told."""
+    deadline = time.monotonic() + timeout_seconds
+    address = (membership.coordinator_host, membership.coordinator_port)
+    while True:
+        try:
+            remaining = max(deadline - time.monotonic(), _PAUSE_SECONDS)
+            socket.create_connection(address, timeout=remaining).close()
+            return
+        except OSError as error:
+            reason = error
+        if time.monotonic() >= deadline:
+            raise WorkerTimeoutError(
+                f"Rank {membership.rank} of {membership.size} has tried for {timeout_seconds:g} s "
+                f"to reach rank 0 at {membership.coordinator}, and nobody answers: {reason}. "
+                "Check that rank 0 runs, that this is its address, and that no firewall is in "
+                "between.",
+                ranks=[0],
+            )
+        time.sleep(_PAUSE_SECONDS)

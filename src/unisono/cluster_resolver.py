@@ -1,0 +1,21 @@
+"""The names of `tf.distribute.cluster_resolver`, and resolvers for the launchers of PyTorch."""
+
+from unisono.cluster import (
+    ClusterResolver,
+    ClusterSpec,
+    MpiClusterResolver,
+    SimpleClusterResolver,
+    SlurmClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+)
+
+__all__ = [
+    "ClusterResolver",
+    "ClusterSpec",
+    "MpiClusterResolver",
+    "SimpleClusterResolver",
+    "SlurmClusterResolver",
+    "TFConfigClusterResolver",
+    "TorchrunClusterResolver",
+]

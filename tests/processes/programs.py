@@ -1,0 +1,89 @@
+"""Python programs in processes of their own, with a deadline, and none left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+# What the launchers set; a test starts from an environment without them.
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
+LAUNCHERS = (*TORCHRUN, "TF_CONFIG", "SLURM_", "OMPI_", "PMI", "MPI_", "UNISONO_")
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """The environment of this process without a launcher, and with `variables`."""
+    inherited = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
+    return inherited | variables
+
+
+@contextmanager
+def program(
+    command: Sequence[str | Path], environ: Mapping[str, str] | None = None
+) -> Iterator[subprocess.Popen[str]]:
+    """A process in a session of its own; what is left of the session is killed at the end."""
+    process = subprocess.Popen(
+        [str(part) for part in command],
+        env=clean_environment() if environ is None else dict(environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def run(
+    command: Sequence[str | Path],
+    environ: Mapping[str, str] | None = None,
+    timeout_seconds: float = 60,
+) -> tuple[int, str, str]:
+    """The exit status, the standard output and the standard error of a program."""
+    with program(command, environ) as process:
+        output, errors = process.communicate(timeout=timeout_seconds)
+    return process.returncode, output, errors
+
+
+def run_together(
+    command: Sequence[str | Path],
+    environs: Sequence[Mapping[str, str]],
+    timeout_seconds: float = 60,
+) -> list[tuple[int, str, str]]:
+    """What `run` returns, for programs that run at the same time."""
+    with ExitStack() as stack:
+        processes = [stack.enter_context(program(command, environ)) for environ in environs]
+        outputs = [process.communicate(timeout=timeout_seconds) for process in processes]
+    return [
+        (process.returncode, *output) for process, output in zip(processes, outputs, strict=True)
+    ]
+
+
+def launcher(*arguments: str | Path) -> list[str | Path]:
+    return [sys.executable, "-m", "unisono.cli", "launch", *arguments]
+
+
+def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 10) -> list[int]:
+    """The processes that are still alive when the time is over."""
+    deadline = time.monotonic() + timeout_seconds
+    while (alive := [one for one in process_ids if is_alive(one)]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return alive
+
+
+def is_alive(process_id: int) -> bool:
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    # A zombie has ended; whoever inherits it will collect it.
+    return status.rpartition(")")[2].split()[0] != "Z"

@@ -1,0 +1,257 @@
+"""`unisono launch` from the outside: real launchers, real workers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.processes.programs import (
+    clean_environment,
+    launcher,
+    program,
+    run,
+    run_together,
+    wait_until_gone,
+)
+
+from unisono.cli.local_tasks import free_ports
+
+MEETS = """
+from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
+
+membership = Membership.of(detect())
+met = meet(open_store(membership, 30), WorkerCard.of(membership, num_replicas=1), 30)
+print(membership.task_type, membership.rank, "of", len(met), membership.restart_count, flush=True)
+"""
+SLEEPS = """
+import os, pathlib, signal, sys, time
+
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+# Worker 1 ends as it is told, after a line without an end; the others would go on.
+FAILS = """
+import os, signal, sys, time
+
+if os.environ["RANK"] == "1":
+    print("reason: bad luck", file=sys.stderr, end="")
+    sys.stderr.flush()
+    os.kill(os.getpid(), signal.SIGKILL) if sys.argv[1] == "killed" else sys.exit(int(sys.argv[1]))
+time.sleep(600)
+"""
+
+
+def script(folder: Path, text: str) -> Path:
+    path = folder / "script.py"
+    path.write_text(text)
+    return path
+
+
+def test_every_line_is_marked_with_its_worker_and_arguments_arrive(tmp_path: Path) -> None:
+    prints = "import os, sys\nprint(os.environ['RANK'], sys.argv[1:])\nprint('e', file=sys.stderr)"
+    arguments = ["-n", "9", "$$x ${local_rank}", "two words"]
+
+    status, output, errors = run(launcher("-n", "3", script(tmp_path, prints), *arguments))
+
+    assert status == 0, errors
+    assert sorted(output.splitlines()) == [f"[worker {r}] {r} {arguments}" for r in range(3)]
+    assert [f"[worker {r}] e" in errors.splitlines() for r in range(3)] == [True] * 3
+
+
+def test_lines_come_while_the_worker_runs_and_whole(tmp_path: Path) -> None:
+    halves = "import sys, time\nprint('a', end='')\ntime.sleep(0.3)\nprint('b')\ninput()"
+
+    with program(launcher("-n", "1", script(tmp_path, halves))) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+    assert line == "[worker 0] ab\n"
+
+
+def test_the_workers_of_a_launch_meet(tmp_path: Path) -> None:
+    status, output, errors = run(launcher("-n", "3", script(tmp_path, MEETS)))
+
+    assert status == 0, errors
+    expected = [f"[worker {rank}] worker {rank} of 3 0" for rank in range(3)]
+    assert sorted(output.splitlines()) == expected
+
+
+def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
+    command = launcher("-n", "2", script(tmp_path, MEETS))
+
+    results = run_together(command, [clean_environment()] * 2)
+
+    for status, output, errors in results:
+        assert status == 0, errors
+        assert sorted(output.splitlines()) == [f"[worker {r}] worker {r} of 2 0" for r in range(2)]
+
+
+@pytest.mark.parametrize("numbered", [True, False])
+def test_several_hosts_make_one_job(tmp_path: Path, numbered: bool) -> None:
+    (port,) = free_ports(1)
+    hosts = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    path = script(tmp_path, MEETS)
+    commands = [
+        launcher("-n", "2", *hosts, *(["--node-rank", rank] if numbered else []), path)
+        for rank in "01"
+    ]
+
+    with program(commands[0]) as first, program(commands[1]) as second:
+        outputs = [process.communicate(timeout=90) for process in (first, second)]
+
+    lines = [line for output, _ in outputs for line in output.splitlines()]
+    assert sorted(lines) == [f"[worker {rank}] worker {rank} of 4 0" for rank in range(4)], outputs
+    if numbered:
+        assert outputs[0][0].startswith(("[worker 0]", "[worker 1]"))
+
+
+@pytest.mark.parametrize(
+    ("how", "status", "words"),
+    [("3", 3, "with status 3"), ("killed", 128 + signal.SIGKILL, "by signal 9")],
+)
+def test_the_first_failure_ends_all_and_is_told(
+    tmp_path: Path, how: str, status: int, words: str
+) -> None:
+    start = time.monotonic()
+
+    found, _, errors = run(launcher("-n", "3", script(tmp_path, FAILS), how))
+
+    assert found == status
+    assert f"failed first, {words}." in errors
+    assert "worker 1 (process" in errors
+    assert "[worker 1] reason: bad luck\n" in errors
+    assert errors.rstrip().endswith("\n  reason: bad luck")
+    assert time.monotonic() - start < 40
+
+
+def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
+    fails_once = MEETS + (
+        "import sys\nif membership.restart_count == 0 and membership.rank == 1: sys.exit(5)\n"
+    )
+
+    command = launcher("-n", "2", "--max-restarts", "1", script(tmp_path, fails_once))
+    status, output, errors = run(command)
+
+    assert status == 0, errors
+    assert "[worker 1] worker 1 of 2 1" in output.splitlines()
+
+
+def workers_of(process: subprocess.Popen[str], folder: Path, count: int) -> list[int]:
+    """The process ids that the workers have written down."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        texts = [path.read_text() for path in folder.iterdir()]
+        if len(texts) == count and all(texts):
+            return [int(text) for text in texts]
+        time.sleep(0.05)
+    raise AssertionError(f"the workers have not begun: {process.communicate(timeout=5)}")
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_no_worker_outlives_its_launcher(tmp_path: Path, how: signal.Signals) -> None:
+    folder = tmp_path / "ids"
+    folder.mkdir()
+
+    with program(launcher("-n", "3", script(tmp_path, SLEEPS), folder)) as process:
+        workers = workers_of(process, folder, 3)
+        process.send_signal(how)
+        process.communicate(timeout=30)
+
+    assert wait_until_gone(workers) == []
+    assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
+
+
+@pytest.mark.parametrize("host", [[], ["--node-rank", "0"], ["--node-rank", "1"]])
+def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: list[str]) -> None:
+    (port,) = free_ports(1)
+    hosts = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *host]
+
+    with program(launcher("-n", "1", *hosts, script(tmp_path, MEETS))) as process:
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.communicate(timeout=5)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=10)
+
+    assert process.returncode != 0
+
+
+def test_workers_that_do_not_listen_are_killed(tmp_path: Path) -> None:
+    folder = tmp_path / "ids"
+    folder.mkdir()
+    command = launcher("-n", "2", script(tmp_path, SLEEPS), folder, "stubborn")
+    # Older agents do not know the variable, and wait 30 seconds.
+    environ = clean_environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+
+    with program(command, environ) as process:
+        workers = workers_of(process, folder, 2)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=45)
+
+    assert wait_until_gone(workers) == []
+    assert process.returncode == 128 + signal.SIGINT
+
+
+@pytest.mark.parametrize("source", ["environment", "file"])
+def test_every_task_of_a_tf_config_cluster_is_started(tmp_path: Path, source: str) -> None:
+    ports = iter(free_ports(4))
+    cluster = {
+        "worker": [f"localhost:{next(ports)}", f"127.0.0.1:{next(ports)}"],
+        "chief": [f"localhost:{next(ports)}"],
+        "evaluator": [f"localhost:{next(ports)}"],
+    }
+    text = json.dumps({"cluster": cluster})
+    file = tmp_path / "cluster.json"
+    file.write_text(text)
+    environ = clean_environment(**({"TF_CONFIG": text} if source == "environment" else {}))
+    option = ["--tf-config-cluster", str(file)] if source == "file" else []
+
+    status, output, errors = run(launcher(*option, script(tmp_path, MEETS)), environ)
+
+    assert status == 0, errors
+    assert sorted(output.splitlines()) == [
+        "[chief 0] chief 0 of 3 0",
+        "[evaluator 0] evaluator 0 of 1 0",
+        "[worker 0] worker 1 of 3 0",
+        "[worker 1] worker 2 of 3 0",
+    ]
+
+
+def test_a_cluster_of_other_hosts_can_be_tried_on_this_one(tmp_path: Path) -> None:
+    cluster = {"worker": ["far.invalid:1", "farther.invalid:1"]}
+    environ = clean_environment(TF_CONFIG=json.dumps({"cluster": cluster}))
+
+    status, output, errors = run(launcher("--all-local", script(tmp_path, MEETS)), environ)
+
+    assert status == 0, errors
+    assert sorted(output.splitlines()) == [f"[worker {r}] worker {r} of 2 0" for r in range(2)]
+
+
+def test_a_task_sees_nothing_of_the_launcher_but_tf_config(tmp_path: Path) -> None:
+    shows = "import os\nprint(sorted(name for name in os.environ if name in ('RANK', 'TF_CONFIG', "
+    shows += "'WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID', 'UNISONO_LAUNCH_PLAN')))"
+    environ = clean_environment(TF_CONFIG='{"cluster": {"worker": ["localhost:1"]}}')
+
+    _, output, _ = run(launcher(script(tmp_path, shows)), environ)
+
+    assert output == "[worker 0] ['TF_CONFIG']\n"
+
+
+def test_the_command_is_installed(tmp_path: Path) -> None:
+    command = Path(sys.executable).with_name("unisono")
+
+    status, output, _ = run([command, "launch", "--help"])
+
+    assert status == 0
+    assert "SCRIPT" in output
+    assert os.access(command, os.X_OK)

@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from unisono.cluster import ClusterSpec
+from unisono.errors import ClusterError
+
+CLUSTER: dict[str, list[str | None]] = {
+    "chief": ["c:1"],
+    "worker": ["a:1", "b:1", "[::1]:1"],
+}
+
+
+def test_a_spec_tells_its_jobs_and_tasks() -> None:
+    spec = ClusterSpec(CLUSTER)
+
+    assert spec.jobs == ["chief", "worker"]
+    assert spec.num_tasks("worker") == 3
+    assert spec.task_indices("worker") == [0, 1, 2]
+    assert spec.job_tasks("worker") == ["a:1", "b:1", "[::1]:1"]
+    assert spec.task_address("worker", 1) == "b:1"
+    assert spec.as_dict() == CLUSTER
+
+
+def test_equal_clusters_are_equal_specs() -> None:
+    spec = ClusterSpec(CLUSTER)
+
+    assert ClusterSpec(spec) == spec == ClusterSpec(dict(reversed(CLUSTER.items())))
+    assert hash(ClusterSpec(spec)) == hash(ClusterSpec(dict(reversed(CLUSTER.items()))))
+    assert spec != ClusterSpec({"worker": ["a:1"]})
+    assert spec != CLUSTER
+
+
+def test_only_a_spec_without_jobs_is_false() -> None:
+    assert not ClusterSpec({})
+    assert ClusterSpec(CLUSTER)
+
+
+def test_a_spec_does_not_change_with_what_it_was_made_of() -> None:
+    cluster: dict[str, list[str | None]] = {"worker": ["a:1"]}
+    spec = ClusterSpec(cluster)
+
+    cluster["worker"].append("b:1")
+    spec.as_dict()["worker"].append("c:1")
+
+    assert spec.job_tasks("worker") == ["a:1"]
+
+
+def test_an_address_that_is_not_known_is_refused_where_it_is_needed() -> None:
+    spec = ClusterSpec({"worker": ["a:1", None]})
+
+    assert spec.num_tasks("worker") == 2
+    with pytest.raises(ClusterError, match="address of task 1 of 'worker' is not known"):
+        spec.task_address("worker", 1)
+
+
+@pytest.mark.parametrize("index", [-1, 3])
+def test_a_task_that_is_not_there_is_refused(index: int) -> None:
+    with pytest.raises(ClusterError, match=f"tasks 0 to 2, but task {index} was"):
+        ClusterSpec(CLUSTER).task_address("worker", index)
+
+
+def test_a_job_that_is_not_there_is_refused_with_those_that_are() -> None:
+    with pytest.raises(ClusterError, match=r"no job 'ps'.*'chief', 'worker'"):
+        ClusterSpec(CLUSTER).num_tasks("ps")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "message"),
+    [
+        (None, "got None"),
+        (["a:1"], "dictionary of addresses by job name"),
+        ({"worker": "a:1"}, "got 'a:1'"),
+        ({"worker": []}, r"at least one address.*got \[\]"),
+        ({"worker": {0: "a:1"}}, "got {0: 'a:1'}"),
+        ({"worker": ["a"]}, "got 'a'"),
+        ({1: ["a:1"]}, "got 1"),
+        ({"": ["a:1"]}, "got ''"),
+        ({"worker": ["a:1", "b:1", "a:1"]}, "several have a:1"),
+        ({"chief": ["a:1"], "worker": ["a:1"]}, "several have a:1"),
+    ],
+)
+def test_what_is_no_cluster_is_refused(cluster: Any, message: str) -> None:
+    with pytest.raises(ClusterError, match=message):
+        ClusterSpec(cluster)
