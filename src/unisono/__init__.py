@@ -23,7 +23,13 @@ from unisono.reductions import (
     NcclAllReduce,
     ReductionToOneDevice,
 )
-from unisono.strategies import MirroredStrategy, OneDeviceStrategy, Strategy, StrategyExtended
+from unisono.strategies import (
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    Strategy,
+    StrategyExtended,
+)
 from unisono.values import DistributedValues, Mirrored, PerReplica
 from unisono.variables import Variable, VariableSynchronization
 
@@ -39,6 +45,7 @@ __all__ = [
     "InputReplicationMode",
     "Mirrored",
     "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
     "NcclAllReduce",
     "OneDeviceStrategy",
     "PerReplica",

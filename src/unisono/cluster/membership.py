@@ -17,7 +17,7 @@ class Membership:
     Attributes:
         rank: The place of this process in the row.
         size: How many processes train together.
-        coordinator_host: Where rank 0 serves the store at which all meet; "" for a process alone.
+        coordinator_host: Where the store is served at which all meet; "" for a process alone.
         coordinator_port: The port of that store; 0 for a process alone.
         job: The same text on all workers of one job.
         restart_count: How often the launcher has started the workers anew.
@@ -27,6 +27,7 @@ class Membership:
         task_type: The job name of this process in the spec; None for a process alone.
         task_id: Its number there; None for a process alone.
         spec: The cluster.
+        coordinator_rank: The rank that serves the store.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Membership:
     task_type: str | None
     task_id: int | None
     spec: ClusterSpec
+    coordinator_rank: int = 0
 
     @staticmethod
     def of(resolver: ClusterResolver) -> Membership:

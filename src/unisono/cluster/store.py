@@ -39,28 +39,28 @@ def open_store(membership: Membership, timeout_seconds: float) -> Store:
 def _store(membership: Membership, timeout_seconds: float) -> Store:
     if membership.size == 1:
         return HashStore()
-    if membership.rank == 0 and not membership.uses_existing_store:
+    if membership.rank == membership.coordinator_rank and not membership.uses_existing_store:
         return _serve(membership, timeout_seconds)
     return _connect(membership, timeout_seconds)
 
 
 def _serve(membership: Membership, timeout_seconds: float) -> Store:
-    address = membership.coordinator
+    address, who = membership.coordinator, f"Rank {membership.coordinator_rank}"
     _check_that_the_host_is_known(membership)
     try:
         return _tcp_store(membership, timeout_seconds, is_master=True)
     except DistNetworkError as error:
         if "EADDRINUSE" in str(error):
             raise CommunicationError(
-                f"Rank 0 must serve the store of the job at {address}, but port "
+                f"{who} must serve the store of the job at {address}, but port "
                 f"{membership.coordinator_port} is in use on this host: another program or another "
                 "job has it. End that one, or give this job another port.",
-                ranks=[0],
+                ranks=[membership.coordinator_rank],
             ) from None
         raise CommunicationError(
-            f"Rank 0 must serve the store of the job at {address}, but cannot: {error} Check that "
+            f"{who} must serve the store of the job at {address}, but cannot: {error} Check that "
             f"{membership.coordinator_host} is this host, {socket.gethostname()}.",
-            ranks=[0],
+            ranks=[membership.coordinator_rank],
         ) from None
 
 
@@ -74,7 +74,7 @@ def _connect(membership: Membership, timeout_seconds: float) -> Store:
         raise WorkerTimeoutError(
             f"Something listens at {membership.coordinator}, but does not answer as the store of a "
             f"job: {error} Check the address of rank 0.",
-            ranks=[0],
+            ranks=[membership.coordinator_rank],
         ) from None
     store.set_timeout(timedelta(seconds=timeout_seconds))
     return store
@@ -95,10 +95,11 @@ def _check_that_the_host_is_known(membership: Membership) -> None:
         socket.getaddrinfo(membership.coordinator_host, membership.coordinator_port)
     except OSError as error:
         raise CommunicationError(
-            f"Rank 0 must serve the store of the job at {membership.coordinator}, but this host "
+            f"Rank {membership.coordinator_rank} must serve the store of the job at "
+            f"{membership.coordinator}, but this host "
             f"({socket.gethostname()}) does not know the name: {error}. Write an address that all "
             "workers can reach.",
-            ranks=[0],
+            ranks=[membership.coordinator_rank],
         ) from None
 
 
@@ -116,9 +117,9 @@ def _wait_for_somebody_to_listen(membership: Membership, timeout_seconds: float)
         if time.monotonic() >= deadline:
             raise WorkerTimeoutError(
                 f"Rank {membership.rank} of {membership.size} has tried for {timeout_seconds:g} s "
-                f"to reach rank 0 at {membership.coordinator}, and nobody answers: {reason}. "
-                "Check that rank 0 runs, that this is its address, and that no firewall is in "
-                "between.",
-                ranks=[0],
+                f"to reach rank {membership.coordinator_rank} at {membership.coordinator}, and "
+                f"nobody answers: {reason}. Check that it runs, that this is its address, and that "
+                "no firewall is in between.",
+                ranks=[membership.coordinator_rank],
             )
         time.sleep(_PAUSE_SECONDS)

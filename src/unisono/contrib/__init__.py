@@ -5,11 +5,19 @@ from typing import Any
 
 from unisono.contrib import cross_device_ops as _device_ops
 from unisono.contrib import cross_tower_ops as _tower_ops
+from unisono.contrib.collective_all_reduce import CollectiveAllReduceStrategy
 from unisono.contrib.cross_device_ops import AllReduceCrossDeviceOps
 from unisono.contrib.cross_tower_ops import CrossTowerOps
 from unisono.contrib.per_device import PerDevice
+from unisono.strategies import ConfigProto
 
-__all__ = ["AllReduceCrossDeviceOps", "CrossTowerOps", "PerDevice"]
+__all__ = [
+    "AllReduceCrossDeviceOps",
+    "CollectiveAllReduceStrategy",
+    "ConfigProto",
+    "CrossTowerOps",
+    "PerDevice",
+]
 
 # Each older name, what stands for it, and what to write today.
 _OLDER_NAMES: dict[str, tuple[type, str]] = {

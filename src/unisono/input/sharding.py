@@ -1,7 +1,8 @@
 """Which samples of a batch go to which replica: W workers, of which this is w, with R replicas.
 
 legacy   a batch of n becomes W R sub-batches of ceil(n / (W R)), the later ones shorter or
-         empty; worker w keeps the sub-batches w, w + W, w + 2 W, ...
+         empty; worker w keeps the sub-batches w R to w R + R - 1, which the same replicas
+         would get if one worker had them all
 fixed    a batch of G becomes W R sub-batches of fixed sizes that differ by at most one; a
          shorter batch fills them in order
 """
@@ -45,11 +46,11 @@ def legacy_slices(
     """Returns the samples of each of this worker's replicas.
 
     >>> legacy_slices(8, num_workers=2, worker_id=1, num_replicas=2)
-    (slice(2, 4, None), slice(6, 8, None))
+    (slice(4, 6, None), slice(6, 8, None))
     """
     _check(num_workers, worker_id, num_replicas)
     slices = _slices(legacy_sizes(num_samples, num_workers * num_replicas))
-    return slices[worker_id::num_workers]
+    return slices[worker_id * num_replicas : (worker_id + 1) * num_replicas]
 
 
 def fixed_sizes(

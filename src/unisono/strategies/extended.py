@@ -69,7 +69,7 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
     ) -> None:
         self._duplicate = functools.partial(
-            type(self),
+            StrategyExtended,
             devices,
             cross_device_ops,
             reduce_gradients=reduce_gradients,

@@ -64,7 +64,9 @@ class InputMethods:
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
         """Calls `value_fn(value_context)` for each replica; the result is always distributed."""
-        return values_from_function(value_fn, self._input_devices)
+        first, total = self.extended.first_replica_id, self.extended.num_replicas_in_sync
+        contexts = [ValueContext(first + i, total) for i in range(len(self._input_devices))]
+        return values_from_function(value_fn, self._input_devices, contexts)
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None
@@ -103,4 +105,7 @@ class InputMethods:
 
     @property
     def _input_context(self) -> InputContext:
-        return InputContext(num_replicas_in_sync=self.extended.num_replicas_in_sync)
+        communicator = self.extended.workers.communicator
+        return InputContext(
+            communicator.size, communicator.rank, self.extended.num_replicas_in_sync
+        )

@@ -87,6 +87,8 @@ class Mirrors:
         self._buffer_owners: list[weakref.ref[nn.Module]] = []
         self._num_adopted = 0
         self.is_stale = False
+        # Whether something belongs to it.
+        self.is_in_use = False
         self.num_runs = 0
         # For each replica, by the identity of a primary parameter, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]

@@ -82,6 +82,7 @@ def mirror_module(module: nn.Module, mirrors: Mirrors) -> None:
             f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
             "`copy.deepcopy`, which belongs to none."
         )
+    mirrors.is_in_use = True
     if mirrors.is_single:
         mirrors.move(module)
     elif mirror is None:

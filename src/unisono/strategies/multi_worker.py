@@ -1,0 +1,233 @@
+"""`MultiWorkerMirroredStrategy`: the devices of many workers, which train as one."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
+from unisono.cluster.rules import collective_leader
+from unisono.devices import Device, DeviceLike, resolve
+from unisono.errors import ClusterError, DeviceError, UnsupportedError
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.reductions import CrossDeviceOps, select_cross_device_ops
+from unisono.strategies.config import ConfigProto
+from unisono.strategies.extended import StrategyExtended
+from unisono.strategies.joining import join, led_by, local_devices
+from unisono.strategies.strategy import Strategy, T
+
+
+class MultiWorkerExtended(StrategyExtended):
+    """Further methods of a strategy of many workers."""
+
+    experimental_between_graph = True
+
+    def __init__(
+        self,
+        maker: _Maker,
+        resolver: ClusterResolver,
+        membership: Membership,
+        *args: Any,
+        **kw: Any,
+    ) -> None:
+        super().__init__(*args, **kw)
+        self.maker = maker
+        self.resolver = resolver
+        self.membership = membership
+
+    @property
+    def should_checkpoint(self) -> bool:  # type: ignore[override]
+        """Whether this worker writes checkpoints: the chief does."""
+        return self.membership.is_chief
+
+    @property
+    def should_save_summary(self) -> bool:  # type: ignore[override]
+        """Whether this worker writes summaries: the chief does."""
+        return self.membership.is_chief
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
+        if self.workers.are_many:
+            raise UnsupportedError(
+                "A strategy that is connected to other workers cannot be copied. Make another one "
+                "on every worker."
+            )
+        return self.maker(self.resolver, self.options, ConfigProto())
+
+
+class MultiWorkerMirroredStrategy(Strategy):
+    """Trains on the devices of all workers of a job; alone, on those of this process.
+
+    Every worker runs the same script. Which one this process is, and where the others are, says
+    the resolver, or the launcher that has started it (`unisono launch`, `torchrun`, `srun`,
+    `mpirun`, TF_CONFIG). Making the strategy waits for all workers.
+
+    Args:
+        cluster_resolver: Says which workers there are; found out if None.
+        communication_options: How collectives travel, and how long they may take.
+        devices: One device a replica of this worker. None means its share of the host's GPUs, or
+            one CPU replica. All workers have as many.
+        cross_device_ops: What reduces between the devices of one worker.
+        serial: See `MirroredStrategy`.
+        reduce_gradients: See `MirroredStrategy`.
+        synchronize_batch_norm: See `MirroredStrategy`.
+    """
+
+    def __init__(
+        self,
+        cluster_resolver: ClusterResolver | None = None,
+        communication_options: CommunicationOptions | None = None,
+        *,
+        devices: Sequence[DeviceLike] | None = None,
+        cross_device_ops: CrossDeviceOps | None = None,
+        serial: bool = False,
+        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        synchronize_batch_norm: bool = False,
+    ) -> None:
+        if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
+            raise ClusterError(
+                "`cluster_resolver` must be one of `unisono.cluster_resolver`, got "
+                f"{cluster_resolver!r}."
+            )
+        options = communication_options or DEFAULT_OPTIONS
+        if not isinstance(options, CommunicationOptions):
+            raise UnsupportedError(
+                "`communication_options` must be `unisono.experimental.CommunicationOptions`, got "
+                f"{communication_options!r}."
+            )
+        chosen = None if devices is None else tuple(map(resolve, devices))
+        maker = _Maker(
+            chosen,
+            cross_device_ops,
+            is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
+            reduce_gradients=ReduceOp.check(reduce_gradients),
+            synchronize_batch_norm=synchronize_batch_norm,
+        )
+        resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))
+        super().__init__(maker(resolver, options, ConfigProto()))
+
+    @property
+    def cluster_resolver(self) -> ClusterResolver:
+        """Says which workers there are."""
+        return self._worker.resolver
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries."""
+        return self._worker.membership.is_chief
+
+    def configure(
+        self,
+        session_config: object = None,
+        cluster_spec: object = None,
+        task_type: str | None = None,
+        task_id: int | None = None,
+    ) -> None:
+        """Joins the workers of a cluster, if one is given, and completes a configuration.
+
+        Args:
+            session_config: A `ConfigProto`. Its timeout, group leader and device filters count for
+                the cluster, and what it leaves open is filled in.
+            cluster_spec: The workers; a `ClusterSpec` or a dict of one.
+            task_type: The job of this process in it.
+            task_id: Its number there.
+        """
+        config = ConfigProto() if session_config is None else session_config
+        if not isinstance(config, ConfigProto):
+            raise UnsupportedError(
+                f"`session_config` must be a `ConfigProto`, got {type(config).__name__}."
+            )
+        if cluster_spec is not None:
+            self._join(ClusterSpec(cluster_spec), task_type, task_id, config)
+        changed = self.update_config_proto(config)
+        config.collective_group_leader = changed.collective_group_leader
+        config.device_filters = changed.device_filters
+
+    def _join(
+        self, spec: ClusterSpec, task_type: str | None, task_id: int | None, config: ConfigProto
+    ) -> None:
+        before = self._worker
+        if before.mirrors.is_in_use:
+            raise ClusterError(
+                "`configure()` with a cluster must come before anything is made in the scope: what "
+                "there is now is not shared with other workers."
+            )
+        resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
+        self.close()
+        Strategy.__init__(self, before.maker(resolver, before.options, config))
+
+    def update_config_proto(self, config_proto: T) -> T:
+        """Returns a copy of a configuration that says where this worker is in its cluster."""
+        changed = copy.deepcopy(config_proto)
+        membership = self._worker.membership
+        if isinstance(changed, ConfigProto) and membership.task_type is not None:
+            task = (membership.task_type, membership.task_id)
+            if not changed.collective_group_leader:
+                changed.collective_group_leader = collective_leader(membership.spec, *task)
+            changed.device_filters = [f"/job:{task[0]}/task:{task[1]}"]
+            if changed.timeout_seconds is None:
+                changed.timeout_seconds = self._worker.options.timeout_seconds
+        return changed
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not ask."""
+        self._worker.workers.communicator.check_health()
+
+    @property
+    def _worker(self) -> MultiWorkerExtended:
+        extended = self.extended
+        assert isinstance(extended, MultiWorkerExtended)
+        return extended
+
+    def __repr__(self) -> str:
+        membership = self._worker.membership
+        devices = ", ".join(map(str, self._extended.worker_devices))
+        return f"{type(self).__name__}(worker {membership.rank} of {membership.size}: {devices})"
+
+
+class _Maker:
+    """Makes the extension of a strategy once it is known who the workers are."""
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...] | None,
+        cross_device_ops: CrossDeviceOps | None,
+        **settings: Any,
+    ) -> None:
+        self._devices = devices
+        self._ops = cross_device_ops
+        self._settings = settings
+
+    def __call__(
+        self, resolver: ClusterResolver, options: CommunicationOptions, config: ConfigProto
+    ) -> MultiWorkerExtended:
+        membership = Membership.of(resolver)
+        membership = led_by(membership, config.leader_rank(membership.spec))
+        if config.timeout_seconds is not None:
+            options = replace(options, timeout_seconds=config.timeout_seconds)
+        devices = self._visible(membership, config)
+        communicator = join(membership, len(devices), options)
+        return MultiWorkerExtended(
+            self,
+            resolver,
+            membership,
+            devices,
+            self._ops or select_cross_device_ops(devices),
+            options=options,
+            communicator=communicator,
+            **self._settings,
+        )
+
+    def _visible(self, membership: Membership, config: ConfigProto) -> tuple[Device, ...]:
+        devices = local_devices(membership) if self._devices is None else self._devices
+        if membership.task_type is None or membership.task_id is None:
+            return devices
+        visible = config.visible(devices, membership.task_type, membership.task_id)
+        if not visible:
+            raise DeviceError(
+                f"Of the devices {', '.join(map(str, devices))} of this worker the filters "
+                f"{config.device_filters} leave none."
+            )
+        return visible
