@@ -50,6 +50,12 @@ time.sleep(600)
 """
 
 
+@pytest.fixture(autouse=True)
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launcher that is killed cannot remove what its workers have printed."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+
+
 def script(folder: Path, text: str) -> Path:
     path = folder / "script.py"
     path.write_text(text)
@@ -172,7 +178,7 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, how: signal.Signals) ->
     assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
 
 
-@pytest.mark.parametrize("host", [[], ["--node-rank", "0"], ["--node-rank", "1"]])
+@pytest.mark.parametrize("host", [[], ["--node-rank", "1"]])
 def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: list[str]) -> None:
     (port,) = free_ports(1)
     hosts = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{port}", *host]
