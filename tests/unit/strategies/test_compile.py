@@ -61,3 +61,37 @@ def test_what_is_compiled_trains_as_what_is_not(mirrored: Make, what: str, backe
         torch.testing.assert_close(loss, expected.detach())
     for one, other in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(one, other)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.last(torch.tanh(self.first(x)))
+        return output
+
+
+def test_a_model_becomes_one_graph_a_replica(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    graphs: list[int] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        compiled(x).mean().backward()
+        optimizer.step()
+
+    for _ in range(4):
+        strategy.run(step, args=(uo.PerReplica(torch.randn(8, 3).chunk(2)),))
+
+    assert graphs == [3, 3]
