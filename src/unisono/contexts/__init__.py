@@ -1,19 +1,16 @@
 """Where the running code is, and what it can do there."""
 
 from unisono.contexts.current import (
-    Context,
-    current_context,
     current_replica,
-    entered,
     get_replica_context,
     get_strategy,
     has_strategy,
     in_cross_replica_context,
     is_inside_run,
     other_strategy,
-    set_outside,
 )
 from unisono.contexts.replica import CrossReplicaContext, Meeting, ReplicaContext
+from unisono.contexts.stack import Context, current_context, entered, set_outside
 
 __all__ = [
     "Context",

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.contexts.stack import current_context
 from unisono.devices import Device
-from unisono.errors import UnsupportedError
+from unisono.errors import ContextError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.values import as_tensor, flatten
 
@@ -95,6 +96,7 @@ class ReplicaContext:
         all replicas as `PerReplica` values; replica 0's function is the one that is called. Of what
         it returns each replica gets its own components.
         """
+        self._check_current("merge_call()")
         return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
@@ -104,6 +106,7 @@ class ReplicaContext:
 
         Gradients flow through sums and means: they are reduced in the same way on their way back.
         """
+        self._check_current("all_reduce()")
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         tensors = [as_tensor(leaf) for leaf in leaves]
@@ -114,7 +117,16 @@ class ReplicaContext:
 
         The replicas' tensors may differ in length along `axis`. Gradients flow through.
         """
+        self._check_current("all_gather()")
         if not isinstance(axis, int):
             raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
         leaves, rebuild = flatten(value)
         return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])
+
+    def _check_current(self, what: str) -> None:
+        if current_context() is not self:
+            raise ContextError(
+                f"`{what}` was called on the context of a replica that the running code is not on: "
+                "its run has ended, or it is another replica's. Ask `get_replica_context()` where "
+                "you need it, and keep none."
+            )

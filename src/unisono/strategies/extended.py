@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from unisono.communicators import Communicator, IdentityCommunicator
@@ -99,6 +100,10 @@ class StrategyExtended(VariableMethods):
         )
         self._runner = Runner(devices, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
+        # A single replica shares nothing, and runs on the thread of its caller.
+        self._run_lock: AbstractContextManager[Any] = (
+            threading.Lock() if len(devices) > 1 else nullcontext()
+        )
         self._strategy: Strategy | None = None
 
     def bind(self, strategy: Strategy) -> None:
@@ -168,10 +173,11 @@ class StrategyExtended(VariableMethods):
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
         kwargs = kwargs or {}
         weights = self._weights((*args, *kwargs.values()))
-        self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
-        with entered(CrossReplicaContext(self.strategy)):
+        # One run at a time: leaves, gradients and weights are those of the run under way.
+        with self._run_lock, entered(CrossReplicaContext(self.strategy)):
+            self.mirrors.refresh()
+            self._gradients.begin(weights)
+            self._current_weights = weights
             return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
 
     def experimental_run_steps_on_iterator(

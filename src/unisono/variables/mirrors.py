@@ -9,6 +9,7 @@ leaf or the same module.
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
@@ -26,6 +27,8 @@ from unisono.variables.batch_norm import synchronized
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
 
 MIRROR = "_unisono_mirror"
+
+_is_current = operator.methodcaller("is_current")
 
 
 def raw(module: nn.Module) -> dict[str, Any]:
@@ -174,7 +177,7 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all(one.is_current() for one in self._leaves.values()):
+        if self.is_stale or not all(map(_is_current, self._leaves.values())):
             self.share_new()
             with fit_for_training():
                 self._rebuild()

@@ -151,3 +151,32 @@ def test_replica_id_is_known_in_a_hook_of_the_backward_pass(mirrored: Make) -> N
         return seen
 
     assert strategy.experimental_local_results(strategy.run(step)) == ([0], [1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda context: context.merge_call(lambda _: 1),
+        lambda context: context.all_reduce("SUM", torch.ones(1)),
+        lambda context: context.all_gather(torch.ones(1), 0),
+    ],
+    ids=["merge_call", "all_reduce", "all_gather"],
+)
+def test_a_context_that_was_kept_is_refused(mirrored: Make, call: Callable[[Any], Any]) -> None:
+    strategy, other = mirrored(), mirrored()
+    kept = strategy.experimental_local_results(strategy.run(uo.get_replica_context))
+
+    def on_its_replica() -> Any:
+        context = uo.get_replica_context()
+        assert context is not None
+        return call(kept[context.replica_id_in_sync_group])
+
+    refusal = pytest.raises(RuntimeError, match="a replica that the running code is not on")
+    with refusal:
+        call(kept[0])
+    with strategy.scope(), refusal:
+        call(kept[1])
+    for one in (strategy, other):
+        with refusal:
+            one.run(on_its_replica)
+        assert one.run(lambda: 1) == 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import unisono as uo
 
@@ -129,6 +130,34 @@ def test_run_can_be_called_from_any_thread(mirrored: Make) -> None:
         caller.join()
 
     assert results == [(0, 1)] * 60
+
+
+def test_two_threads_can_train_one_model(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    nn.init.zeros_(model.weight)
+    # The mean over all samples is 2 in both, but replicas do not count the same.
+    uneven = uo.PerReplica([torch.ones(3, 1), torch.full((1, 1), 5.0)])
+    even = uo.PerReplica([torch.ones(1, 1), torch.full((1, 1), 3.0)])
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).mean().backward()
+        optimizer.step()
+
+    def train(parts: uo.PerReplica) -> None:
+        for _ in range(50):
+            strategy.run(step, args=(parts,))
+
+    trainers = [threading.Thread(target=train, args=(parts,)) for parts in (uneven, even)]
+    for trainer in trainers:
+        trainer.start()
+    for trainer in trainers:
+        trainer.join()
+
+    assert model.weight.item() == -200
 
 
 def test_serial_replicas_run_one_at_a_time_in_order(mirrored: Make) -> None:

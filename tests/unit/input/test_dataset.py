@@ -30,7 +30,11 @@ from unisono.input import (
 from unisono.values import PerReplica
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
+# Without a GPU, torch says that there is nothing to pin memory for.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*:UserWarning"),
+]
 
 
 class Numbers(Dataset[int]):
@@ -185,6 +189,7 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "sampler": lambda: DataLoader(Numbers(11), batch_size=4, sampler=Backwards(11)),
     "batch-sampler": lambda: DataLoader(Numbers(11), batch_sampler=[[10, 0, 5], [*range(1, 5)]]),
     "unbatched": lambda: DataLoader(Chunks(11, 4), batch_size=None),
+    "pinned": lambda: DataLoader(Numbers(11), batch_size=4, pin_memory=True),
 }
 LACKS = {"batch-sampler": {6, 7, 8, 9}}
 

@@ -239,31 +239,3 @@ def test_one_device_strategy_trains_an_unchanged_model() -> None:
 
     assert type(model) is nn.Linear
     assert model.weight.item() == pytest.approx(before - 1)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_models_train(mirrored: Make, backend: str) -> None:
-    strategy = mirrored()
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(3, 3), nn.Tanh())
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    reference = copy.deepcopy(model)
-    compiled: Any = torch.compile(model, backend=backend)
-    x = torch.randn(4, 3)
-
-    def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        compiled(x).sum(dim=1).mean().backward()
-        optimizer.step()
-
-    for _ in range(2):
-        strategy.run(step, args=(uo.PerReplica(x.chunk(2)),))
-
-    plain = torch.optim.SGD(reference.parameters(), lr=1.0)
-    for _ in range(2):
-        plain.zero_grad()
-        reference(x).sum(dim=1).mean().backward()
-        plain.step()
-    for one, other in zip(model.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(one, other)
