@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
-from communicator_cases import failed_cases
+from conformance.communicator_cases import failed_cases
 from processes.harness import run_ranks
 from torch._C._distributed_c10d import PrefixStore, Store
 

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -156,7 +157,7 @@ def survive(store: Store, rank: int, size: int, timeout: float) -> tuple[Outcome
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(sign: signal.Signals) -> None:
     with Ranks(3, survive, 8.0) as ranks:
-        ranks.store.wait([f"ready/{rank}" for rank in range(3)])
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
         os.kill(ranks.processes[1].pid or 0, sign)
         results = ranks.results(40, of=(0, 2))
 

@@ -136,7 +136,12 @@ class Watch:
         with self._looked:
             self._outgoing = self._outgoing or error
             self._wake.set()
-            self._looked.wait_for(lambda: self._failure or self._unreachable, timeout=1.0)
+            if not self._looked.wait_for(
+                lambda: self._failure or self._unreachable, timeout=_ANSWER_SECONDS
+            ):
+                # What looks like a lost rank may be that all of this host is cut off.
+                found = f"no answer for {_ANSWER_SECONDS:g} s to: {error}"
+                error = self._unreachable = coordinator_lost(found)
             self._failure = self._failure or error
         return self._failure
 
