@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from processes.harness import Ranks, run_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from processes.harness import Ranks, run_ranks
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.errors import CommunicationError

@@ -10,10 +10,10 @@ from datetime import timedelta
 import pytest
 import torch
 from conformance.communicator_cases import failed_cases
-from processes.harness import Ranks, run_ranks
-from processes.namespaces import Hosts, enter, make_hosts
 from torch._C._distributed_c10d import Store, TCPStore
 
+from processes.harness import Ranks, run_ranks
+from processes.namespaces import Hosts, enter, make_hosts
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.errors import CommunicationError

@@ -121,7 +121,7 @@ class MultiWorkerMirroredStrategy(Strategy):
     def configure(
         self,
         session_config: object = None,
-        cluster_spec: object = None,
+        cluster_spec: Any = None,
         task_type: str | None = None,
         task_id: int | None = None,
     ) -> None:

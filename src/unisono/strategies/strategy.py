@@ -18,6 +18,9 @@ from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import older_name
 from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
 
+if TYPE_CHECKING:
+    from unisono.cluster import ClusterResolver
+
 T = TypeVar("T")
 
 
@@ -43,9 +46,9 @@ class Strategy(InputMethods):
         return self._extended.num_replicas_in_sync
 
     @property
-    def cluster_resolver(self) -> None:
+    def cluster_resolver(self) -> ClusterResolver | None:
         """The cluster this strategy runs in; None for a strategy of one worker."""
-        return
+        return None
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
