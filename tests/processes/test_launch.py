@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.processes.programs import (
+from processes.programs import (
     clean_environment,
     launcher,
     program,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.programs import clean_environment, run, run_together
+from processes.programs import clean_environment, run, run_together
 
 from unisono.cli.local_tasks import free_ports
 
