@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from processes.programs import (
     clean_environment,
     launcher,
@@ -19,7 +20,6 @@ from processes.programs import (
     run_together,
     wait_until_gone,
 )
-
 from unisono.cli.local_tasks import free_ports
 
 MEETS = """
