@@ -11,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.processes.programs import (
+
+from processes.programs import (
     clean_environment,
     launcher,
     program,
@@ -19,7 +20,6 @@ from tests.processes.programs import (
     run_together,
     wait_until_gone,
 )
-
 from unisono.cli.local_tasks import free_ports
 
 MEETS = """

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.processes.programs import clean_environment, run, run_together
 
+from processes.programs import clean_environment, run, run_together
 from unisono.cli.local_tasks import free_ports
 
 # Prints rank, size, job and the ranks it has met, or the name and the text of the error.

@@ -102,7 +102,7 @@ class StrategyExtended(VariableMethods):
         self._current_weights = [1.0] * len(devices)
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
-            threading.Lock() if len(devices) > 1 else nullcontext()
+            nullcontext() if self.mirrors.is_single else threading.Lock()
         )
         self._strategy: Strategy | None = None
 
@@ -172,9 +172,9 @@ class StrategyExtended(VariableMethods):
         if is_inside_run():
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
         kwargs = kwargs or {}
-        weights = self._weights((*args, *kwargs.values()))
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
+            weights = self._weights((*args, *kwargs.values()))
             self.mirrors.refresh()
             self._gradients.begin(weights)
             self._current_weights = weights

@@ -335,7 +335,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         remember(self)
         let_optimizers_take_variables()
         is_trained = self._policy.collects_gradients and not self.is_on_read
-        if is_trained and len(self._values) > 1:
+        if is_trained and not self._strategy.extended.mirrors.is_single:
             self._strategy.extended.adopt(VariableLeaves(self, self._values, self._owner_of))
 
     def _refuse_operator(self, other: Any) -> Any:
