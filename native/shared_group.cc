@@ -164,9 +164,7 @@ nb::object SharedGroup::allReduce(nb::handle op, nb::handle terms, nb::handle co
   Request request;
   nb::object refusal = read(Kind::all_reduce, op, terms, count, request);
   if (!refusal.is_none()) return refusal;
-  run([&] {
-    shared::allReduce(group_, selectedTable(), arena_turns_, request.call, request.terms());
-  });
+  run([&] { shared::allReduce(group_, selectedTable(), request.call, request.terms()); });
   return refusal;
 }
 

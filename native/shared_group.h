@@ -51,7 +51,6 @@ class SharedGroup {
   nanobind::tuple ops_;
   nanobind::callable raise_failure_;
   shared::Group group_;
-  shared::ArenaTurns arena_turns_;
   std::size_t arena_used_ = 0;
 };
 

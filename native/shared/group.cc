@@ -125,7 +125,8 @@ void Group::wait(const Ready& ready, const Late& late) {
     if (!lost.empty()) {
       fail(FailureKind::lost, lost, storyOfLost(*mapping_, rank_, lost));
     }
-    if (now < deadline_) continue;
+    if (!deadline_) deadline_ = now + timeout_ - kTick;
+    if (now < *deadline_) continue;
     const Ranks missing = ranksThatAre(late);
     fail(FailureKind::timeout, missing,
          storyOfTimeout(*mapping_, members_, rank_, missing, timeout_));
@@ -170,8 +171,8 @@ Turn::Turn(Group& group, const Call& call)
     throw;
   }
   group.number_ = number_;
-  group.deadline_ = Clock::now() + group.timeout_;
-  Call& published = group.mapping_->block(group.rank_).calls[number_ % 2];
+  group.deadline_.reset();
+  Call& published = group.mapping_->block(group.rank_).calls[number_ % 2].call;
   published.header = call.header;
   published.place = call.place;
   published.num_dims = call.num_dims;
@@ -214,6 +215,7 @@ void Turn::awaitFreeSlot(std::size_t chunk) {
   const std::uint64_t index = first_chunk_ + chunk;
   if (index < kNumSlots) return;
   const std::uint64_t needed = index - kNumSlots + 1;
+  if (needed <= group_.served_by_all_) return;
   const auto served = [this](std::size_t rank) -> auto& { return group_.progress(rank).served; };
   auto ready = allAtLeast(group_.size_, needed, served);
   group_.wait([&] { return ready(); }, [&](std::size_t rank) { return served(rank) < needed; });
@@ -252,7 +254,7 @@ void Turn::awaitServed(std::size_t chunk) {
 
 void Turn::awaitCount(std::atomic<std::uint64_t>& count, std::uint64_t value) {
   const auto late = [this](std::size_t rank) {
-    return group_.progress(rank).arrived.load(std::memory_order_acquire) < number_;
+    return group_.mapping_->block(rank).arrived() < number_;
   };
   const auto busy = [this](std::size_t rank) {
     const Identity& identity = group_.mapping_->block(rank).identity;
@@ -264,16 +266,13 @@ void Turn::awaitCount(std::atomic<std::uint64_t>& count, std::uint64_t value) {
               });
 }
 
-void Turn::raise(std::atomic<std::uint64_t>& count, std::uint64_t difference) {
-  count.fetch_add(difference);
-  group_.ring();
-}
-
 void Turn::arrive() {
   Progress& own = group_.progress(group_.rank_);
   own.served.store(first_chunk_, std::memory_order_relaxed);
   own.staged.store(first_chunk_ + num_staged_, std::memory_order_relaxed);
-  own.arrived.store(number_, std::memory_order_release);
+  group_.mapping_->block(group_.rank_)
+      .calls[number_ % 2]
+      .number.store(number_, std::memory_order_release);
   arrived_ = true;
 }
 
@@ -281,10 +280,13 @@ void Turn::meet() {
   if (group_.crowded_) return meetAfter([] {});
   arrive();
   group_.ring();
-  const auto arrived = [this](std::size_t rank) -> auto& { return group_.progress(rank).arrived; };
+  const auto arrived = [this](std::size_t rank) -> auto& {
+    return group_.mapping_->block(rank).calls[number_ % 2].number;
+  };
   auto ready = allAtLeast(group_.size_, number_, arrived);
   group_.wait([&] { return ready(); }, [&](std::size_t rank) { return arrived(rank) < number_; });
   group_.compareCalls();
+  group_.served_by_all_ = first_chunk_;
 }
 
 bool Turn::isAtOnePlace() const {

@@ -6,6 +6,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <stdexcept>
 #include <string>
 
@@ -83,8 +84,12 @@ class Group {
   std::atomic<bool> closed_ = false;
   bool crowded_ = true;  // until all cores are known
   std::uint64_t number_ = 0;
-  std::uint64_t chunks_ = 0;  // of all calls before
-  Clock::time_point deadline_;
+  std::uint64_t chunks_ = 0;         // of all calls before
+  std::uint64_t served_by_all_ = 0;  // chunks of which this is known without looking
+  std::uint64_t rounds_ = 0;         // of work that was shared
+  std::uint64_t claimed_[2] = {0, 0};
+  std::uint64_t finished_[2] = {0, 0};
+  std::optional<Clock::time_point> deadline_;  // none while nobody was waited for long
 };
 
 // One collective call. It holds the group; unless it is finished, its end is that of the group.
@@ -103,9 +108,10 @@ class Turn {
   void awaitStaged(std::size_t chunk);
   void awaitStagedBy(std::size_t rank, std::size_t chunk);
   void awaitServed(std::size_t chunk);
-  // Returns when `count`, which others raise, is `value`.
-  void awaitCount(std::atomic<std::uint64_t>& count, std::uint64_t value);
-  void raise(std::atomic<std::uint64_t>& count, std::uint64_t difference);
+  // Does `work(0)` to `work(num_pieces - 1)` together with the other ranks and returns when all are
+  // done: whoever is on a core takes the next. Once a call, after meet().
+  template <class Work>
+  void share(std::size_t num_pieces, const Work& work);
 
   // Returns when all ranks have come and make the same call.
   void meet();
@@ -120,6 +126,7 @@ class Turn {
 
  private:
   void arrive();
+  void awaitCount(std::atomic<std::uint64_t>& count, std::uint64_t value);
 
   Group& group_;
   const std::unique_lock<std::timed_mutex> lock_;
@@ -141,6 +148,28 @@ void Turn::meetAfter(const Work& work) {
   } else {
     awaitCount(control.met.value, number_);
   }
+  group_.served_by_all_ = first_chunk_;
+}
+
+template <class Work>
+void Turn::share(std::size_t num_pieces, const Work& work) {
+  const std::size_t parity = group_.rounds_++ % 2;
+  auto& claimed = group_.mapping_->control().claimed[parity].value;
+  auto& finished = group_.mapping_->control().finished[parity].value;
+  std::uint64_t num_done = 0;
+  for (;; ++num_done) {
+    const std::uint64_t piece = claimed.fetch_add(1) - group_.claimed_[parity];
+    if (piece >= num_pieces) break;
+    work(piece);
+  }
+  // Each rank claims once in vain.
+  group_.claimed_[parity] += num_pieces + group_.size_;
+  group_.finished_[parity] += num_pieces;
+  if (num_done != 0) {
+    finished.fetch_add(num_done);
+    group_.ring();
+  }
+  awaitCount(finished, group_.finished_[parity]);
 }
 
 }  // namespace unisono::shared

@@ -16,7 +16,7 @@ inline constexpr std::size_t kMaxDims = 15;
 inline constexpr std::size_t kMaxCores = 1024;
 // Through a slot data go in chunks; three let one be filled while one is summed and one is emptied.
 inline constexpr std::size_t kNumSlots = 3;
-inline constexpr std::size_t kSlotBytes = std::size_t{1} << 20;
+inline constexpr std::size_t kSlotBytes = std::size_t{512} << 10;
 inline constexpr std::size_t kLine = 64;
 // Processors fetch cache lines in pairs.
 inline constexpr std::size_t kApart = 2 * kLine;
@@ -59,11 +59,16 @@ struct Call {
   std::int64_t dims[kMaxDims] = {};
 };
 
-// Counts of calls and chunks since the start. Read by all, written by its rank.
+// A call and, written last, its number since the start: one cache line tells the others all.
+struct alignas(kApart) PublishedCall {
+  std::atomic<std::uint64_t> number;
+  Call call;
+};
+
+// Counts of chunks since the start. Read by all, written by its rank.
 struct alignas(kApart) Progress {
-  std::atomic<std::uint64_t> arrived;  // calls that it has begun
-  std::atomic<std::uint64_t> staged;   // chunks that it has put into its slots
-  std::atomic<std::uint64_t> served;   // chunks of which it needs nothing more from other slots
+  std::atomic<std::uint64_t> staged;  // those that it has put into its slots
+  std::atomic<std::uint64_t> served;  // those of which it needs nothing more from other slots
 };
 
 enum class Presence : std::uint32_t { absent, present, left };
@@ -77,10 +82,16 @@ struct alignas(kApart) Identity {
 };
 
 struct RankBlock {
-  Progress progress;
   // A rank may begin the next call while others still read this one, but not the next but one.
-  alignas(kApart) Call calls[2];
+  PublishedCall calls[2];
+  Progress progress;
   Identity identity;
+
+  std::uint64_t arrived() const {
+    const std::uint64_t even = calls[0].number.load(std::memory_order_acquire);
+    const std::uint64_t odd = calls[1].number.load(std::memory_order_acquire);
+    return even > odd ? even : odd;
+  }
 };
 
 enum class FailureKind : std::uint32_t { none, lost, timeout, unequal };
@@ -107,7 +118,7 @@ struct Control {
   std::atomic<std::uint32_t> sleepers;
   Counter arrivals;     // of all ranks in all calls
   Counter met;          // calls to which all have come
-  Counter claimed[2];   // pieces of reductions inside the arena, for odd and even ones
+  Counter claimed[2];   // pieces of work that is shared, in even and odd rounds
   Counter finished[2];  // likewise
 };
 

@@ -1,6 +1,7 @@
 #include "shared/reductions.h"
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <vector>
 
@@ -10,13 +11,27 @@ namespace unisono::shared {
 namespace {
 
 // Up to this much from all ranks together, everybody sums everything: one meeting instead of two.
-constexpr std::size_t kOneShotBytes = 64 << 10;
+constexpr std::size_t kOneShotBytes = 4 << 10;
 // Where ranks share cores, the last to come sums for all: a meeting costs turns of the scheduler.
 constexpr std::size_t kOneShotCrowdedBytes = 256 << 10;
 // Read and written in one rank's arena at a time.
 constexpr std::size_t kPieceBytes = 128 << 10;
 
 std::byte* at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
+
+// Room for pointers, on the stack if they are few: a tiny reduction takes less than two mallocs.
+class Pointers {
+ public:
+  explicit Pointers(std::size_t count) : count_(count) {
+    if (count > few_.size()) many_.resize(count);
+  }
+  std::span<const void*> span() { return {many_.empty() ? few_.data() : many_.data(), count_}; }
+
+ private:
+  std::size_t count_;
+  std::array<const void*, 16> few_;
+  std::vector<const void*> many_;
+};
 
 // One reduction as one rank sees it.
 class Shape {
@@ -44,8 +59,11 @@ class Shape {
 
   // Writes elements of the own terms to `area`, a part after another.
   void stage(std::size_t begin, std::size_t count, std::byte* area, std::size_t part_bytes) const {
-    std::vector<const void*> inputs;
-    for (void* term : terms.data) inputs.push_back(at(term, begin * element_bytes));
+    Pointers pointers(terms.data.size());
+    const std::span<const void*> inputs = pointers.span();
+    for (std::size_t i = 0; i < inputs.size(); ++i) {
+      inputs[i] = at(terms.data[i], begin * element_bytes);
+    }
     const std::size_t inputs_a_part = inputs.size() / num_parts;
     for (std::size_t part = 0; part < num_parts; ++part) {
       void* output = area + part * part_bytes;
@@ -68,12 +86,10 @@ void oneShot(Turn& turn, const Shape& shape) {
   turn.awaitFreeSlot(0);
   shape.stage(0, count, turn.slot(shape.group.rank(), 0), part_bytes);
   turn.staged(0);
-  std::vector<const void*> inputs;
-  inputs.reserve(shape.group.size() * shape.num_parts);
-  for (std::size_t rank = 0; rank < shape.group.size(); ++rank) {
-    for (std::size_t part = 0; part < shape.num_parts; ++part) {
-      inputs.push_back(turn.slot(rank, 0) + part * part_bytes);
-    }
+  Pointers pointers(shape.group.size() * shape.num_parts);
+  const std::span<const void*> inputs = pointers.span();
+  for (std::size_t i = 0; i < inputs.size(); ++i) {
+    inputs[i] = turn.slot(i / shape.num_parts, 0) + i % shape.num_parts * part_bytes;
   }
   if (shape.group.isCrowded()) {
     void* total = turn.slot(0, 0);
@@ -126,6 +142,7 @@ class TwoShot {
       turn_.awaitStaged(chunk);
       reduce(chunk);
       turn_.served(chunk);
+      // The peers may still sum this one.
       if (chunk > 0) collect(chunk - 1);
     }
     collect(num_chunks_ - 1);
@@ -151,6 +168,7 @@ class TwoShot {
     return turn_.slot(rank, chunk) + owner * shape_.num_parts * part_bytes_;
   }
 
+  // The own piece need not be staged unless it is to be summed ahead.
   bool readsOwnTerms() const { return shape_.num_parts == shape_.terms.data.size(); }
 
   // Results go where the peers' terms were read: those cache lines are here already.
@@ -160,18 +178,21 @@ class TwoShot {
     outputs_.clear();
     for (std::size_t rank = 0; rank < size_; ++rank) {
       std::byte* area = areaOf(rank, rank_, chunk);
+      const bool own = rank == rank_ && readsOwnTerms();
       for (std::size_t part = 0; part < shape_.num_parts; ++part) {
-        const bool own = rank == rank_ && readsOwnTerms();
         inputs_.push_back(own ? at(shape_.terms.data[part], begin * shape_.element_bytes)
                               : area + part * part_bytes_);
       }
       if (scattered_ == nullptr && rank != rank_) outputs_.push_back(area);
     }
-    const std::size_t offset = (begin - startOf(rank_)) * shape_.element_bytes;
-    outputs_.push_back(scattered_ != nullptr
-                           ? at(scattered_, offset)
-                           : at(*shape_.firstTerm(), begin * shape_.element_bytes));
+    outputs_.push_back(placeOf(begin));
     shape_.reduce(inputs_, outputs_, count);
+  }
+
+  // Where the result of an own element goes.
+  std::byte* placeOf(std::size_t element) const {
+    if (scattered_ == nullptr) return at(*shape_.firstTerm(), element * shape_.element_bytes);
+    return at(scattered_, (element - startOf(rank_)) * shape_.element_bytes);
   }
 
   // Fetches what the peers have put into the own slot.
@@ -182,7 +203,7 @@ class TwoShot {
       if (owner == rank_) continue;
       const auto [begin, count] = pieceOf(owner, chunk);
       const void* input = areaOf(rank_, owner, chunk);
-      void* output = at(*shape_.firstTerm(), begin * shape_.element_bytes);
+      void* output = placeOf(begin);
       shape_.kernel({&input, 1, &output, 1, 0, count, 0, false});
     }
   }
@@ -200,35 +221,24 @@ class TwoShot {
   std::vector<void*> outputs_;
 };
 
-// Sums in the arenas themselves. Whoever is on a core takes the next piece.
-void reduceInArena(Turn& turn, ArenaTurns& turns, const Shape& shape) {
+// Sums in the arenas themselves.
+void reduceInArena(Turn& turn, const Shape& shape) {
   const Mapping& mapping = *shape.group.mapping();
-  Control& control = mapping.control();
-  const std::size_t parity = turns.count % 2;
   const std::size_t piece = kPieceBytes / shape.element_bytes;
   const std::size_t num_pieces = (shape.terms.num_elements + piece - 1) / piece;
   std::vector<const void*> inputs(shape.group.size() * shape.terms.data.size());
   std::vector<void*> outputs(shape.group.size());
-  std::uint64_t num_done = 0;
-  for (;; ++num_done) {
-    const std::size_t index = control.claimed[parity].value.fetch_add(1) - turns.claimed[parity];
-    if (index >= num_pieces) break;
+  turn.share(num_pieces, [&](std::size_t index) {
     const std::size_t begin = index * piece;
     for (std::size_t rank = 0, i = 0; rank < shape.group.size(); ++rank) {
       const std::ptrdiff_t shift = mapping.arena(rank) - mapping.arena(shape.group.rank());
       for (void* term : shape.terms.data) {
-        inputs[i++] = static_cast<std::byte*>(term) + shift + begin * shape.element_bytes;
+        inputs[i++] = at(term, begin * shape.element_bytes) + shift;
       }
       outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + shift;
     }
     shape.reduce(inputs, outputs, std::min(piece, shape.terms.num_elements - begin));
-  }
-  turn.raise(control.finished[parity].value, num_done);
-  ++turns.count;
-  // Each rank claims one piece in vain.
-  turns.claimed[parity] += num_pieces + shape.group.size();
-  turns.finished[parity] += num_pieces;
-  turn.awaitCount(control.finished[parity].value, turns.finished[parity]);
+  });
 }
 
 // Stands for the offsets of all terms in the arena of this rank; 0 if a term lies elsewhere.
@@ -250,8 +260,7 @@ bool fitsSlots(std::size_t size, std::size_t num_terms) {
   return size * num_terms * kLine <= kSlotBytes;
 }
 
-void allReduce(Group& group, const KernelTable& table, ArenaTurns& turns, Call call,
-               const Terms& terms) {
+void allReduce(Group& group, const KernelTable& table, Call call, const Terms& terms) {
   const Shape shape(group, table, call.header, terms);
   const std::size_t limit = group.isCrowded() ? kOneShotCrowdedBytes : kOneShotBytes;
   const bool small = shape.bytes() * shape.num_parts * group.size() <= limit;
@@ -262,7 +271,7 @@ void allReduce(Group& group, const KernelTable& table, ArenaTurns& turns, Call c
   if (call.place == 0) two_shot.stage(0);
   turn.meet();
   if (turn.isAtOnePlace()) {
-    reduceInArena(turn, turns, shape);
+    reduceInArena(turn, shape);
     return turn.finish(0);
   }
   if (call.place != 0) two_shot.stage(0);

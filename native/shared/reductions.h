@@ -17,19 +17,11 @@ struct Terms {
   std::span<void* const> data;
 };
 
-// What every rank keeps of the group between reductions, the same on all.
-struct ArenaTurns {
-  std::uint64_t count = 0;
-  std::uint64_t claimed[2] = {0, 0};
-  std::uint64_t finished[2] = {0, 0};
-};
-
 // Whether slots can hold a piece of every term of every rank.
 bool fitsSlots(std::size_t size, std::size_t num_terms);
 
 // Combines all terms into the first term of each rank. `call` says the same in its header.
-void allReduce(Group& group, const KernelTable& table, ArenaTurns& turns, Call call,
-               const Terms& terms);
+void allReduce(Group& group, const KernelTable& table, Call call, const Terms& terms);
 
 // Combines all terms and writes the part of this rank, in units of `unit` elements, to `result`.
 void reduceScatter(Group& group, const KernelTable& table, const Call& call, const Terms& terms,

@@ -44,7 +44,7 @@ std::string wordsOfCall(const Call& call, std::uint64_t number) {
 std::string lastSeen(const Mapping& mapping, std::size_t rank) {
   const RankBlock& block = mapping.block(rank);
   const std::uint64_t finished = block.identity.finished.load(std::memory_order_acquire);
-  const std::uint64_t arrived = block.progress.arrived.load(std::memory_order_acquire);
+  const std::uint64_t arrived = block.arrived();
   if (arrived == 0) return "never came";
   if (arrived > finished) return "was in " + wordsOfCall(callOf(mapping, rank, arrived), arrived);
   return "had finished " + wordsOfCall(callOf(mapping, rank, finished), finished) +
@@ -95,7 +95,7 @@ std::string wordsOf(const Call& call) {
 }
 
 const Call& callOf(const Mapping& mapping, std::size_t rank, std::uint64_t number) {
-  return mapping.block(rank).calls[number % 2];
+  return mapping.block(rank).calls[number % 2].call;
 }
 
 std::string storyOfLost(const Mapping& mapping, std::size_t rank, const Ranks& lost) {

@@ -32,7 +32,7 @@ struct Patience {
 // Where every rank has a core, the others are likely at work: about 50 us. Where ranks share cores,
 // whoever is waited for needs this one.
 constexpr Patience patienceOf(bool crowded) {
-  return crowded ? Patience{20, 200} : Patience{2000, 50};
+  return crowded ? Patience{20, 200} : Patience{300, 400};
 }
 
 template <class Ready>

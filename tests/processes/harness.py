@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 Target = Callable[..., Any]
 
@@ -28,7 +28,7 @@ class Ranks:
     """
 
     def __init__(self, size: int, target: Target, *args: Any, skip: tuple[int, ...] = ()) -> None:
-        self.store: Store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.processes: dict[int, BaseProcess] = {}
         self.results_so_far: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 

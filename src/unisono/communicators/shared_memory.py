@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.segment import Host, Segment, create_segment, receive_segment
@@ -102,9 +102,16 @@ class SharedMemoryCommunicator(Communicator):
         return self._enter(segment)
 
     def _enter(self, segment: Segment) -> SharedGroup:
+        fd, arena_bytes = segment
         return _native_group()(
-            *(torch.Tensor, _OPS, _raise_failure),
-            *(segment.fd, self.rank, self.size, segment.arena_bytes, self._timeout_seconds),
+            tensor_type=torch.Tensor,
+            ops=_OPS,
+            raise_failure=_raise_failure,
+            fd=fd,
+            rank=self.rank,
+            size=self.size,
+            arena_bytes=arena_bytes,
+            timeout_seconds=self._timeout_seconds,
         )
 
     @property

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 
 from unisono.communicators.segment import Host, Segment, create_segment, receive_segment
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError

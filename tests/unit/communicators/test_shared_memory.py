@@ -10,9 +10,9 @@ import pytest
 import torch
 from processes.harness import run_ranks
 from torch import Tensor
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 
-from unisono.communicators.communicator import slice_of
+from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.errors import UnsupportedError
 from unisono.kernels import divide, native_core, tree_reduce
@@ -28,10 +28,10 @@ COMPLEX = [torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64]
 INTEGERS += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
-# Of a slot, which holds 1 MiB, a little less and several.
-LARGE = [262_145, 1_000_003]
+# More than a slot holds, in float32.
+LARGE = [131_073, 700_001]
 
-Body = Callable[[SharedMemoryCommunicator], object]
+Body = Callable[[Communicator], object]
 
 
 def in_communicator(store: Store, rank: int, size: int, body: Body) -> object:
@@ -61,7 +61,7 @@ def total(op: ReduceOp, terms: list[Tensor], count: int | None) -> Tensor:
 
 
 def check_reduction(
-    communicator: SharedMemoryCommunicator,
+    communicator: Communicator,
     op: ReduceOp,
     dtype: torch.dtype,
     shape: tuple[int, ...],
@@ -90,7 +90,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().flatten().view(torch.uint8)
 
 
-def reduce_every_dtype(communicator: SharedMemoryCommunicator) -> None:
+def reduce_every_dtype(communicator: Communicator) -> None:
     for op, dtype in itertools.product(ReduceOp, FLOATS + COMPLEX + INTEGERS):
         if (dtype.is_complex and op in ORDERED) or (op is ReduceOp.MEAN and dtype in INTEGERS):
             continue
@@ -98,7 +98,7 @@ def reduce_every_dtype(communicator: SharedMemoryCommunicator) -> None:
             check_reduction(communicator, op, dtype, shape, num_terms)
 
 
-def reduce_every_length(communicator: SharedMemoryCommunicator) -> None:
+def reduce_every_length(communicator: Communicator) -> None:
     for length in [0, 1, 2, 7, 64, 1001, 20_000, *LARGE]:
         for num_terms in [1, 2, 3] if length < 100_000 else [1, 2]:
             check_reduction(communicator, ReduceOp.SUM, torch.float32, (length,), num_terms)
@@ -107,7 +107,7 @@ def reduce_every_length(communicator: SharedMemoryCommunicator) -> None:
     check_reduction(communicator, ReduceOp.MAX, torch.float32, (), 1)
 
 
-def reduce_means(communicator: SharedMemoryCommunicator) -> None:
+def reduce_means(communicator: Communicator) -> None:
     for dtype, count in itertools.product(FLOATS + COMPLEX, [1, 3, 1000]):
         check_reduction(communicator, ReduceOp.MEAN, dtype, (33,), 1, count)
         check_reduction(communicator, ReduceOp.MEAN, dtype, (70_001,), 2, count)
@@ -121,7 +121,7 @@ def test_reductions_have_the_bits_of_the_tree(size: int, body: Body) -> None:
     run(size, body)
 
 
-def move(communicator: SharedMemoryCommunicator) -> None:
+def move(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     dtypes = [*FLOATS, *COMPLEX, *INTEGERS, torch.bool, torch.complex32, torch.float8_e4m3fn]
     shapes: list[tuple[int, ...]] = [(), (0,), (1,), (2, 0, 3), (7, 5)]
@@ -155,7 +155,7 @@ def test_bytes_of_every_dtype_are_moved(size: int) -> None:
     run(size, move)
 
 
-def gather_uneven(communicator: SharedMemoryCommunicator) -> None:
+def gather_uneven(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     for unit in [1, 3, 400_000]:
         tensors = [torch.full((r * unit, 2), r, dtype=torch.int32) for r in range(size)]
@@ -170,7 +170,7 @@ def test_gathered_shapes_may_differ(size: int) -> None:
     run(size, gather_uneven)
 
 
-def reduce_unusual_memory(communicator: SharedMemoryCommunicator) -> None:
+def reduce_unusual_memory(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     sums = size * (size + 1) / 2
     base = torch.full((4, 6), float(rank + 1))
@@ -190,7 +190,7 @@ def test_tensors_that_are_not_contiguous_are_copied() -> None:
     run(2, reduce_unusual_memory)
 
 
-def refuse(communicator: SharedMemoryCommunicator) -> list[str]:
+def refuse(communicator: Communicator) -> list[str]:
     texts = []
     for op, terms in [
         (ReduceOp.SUM, [torch.tensor([True])]),
@@ -214,7 +214,7 @@ def test_what_has_no_meaning_is_refused_before_anything_is_sent() -> None:
     assert first == second
 
 
-def reduce_complex_products(communicator: SharedMemoryCommunicator) -> None:
+def reduce_complex_products(communicator: Communicator) -> None:
     for op, dtype in [
         (ReduceOp.PROD, torch.complex64),
         (ReduceOp.SUM, torch.complex32),
@@ -228,7 +228,7 @@ def test_complex_products_go_through_torch() -> None:
     run(3, reduce_complex_products)
 
 
-def reduce_in_arena(communicator: SharedMemoryCommunicator) -> None:
+def reduce_in_arena(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     for dtype, length, num_terms in [
         (torch.float32, 1_000_003, 1),
@@ -249,9 +249,7 @@ def reduce_in_arena(communicator: SharedMemoryCommunicator) -> None:
             same(own[:1], [expected])
 
 
-def allocate_like(
-    communicator: SharedMemoryCommunicator, length: int, dtype: torch.dtype
-) -> Tensor:
+def allocate_like(communicator: Communicator, length: int, dtype: torch.dtype) -> Tensor:
     return communicator.allocate(length * dtype.itemsize).view(dtype)
 
 
@@ -260,7 +258,7 @@ def test_tensors_in_the_arena_are_reduced_where_they_are(size: int) -> None:
     run(size, reduce_in_arena)
 
 
-def reduce_at_different_places(communicator: SharedMemoryCommunicator) -> None:
+def reduce_at_different_places(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     first, second = (allocate_like(communicator, 500_000, torch.float32) for _ in range(2))
     for own in [
@@ -278,7 +276,7 @@ def test_not_all_ranks_need_the_arena(size: int) -> None:
     run(size, reduce_at_different_places)
 
 
-def allocate_and_close(communicator: SharedMemoryCommunicator) -> None:
+def allocate_and_close(communicator: Communicator) -> None:
     tensor = communicator.allocate(10_000_000)
     empty = communicator.allocate(0)
     with pytest.raises(MemoryError, match="Allocate once"):
@@ -293,7 +291,7 @@ def test_allocated_tensors_outlive_the_communicator() -> None:
     run(2, allocate_and_close)
 
 
-def reduce_from_two_threads(communicator: SharedMemoryCommunicator) -> None:
+def reduce_from_two_threads(communicator: Communicator) -> None:
     def reduce_often(_: int) -> None:
         for _ in range(50):
             tensor = torch.ones(1000)

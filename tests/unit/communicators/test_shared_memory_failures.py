@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from processes.harness import Ranks, run_ranks
-from torch.distributed import HashStore, Store
+from torch._C._distributed_c10d import HashStore, Store
 
+from unisono.communicators.communicator import Communicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.errors import (
     CommunicationError,
@@ -151,7 +152,7 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
         assert 1 < result.seconds < 4
 
 
-CALLS: dict[str, Callable[[SharedMemoryCommunicator], object]] = {
+CALLS: dict[str, Callable[[Communicator], object]] = {
     "sum": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(4)]),
     "another shape": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(2, 2)]),
     "another length": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(1_000_000)]),
