@@ -99,8 +99,12 @@ def lose_the_network(
     seconds = time.monotonic() - start
     start = time.monotonic()
     communicator.close()
+    seconds_to_close = time.monotonic() - start
     left = threading.active_count() - threads
-    return raised, ranks, seconds, time.monotonic() - start, left
+    # The coordinator ends last, so that the others hear what happened.
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{other}" for other in range(size)], timedelta(seconds=30))
+    return raised, ranks, seconds, seconds_to_close, left
 
 
 @pytest.mark.parametrize("implementation", [AUTO, RING])

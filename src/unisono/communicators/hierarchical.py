@@ -71,25 +71,24 @@ class HierarchicalCommunicator(Communicator):
         with self._collective(header):
             if not _is_power_of_two(self._inside.size * len(terms)):
                 self._reduce_one_by_one(op, flat, count)
-            elif flat[0].nbytes < _PARTS_BYTES:
-                self._reduce_by_first_rank(op, flat, count)
             else:
                 self._reduce_by_parts(op, flat, count)
 
-    def _reduce_by_first_rank(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        sums = _widened(terms)
-        self._inside.all_reduce(_without_division(op), sums)
-        if self._inside.rank == 0:
-            self._between.all_reduce(op, sums[:1], count)
-        self._inside.broadcast(sums[0])
+    def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        sums = [term.to(wide_dtype(term.dtype)) for term in terms]
+        self._inside.all_reduce(ReduceOp.SUM if op is ReduceOp.MEAN else op, sums)
+        parts = self._parts(sums[0])
+        if self._inside.rank < len(parts):
+            self._between.all_reduce(op, [parts[self._inside.rank]], count)
+        for root, part in enumerate(parts):
+            self._inside.broadcast(part, root)
         if sums[0] is not terms[0]:
             terms[0].copy_(sums[0])
 
-    def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        part = self._inside.reduce_scatter(_without_division(op), _widened(terms))
-        self._between.all_reduce(op, [part], count)
-        parts = self._inside.all_gather(part.to(terms[0].dtype))
-        torch.cat(parts, out=terms[0])
+    def _parts(self, tensor: Tensor) -> list[Tensor]:
+        """Cuts what goes between hosts into one part for each rank that carries one."""
+        num_parts = 1 if tensor.nbytes < _PARTS_BYTES else self._inside.size
+        return [tensor[slice_of(i, num_parts, len(tensor))] for i in range(num_parts)]
 
     def _reduce_one_by_one(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         gathered = self._inside.gather(torch.stack(terms))
@@ -184,14 +183,6 @@ class HierarchicalCommunicator(Communicator):
             f"{error}",
             [ranks[rank] for rank in error.ranks],
         )
-
-
-def _widened(terms: list[Tensor]) -> list[Tensor]:
-    return [term.to(wide_dtype(term.dtype)) for term in terms]
-
-
-def _without_division(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 
 def _is_power_of_two(number: int) -> bool:
