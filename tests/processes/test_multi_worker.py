@@ -65,7 +65,7 @@ def reductions(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     def on_replica() -> Facts:
         mine = context()
         value = torch.tensor(float(mine.replica_id_in_sync_group + 1))
-        sparse = torch.sparse_coo_tensor([[rank]], torch.ones(1, 2), (4, 2))
+        sparse = torch.sparse_coo_tensor(torch.tensor([[rank]]), torch.ones(1, 2), (4, 2))
         return {
             "all_reduce": mine.all_reduce(SUM, value),
             "mean": mine.all_reduce(MEAN, value),
@@ -219,7 +219,8 @@ def training(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
         torch.manual_seed(mine.replica_id_in_sync_group)
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(context().local_id))
         optimizer.zero_grad()
-        loss = model(x, uses_all=mine.replica_id_in_sync_group == 0).square().mean()
+        uses_all = mine.replica_id_in_sync_group == 0
+        loss: torch.Tensor = model(x, uses_all=uses_all).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
