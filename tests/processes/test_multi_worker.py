@@ -211,7 +211,8 @@ def training(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     torch.manual_seed(rank)
     with strategy.scope():
         model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scale = uo.Variable(torch.full((2,), 1.0 + rank))
+        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1, momentum=0.9)
     torch.manual_seed(0)
 
     def step() -> torch.Tensor:
@@ -220,7 +221,7 @@ def training(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
         x = torch.randn(8, 4, generator=torch.Generator().manual_seed(context().local_id))
         optimizer.zero_grad()
         uses_all = mine.replica_id_in_sync_group == 0
-        loss: torch.Tensor = model(x, uses_all=uses_all).square().mean()
+        loss: torch.Tensor = (scale * model(x, uses_all=uses_all)).square().mean()
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -228,6 +229,7 @@ def training(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     losses = [float(strategy.reduce(MEAN, strategy.run(step))) for _ in range(4)]
     sometimes, never = model.sometimes.weight.grad, model.never.weight.grad
     state = {name: value.numpy() for name, value in model.state_dict().items()}
+    state["scale"] = scale.state().numpy()
     return {"losses": losses, "has": [sometimes is not None, never is not None], "state": state}
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 
+from unisono.cluster import Membership, detect
 from unisono.devices import DeviceLike, default_devices, resolve
-from unisono.errors import DeviceError
+from unisono.errors import ClusterError, DeviceError
 from unisono.options import ReduceOp
 from unisono.reductions import CrossDeviceOps, select_cross_device_ops
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy
+
+_logger = logging.getLogger("unisono")
 
 
 class MirroredStrategy(Strategy):
@@ -44,6 +49,7 @@ class MirroredStrategy(Strategy):
         if len(set(resolved)) < len(resolved):
             names = ", ".join(map(str, resolved))
             raise DeviceError(f"Each device can have one replica, got {names}.")
+        _warn_of_other_workers()
         super().__init__(
             StrategyExtended(
                 resolved,
@@ -53,6 +59,19 @@ class MirroredStrategy(Strategy):
                 synchronize_batch_norm=synchronize_batch_norm,
             )
         )
+
+
+def _warn_of_other_workers() -> None:
+    """Says so if a launcher has started several workers, which would all train by themselves."""
+    with suppress(ClusterError):
+        resolver = detect()
+        num_workers = 1 if resolver is None else Membership.of(resolver).size
+        if num_workers > 1:
+            _logger.warning(
+                "MirroredStrategy has the devices of this process alone, but %d workers were "
+                "started: each will train by itself. Use MultiWorkerMirroredStrategy.",
+                num_workers,
+            )
 
 
 class OneDeviceStrategy(Strategy):

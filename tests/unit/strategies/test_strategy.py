@@ -239,3 +239,16 @@ def test_one_device_strategy_trains_an_unchanged_model() -> None:
 
     assert type(model) is nn.Linear
     assert model.weight.item() == pytest.approx(before - 1)
+
+
+def test_a_strategy_of_one_host_warns_when_several_workers_were_started(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    launched = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+
+    uo.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    assert "4 workers were started" in caplog.text
+    assert "MultiWorkerMirroredStrategy" in caplog.text
