@@ -63,7 +63,7 @@ def mlp(width: int) -> nn.Module:
 
 
 def convnet() -> nn.Module:
-    return nn.Sequential(
+    model = nn.Sequential(
         nn.Conv2d(1, 16, 3),
         nn.ReLU(),
         nn.MaxPool2d(2),
@@ -75,6 +75,8 @@ def convnet() -> nn.Module:
         nn.ReLU(),
         nn.Linear(64, NUM_CLASSES),
     )
+    # The layout that TensorFlow has, and in which torch's pooling is vectorised on a CPU.
+    return model.to(memory_format=torch.channels_last)
 
 
 class BagOfWords(nn.Module):
@@ -111,6 +113,10 @@ def _pixels(*shape: int) -> Callable[[int], Tensor]:
     return lambda batch_size: torch.randn(batch_size, *shape)
 
 
+def _images(*shape: int) -> Callable[[int], Tensor]:
+    return lambda batch_size: torch.randn(batch_size, *shape).to(memory_format=torch.channels_last)
+
+
 def _texts(num_words: int, length: int) -> Callable[[int], Tensor]:
     return lambda batch_size: torch.randint(num_words, (batch_size, length))
 
@@ -119,7 +125,7 @@ CASES = {
     "MLP 256": Case(lambda: mlp(256), 32, _pixels(784)),
     "MLP 1024": Case(lambda: mlp(1024), 64, _pixels(784)),
     "MLP 2048": Case(lambda: mlp(2048), 64, _pixels(784)),
-    "ConvNet": Case(convnet, 32, _pixels(1, 28, 28)),
+    "ConvNet": Case(convnet, 32, _images(1, 28, 28)),
     "Embedding": Case(BagOfWords, 64, _texts(NUM_WORDS, WORDS_PER_TEXT), momentum=0.0),
     "Transformer": Case(Transformer, 16, _texts(NUM_TOKENS, LENGTH)),
 }

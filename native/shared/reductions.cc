@@ -13,7 +13,7 @@ namespace {
 // Up to this much from all ranks together, everybody sums everything: one meeting instead of two.
 constexpr std::size_t kOneShotBytes = 4 << 10;
 // Where ranks share cores, the last to come sums for all: a meeting costs turns of the scheduler.
-constexpr std::size_t kOneShotCrowdedBytes = 256 << 10;
+constexpr std::size_t kOneShotCrowdedBytes = 64 << 10;
 // Read and written in one rank's arena at a time.
 constexpr std::size_t kPieceBytes = 128 << 10;
 

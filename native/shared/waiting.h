@@ -29,10 +29,11 @@ struct Patience {
   int yields;
 };
 
-// Where every rank has a core, the others are likely at work: about 50 us. Where ranks share cores,
-// whoever is waited for needs this one.
+// Where every rank has a core, the others are at work: spin for some 20 us, then sleep; a rank that
+// yields to a stranger comes back later than one that is woken. Where ranks share cores, whoever is
+// waited for needs this one.
 constexpr Patience patienceOf(bool crowded) {
-  return crowded ? Patience{20, 200} : Patience{300, 400};
+  return crowded ? Patience{20, 200} : Patience{1000, 0};
 }
 
 template <class Ready>

@@ -62,13 +62,20 @@ def _is_sparse(item: Item) -> bool:
 def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[Tensor]]) -> bool:
     """Writes results into tensors that are there, which may be the inputs themselves.
 
-    Returns False, with nothing written, if the native core does not take every item.
+    Returns False, with nothing written, if the native core does not take every item. Tensors that
+    share an unusual order, such as channels_last, it takes.
     """
     kernel = native_core().kernel
     if kernel is None or any(_is_sparse(item) for item in batch):
         return False
     is_mean = op is ReduceOp.MEAN
     name = "sum" if is_mean else op.value
+    for i, item in enumerate(batch):
+        order = _memory_order((*item, *outputs[i]))
+        if order is not None:
+            batch, outputs = list(batch), list(outputs)
+            batch[i] = [tensor.permute(order) for tensor in item]
+            outputs[i] = [tensor.permute(order) for tensor in outputs[i]]
     try:
         kernel.reduce_into(name, batch, outputs, is_mean, torch.get_num_threads())
     except ValueError:

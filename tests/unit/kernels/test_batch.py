@@ -200,3 +200,19 @@ def assert_same_bits(found: Tensor, expected: Tensor) -> None:
     assert found.dtype == expected.dtype
     assert found.shape == expected.shape
     assert found.contiguous().view(torch.uint8).equal(expected.contiguous().view(torch.uint8))
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+def test_channels_last_is_reduced_in_place(num_replicas: int) -> None:
+    if native_core().kernel is None:
+        pytest.skip("there is no native core")
+    tensors = [
+        torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last) for _ in range(num_replicas)
+    ]
+    expected = tree_reduce(ReduceOp.MEAN, tensors)
+
+    assert reduce_into(ReduceOp.MEAN, [tensors], [tensors])
+
+    for tensor in tensors:
+        assert torch.equal(tensor, expected)
+        assert tensor.is_contiguous(memory_format=torch.channels_last)
