@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
-from torch.distributed import Store, TCPStore
+from torch._C._distributed_c10d import Store, TCPStore
 
 Target = Callable[..., Any]
 
