@@ -102,7 +102,10 @@ def other_op(communicator: Communicator) -> None:
 
 
 def other_order(communicator: Communicator) -> None:
-    calls = [communicator.barrier, functools.partial(communicator.broadcast, ones(2))]
+    calls: list[Callable[[], None]] = [
+        communicator.barrier,
+        functools.partial(communicator.broadcast, ones(2)),
+    ]
     for call in calls if communicator.rank == 1 else calls[::-1]:
         call()
 
