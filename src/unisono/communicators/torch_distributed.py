@@ -11,6 +11,7 @@ anything is mixed up, small collectives take one step, and sizes may differ.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,6 +71,7 @@ class TorchDistributedCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         group = _make_group(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
@@ -207,7 +209,7 @@ class TorchDistributedCommunicator(Communicator):
         """Sends every rank its part of each term, and returns this rank's parts in order."""
         if not self._fits_in_parts(terms):
             self._exchange.meet(header, [None] * self.size)
-            return self._send_parts(terms)()
+            return self._send_parts(terms, None)()
         lengths = self._lengths(len(terms[0]))
         by_rank = list(zip(*(term.split(lengths) for term in terms), strict=True))
         payloads = [as_bytes(torch.cat(parts)) for parts in by_rank]
@@ -219,20 +221,20 @@ class TorchDistributedCommunicator(Communicator):
         """Reduces large terms. While one piece is added up, the next is under way."""
         send = self._swap if self.size == 2 else self._send_parts
         pieces = list(zip(*(term.split(_piece_length(term)) for term in terms), strict=True))
-        under_way = [send(pieces[0])]
-        for piece, following in zip(pieces, [*pieces[1:], None], strict=True):
-            if following is not None:
-                under_way.append(send(following))
+        under_way = [send(pieces[0], 0)]
+        for number, piece in enumerate(pieces):
+            if number + 1 < len(pieces):
+                under_way.append(send(pieces[number + 1], (number + 1) % 2))
             received = under_way.pop(0)()
             if self.size == 2:
                 combine_into(op, received, piece[:1], count)
             else:
                 self._return_sums(op, received, piece[0], count)
 
-    def _send_parts(self, terms: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _send_parts(self, terms: Sequence[Tensor], turn: int | None) -> Callable[[], list[Tensor]]:
         """Begins to send every rank its part; returns what waits for this rank's parts."""
         lengths = self._lengths(len(terms[0]))
-        received = terms[0].new_empty(len(terms), self.size, lengths[self.rank])
+        received = self._room(turn, terms[0], (len(terms), self.size, lengths[self.rank]))
         waits = [
             self._exchange.all_to_all(room, [lengths[self.rank]] * self.size, term, lengths)
             for term, room in zip(terms, received, strict=True)
@@ -245,12 +247,12 @@ class TorchDistributedCommunicator(Communicator):
 
         return finish
 
-    def _swap(self, terms: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
+    def _swap(self, terms: Sequence[Tensor], turn: int) -> Callable[[], list[Tensor]]:
         """Begins to send all terms to the only other rank; returns what waits for those of both.
 
         It moves as many bytes as parts and sums would, in one step instead of two.
         """
-        received = [torch.empty_like(term) for term in terms]
+        received = self._room(turn, terms[0], (len(terms), len(terms[0])))
         lengths = [0, len(terms[0])] if self.rank == 0 else [len(terms[0]), 0]
         waits = [
             self._exchange.all_to_all(room, lengths, term, lengths)
@@ -263,6 +265,16 @@ class TorchDistributedCommunicator(Communicator):
             return [*terms, *received] if self.rank == 0 else [*received, *terms]
 
         return finish
+
+    def _room(self, turn: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Returns memory for a piece, which is kept for the piece after next."""
+        if turn is None:
+            return like.new_empty(shape)
+        # Fresh memory would cost as much as what is received into it.
+        num_bytes = math.prod(shape) * like.itemsize
+        if len(self._rooms[turn]) < num_bytes:
+            self._rooms[turn] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._rooms[turn][:num_bytes].view(like.dtype).view(shape)
 
     def _return_sums(
         self, op: ReduceOp, parts: list[Tensor], output: Tensor, count: int | None
