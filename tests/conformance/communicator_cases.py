@@ -172,7 +172,7 @@ def cases() -> dict[str, Case]:
             name = f"{terms} terms over {count}, {dtype} {shape}"
             made[f"all_reduce {name}"] = all_reduce(name, MEAN, dtype, shape, terms, count)
             made[f"reduce_scatter {name}"] = reduce_scatter(name, MEAN, dtype, shape, terms, count)
-    moved = [(dtype, (3, 7)) for dtype in MOVED]
+    moved: list[tuple[torch.dtype, Shape]] = [(dtype, (3, 7)) for dtype in MOVED]
     moved += [(torch.float32, shape) for shape in [*SHAPES, LARGE]]
     for dtype, shape in moved:
         name = f"{dtype} {shape}"

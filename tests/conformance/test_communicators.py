@@ -37,10 +37,17 @@ class Kind(NamedTuple):
     is_native: bool = False
 
 
-def gloo(store: Store, rank: int, size: int, room: int | None = None) -> Communicator:
-    return TorchDistributedCommunicator(
-        store, rank, size, timeout_seconds=SECONDS, beside_header=room
-    )
+def gloo(store: Store, rank: int, size: int) -> Communicator:
+    return TorchDistributedCommunicator(store, rank, size, timeout_seconds=SECONDS)
+
+
+def gloo_with_room(room: int) -> Callable[[Store, int, int], Communicator]:
+    def make(store: Store, rank: int, size: int) -> Communicator:
+        return TorchDistributedCommunicator(
+            store, rank, size, timeout_seconds=SECONDS, beside_header=room
+        )
+
+    return make
 
 
 def shared_memory(store: Store, rank: int, size: int) -> Communicator:
@@ -72,8 +79,8 @@ def hierarchical(
 
 KINDS = {
     "gloo": Kind(gloo, (2, 3, 5, 8)),
-    "gloo, little beside the header": Kind(lambda *rank: gloo(*rank, 4096), (2, 3)),
-    "gloo, nothing beside the header": Kind(lambda *rank: gloo(*rank, 0), (2, 5)),
+    "gloo, little beside the header": Kind(gloo_with_room(4096), (2, 3)),
+    "gloo, nothing beside the header": Kind(gloo_with_room(0), (2, 5)),
     "gloo, staged": Kind(lambda *rank: StagedCommunicator(gloo(*rank)), (2,)),
     "gloo inside two hosts": Kind(hierarchical(gloo, 2), (4, 6)),
     "shared memory": Kind(shared_memory, SIZES, is_native=True),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -75,7 +76,7 @@ def fail_and_build_again(
         before = descriptors_and_threads()
         communicator = make(store, rank, size, fault)
         summed(communicator)
-        raised = outcome(lambda call=call, communicator=communicator: call(communicator))
+        raised = outcome(functools.partial(call, communicator))
         start = time.monotonic()
         communicator.close()
         communicator.close()
@@ -101,7 +102,10 @@ def other_op(communicator: Communicator) -> None:
 
 
 def other_order(communicator: Communicator) -> None:
-    calls = [communicator.barrier, lambda: communicator.broadcast(ones(2))]
+    calls: list[Callable[[], None]] = [
+        communicator.barrier,
+        functools.partial(communicator.broadcast, ones(2)),
+    ]
     for call in calls if communicator.rank == 1 else calls[::-1]:
         call()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -123,3 +125,33 @@ def test_a_cut_cable_is_told_on_both_sides(
         assert seconds < 12
         assert seconds_to_close < 4
         assert left == 0
+
+
+def lose_a_rank(store: Store, rank: int, size: int, names: list[str]) -> tuple[str, float]:
+    """Rank 3, which is not the first of its host, is killed before the second collective."""
+    communicator = join(rank, size, names, AUTO, timeout=10.0)
+    total = torch.ones(5)
+    communicator.all_reduce(ReduceOp.SUM, [total])
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    try:
+        communicator.all_reduce(ReduceOp.SUM, [total])
+    except CommunicationError as error:
+        raised = f"{type(error).__name__} {error.ranks}: {error}"
+    seconds = time.monotonic() - start
+    communicator.close()
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{other}" for other in range(3)], timedelta(seconds=30))
+    return raised, seconds
+
+
+def test_a_dead_rank_of_another_host_is_told_to_all_by_its_number(two_hosts: Hosts) -> None:
+    with Ranks(4, lose_a_rank, two_hosts.names) as ranks:
+        results = ranks.results()
+
+    assert sorted(results) == [0, 1, 2]
+    assert len({raised for raised, _ in results.values()}) == 1
+    for raised, seconds in results.values():
+        assert raised.startswith("WorkerLostError (3,): ")
+        assert seconds < 10

@@ -91,17 +91,19 @@ class Exchange:
 
     def all_to_all(
         self, output: Tensor, received: Sequence[int], given: Tensor, sent: Sequence[int]
-    ) -> None:
-        """Sends each rank its part of `given`, of so many elements, and fills `output`."""
+    ) -> Callable[[], None]:
+        """Begins to send each rank its part of `given`, of so many elements, and fill `output`.
+
+        Returns what waits for the end of it.
+        """
         size = given.itemsize
-        self._wait(
-            self._group.alltoall_base(
-                as_bytes(output),
-                as_bytes(given),
-                [length * size for length in received],
-                [length * size for length in sent],
-            )
+        work = self._group.alltoall_base(
+            as_bytes(output),
+            as_bytes(given),
+            [length * size for length in received],
+            [length * size for length in sent],
         )
+        return lambda: self._wait(work)
 
     def broadcast(self, tensors: dict[int, Tensor]) -> None:
         """Overwrites each tensor with that of the rank it stands under."""

@@ -106,9 +106,13 @@ def reachable(own: str, all_addresses: Sequence[str]) -> str:
 
     Beside the coordinator the way to it is the loopback, which is of no use to another host.
     """
-    outside = [
-        address for address in all_addresses if not ipaddress.ip_address(address).is_loopback
-    ]
-    if outside and ipaddress.ip_address(own).is_loopback:
-        return address_towards((outside[0], 1))
-    return own
+    outside = [address for address in all_addresses if not _is_loopback(address)]
+    return address_towards((outside[0], 1)) if outside and _is_loopback(own) else own
+
+
+def _is_loopback(address: str) -> bool:
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        # A host name, which somebody has given for others to use.
+        return False

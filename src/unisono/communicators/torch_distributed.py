@@ -11,7 +11,8 @@ anything is mixed up, small collectives take one step, and sizes may differ.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ _LEAST_ROOM_BYTES = 64 << 10
 # What one step may send more than two. Below, a step costs more than these bytes.
 _STEP_BYTES = 64 << 10
 # How much of a large tensor is under way at a time.
-_PIECE_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -70,6 +71,7 @@ class TorchDistributedCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         group = _make_group(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
@@ -106,12 +108,7 @@ class TorchDistributedCommunicator(Communicator):
                 self._return_sums(op, self._exchange_parts(header, flat), flat[0], count)
                 return
             self._exchange.meet(header, [None] * self.size)
-            # Piece by piece, so that what is received is still in the cache when it is added up.
-            for pieces in zip(*(term.split(_piece_length(term)) for term in flat), strict=True):
-                if self.size == 2:
-                    combine_into(op, self._swap(pieces), pieces[:1], count)
-                else:
-                    self._return_sums(op, self._send_parts(pieces), pieces[0], count)
+            self._reduce_by_pieces(op, flat, count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -212,7 +209,7 @@ class TorchDistributedCommunicator(Communicator):
         """Sends every rank its part of each term, and returns this rank's parts in order."""
         if not self._fits_in_parts(terms):
             self._exchange.meet(header, [None] * self.size)
-            return self._send_parts(terms)
+            return self._send_parts(terms, None)()
         lengths = self._lengths(len(terms[0]))
         by_rank = list(zip(*(term.split(lengths) for term in terms), strict=True))
         payloads = [as_bytes(torch.cat(parts)) for parts in by_rank]
@@ -220,13 +217,64 @@ class TorchDistributedCommunicator(Communicator):
         data[self.rank] = payloads[self.rank]
         return _cut(data, by_rank[self.rank])
 
-    def _send_parts(self, terms: Sequence[Tensor]) -> list[Tensor]:
-        """Does the same without headers and without a copy."""
+    def _reduce_by_pieces(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        """Reduces large terms. While one piece is added up, the next is under way."""
+        send = self._swap if self.size == 2 else self._send_parts
+        pieces = list(zip(*(term.split(_piece_length(term)) for term in terms), strict=True))
+        under_way = [send(pieces[0], 0)]
+        for number, piece in enumerate(pieces):
+            if number + 1 < len(pieces):
+                under_way.append(send(pieces[number + 1], (number + 1) % 2))
+            received = under_way.pop(0)()
+            if self.size == 2:
+                combine_into(op, received, piece[:1], count)
+            else:
+                self._return_sums(op, received, piece[0], count)
+
+    def _send_parts(self, terms: Sequence[Tensor], turn: int | None) -> Callable[[], list[Tensor]]:
+        """Begins to send every rank its part; returns what waits for this rank's parts."""
         lengths = self._lengths(len(terms[0]))
-        received = terms[0].new_empty(len(terms), self.size, lengths[self.rank])
-        for term, room in zip(terms, received, strict=True):
+        received = self._room(turn, terms[0], (len(terms), self.size, lengths[self.rank]))
+        waits = [
             self._exchange.all_to_all(room, [lengths[self.rank]] * self.size, term, lengths)
-        return [part for rank in range(self.size) for part in received[:, rank]]
+            for term, room in zip(terms, received, strict=True)
+        ]
+
+        def finish() -> list[Tensor]:
+            for wait in waits:
+                wait()
+            return [part for rank in range(self.size) for part in received[:, rank]]
+
+        return finish
+
+    def _swap(self, terms: Sequence[Tensor], turn: int) -> Callable[[], list[Tensor]]:
+        """Begins to send all terms to the only other rank; returns what waits for those of both.
+
+        It moves as many bytes as parts and sums would, in one step instead of two.
+        """
+        received = self._room(turn, terms[0], (len(terms), len(terms[0])))
+        lengths = [0, len(terms[0])] if self.rank == 0 else [len(terms[0]), 0]
+        waits = [
+            self._exchange.all_to_all(room, lengths, term, lengths)
+            for term, room in zip(terms, received, strict=True)
+        ]
+
+        def finish() -> list[Tensor]:
+            for wait in waits:
+                wait()
+            return [*terms, *received] if self.rank == 0 else [*received, *terms]
+
+        return finish
+
+    def _room(self, turn: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Returns memory for a piece, which is kept for the piece after next."""
+        if turn is None:
+            return like.new_empty(shape)
+        # Fresh memory would cost as much as what is received into it.
+        num_bytes = math.prod(shape) * like.itemsize
+        if len(self._rooms[turn]) < num_bytes:
+            self._rooms[turn] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._rooms[turn][:num_bytes].view(like.dtype).view(shape)
 
     def _return_sums(
         self, op: ReduceOp, parts: list[Tensor], output: Tensor, count: int | None
@@ -236,18 +284,7 @@ class TorchDistributedCommunicator(Communicator):
         sums = output.new_empty(self.size, len(parts[0]))
         combine_into(op, parts, list(sums), count)
         sent = [len(parts[0])] * self.size
-        self._exchange.all_to_all(output, self._lengths(len(output)), sums, sent)
-
-    def _swap(self, terms: Sequence[Tensor]) -> list[Tensor]:
-        """Sends all terms to the only other rank, and returns the terms of both in order.
-
-        It moves as many bytes as parts and sums would, in one step instead of two.
-        """
-        received = [torch.empty_like(term) for term in terms]
-        lengths = [0, len(terms[0])] if self.rank == 0 else [len(terms[0]), 0]
-        for term, room in zip(terms, received, strict=True):
-            self._exchange.all_to_all(room, lengths, term, lengths)
-        return [*terms, *received] if self.rank == 0 else [*received, *terms]
+        self._exchange.all_to_all(output, self._lengths(len(output)), sums, sent)()
 
     def _unpack(self, headers: list[Header], data: list[Tensor], own: Tensor) -> list[Tensor]:
         """Returns the tensors that came beside headers, and room for those that did not."""
@@ -262,12 +299,12 @@ class TorchDistributedCommunicator(Communicator):
     def _send_large(self, own: Tensor, lengths: list[int], root: int) -> None:
         sent = [lengths[self.rank] if rank == root else 0 for rank in range(self.size)]
         nothing = own.new_empty(0)
-        self._exchange.all_to_all(nothing, [0] * self.size, own.view(-1)[: sum(sent)], sent)
+        self._exchange.all_to_all(nothing, [0] * self.size, own.view(-1)[: sum(sent)], sent)()
 
     def _receive_large(self, own: Tensor, lengths: list[int], gathered: list[Tensor]) -> None:
         received = [0 if rank == self.rank else n for rank, n in enumerate(lengths)]
         room = own.new_empty(sum(received))
-        self._exchange.all_to_all(room, received, own.new_empty(0), [0] * self.size)
+        self._exchange.all_to_all(room, received, own.new_empty(0), [0] * self.size)()
         for tensor, part in zip(gathered, room.split(received), strict=True):
             if len(part):
                 tensor.view(-1).copy_(part)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.kernels import reduce_batch, reduce_native, tree_reduce
+from unisono.kernels import native_core, reduce_batch, reduce_into, reduce_native, tree_reduce
 from unisono.options import ReduceOp
 
 pytestmark = [

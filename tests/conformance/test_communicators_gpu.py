@@ -1,0 +1,78 @@
+"""Collectives of GPU tensors: through host memory, and through NCCL."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from conformance.communicator_cases import drawn
+from processes.harness import run_ranks
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from unisono.communicators.communicator import Communicator
+from unisono.communicators.connect import connect
+from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.staging import StagedCommunicator
+from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.kernels import tree_reduce
+from unisono.options import ReduceOp
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork")]
+
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int64, torch.complex64]
+SHAPES: list[tuple[int, ...]] = [(), (0,), (3, 7), (70_001,)]
+
+
+def wrong(communicator: Communicator) -> list[str]:
+    """The collectives that did not give on the GPU what the tree gives on the host."""
+    failed = []
+    size, rank = communicator.size, communicator.rank
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            tensors = [drawn("gpu", other, dtype, shape) for other in range(size)]
+            own = tensors[rank].cuda()
+            for attempt in range(2):
+                total, copy = own.clone(), own.clone()
+                communicator.all_reduce(ReduceOp.SUM, [total])
+                communicator.broadcast(copy, size - 1)
+                part = communicator.reduce_scatter(ReduceOp.SUM, [own])
+                gathered = communicator.all_gather(own)
+                expected = tree_reduce(ReduceOp.SUM, tensors)
+                start, stop = expected.numel() * rank // size, expected.numel() * (rank + 1) // size
+                pairs = {
+                    "all_reduce": (total, expected),
+                    "broadcast": (copy, tensors[-1]),
+                    "reduce_scatter": (part, expected.flatten()[start:stop]),
+                    "all_gather": (torch.stack(gathered), torch.stack(tensors)),
+                }
+                failed += [
+                    f"{name} {dtype} {shape} {attempt}"
+                    for name, (found, right) in pairs.items()
+                    if not found.is_cuda or not torch.equal(found.cpu(), right)
+                ]
+    return failed
+
+
+def through_the_host(store: Store, rank: int, size: int) -> list[list[str]]:
+    gloo = TorchDistributedCommunicator(PrefixStore("gloo", store), rank, size)
+    failed = []
+    for communicator in (StagedCommunicator(gloo), connect(PrefixStore("auto", store), rank, size)):
+        with communicator:
+            assert communicator.takes(torch.device("cuda"))
+            failed.append(wrong(communicator))
+            communicator.barrier()
+    return failed
+
+
+def test_gpu_tensors_through_host_memory_have_the_bits_of_the_tree() -> None:
+    assert run_ranks(2, through_the_host, timeout=100) == [[[], []]] * 2
+
+
+def test_nccl_carries_gpu_tensors_of_one_rank() -> None:
+    with NcclCommunicator(IdentityCommunicator(), HashStore(), timeout_seconds=60) as communicator:
+        assert wrong(communicator) == []
+        mean = torch.tensor([3.0, 5.0], device="cuda")
+        communicator.all_reduce(ReduceOp.MEAN, [mean], count=4)
+        assert mean.tolist() == [0.75, 1.25]
+        communicator.check_health()
+        communicator.barrier()

@@ -1,0 +1,111 @@
+"""What is chosen for ranks, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from processes.harness import run_ranks
+from torch import distributed
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from unisono.communicators.connect import connect
+from unisono.communicators.gloo import make_gloo_group, make_mpi_group
+from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.errors import CommunicationError, UnsupportedError
+from unisono.kernels import native_core
+from unisono.options import CommunicationImplementation, ReduceOp
+
+IMPLEMENTATIONS = list(CommunicationImplementation)
+
+
+def chosen(store: Store, rank: int, size: int) -> tuple[list[str], list[str]]:
+    """The names of what is chosen, and the log lines."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("unisono.communicators.connect")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    names = []
+    for implementation in IMPLEMENTATIONS[:2]:
+        prefixed = PrefixStore(implementation.value, store)
+        with connect(prefixed, rank, size, implementation=implementation) as communicator:
+            total = torch.ones(2)
+            communicator.all_reduce(ReduceOp.SUM, [total])
+            assert total.tolist() == [size, size]
+            communicator.barrier()
+            names.append(communicator.name)
+    return names, lines
+
+
+def test_ranks_of_one_host_share_memory_and_a_log_line_says_so() -> None:
+    fast = "torch.distributed with gloo" if native_core().kernel is None else "shared memory"
+    for names, lines in run_ranks(2, chosen):
+        assert [name.split(",")[0] for name in names] == [fast, "torch.distributed with gloo"]
+        assert len(lines) == 2
+        assert lines[1].endswith("asked for.")
+
+
+def test_one_rank_needs_no_store() -> None:
+    with connect(HashStore(), 0, 1) as communicator:
+        assert communicator.name == "one rank alone"
+
+
+def ask_differently(store: Store, rank: int, size: int) -> tuple[str, str]:
+    try:
+        connect(store, rank, size, timeout_seconds=5, implementation=IMPLEMENTATIONS[rank])
+    except CommunicationError as error:
+        return type(error).__name__, str(error)
+    return "nothing", ""
+
+
+def test_ranks_that_ask_for_different_implementations_are_told() -> None:
+    for kind, message in run_ranks(2, ask_differently):
+        assert kind == "JobMismatchError"
+        assert "['AUTO', 'RING']" in message
+
+
+def beside_the_default_group(store: Store, rank: int, size: int) -> list[float]:
+    distributed.init_process_group("gloo", store=PrefixStore("own", store), rank=rank, world_size=2)
+    ours, theirs = torch.ones(3), torch.ones(3)
+    with TorchDistributedCommunicator(PrefixStore("ours", store), rank, size) as communicator:
+        communicator.all_reduce(ReduceOp.SUM, [ours])
+        distributed.all_reduce(theirs)
+        communicator.barrier()
+    distributed.all_reduce(theirs)
+    distributed.barrier()
+    distributed.destroy_process_group()
+    return [ours[0].item(), theirs[0].item()]
+
+
+def test_the_default_group_of_torch_is_left_to_the_user() -> None:
+    assert run_ranks(2, beside_the_default_group) == [[2.0, 4.0]] * 2
+
+
+def test_encryption_that_torch_cannot_do_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_DEVICE_TRANSPORT", "no such transport")
+
+    with pytest.raises(UnsupportedError, match="GLOO_DEVICE_TRANSPORT is 'no such transport'"):
+        make_gloo_group(HashStore(), 0, 1, host="127.0.0.1", timeout_seconds=5)
+
+
+@pytest.mark.skipif(distributed.is_mpi_available(), reason="this torch knows MPI")
+def test_mpi_that_torch_does_not_know_is_an_error() -> None:
+    with pytest.raises(UnsupportedError, match="built with MPI"):
+        make_mpi_group(0, 2)
+
+
+def test_an_unknown_backend_is_an_error() -> None:
+    with pytest.raises(UnsupportedError, match="'gloo' or 'mpi', got 'ucc'"):
+        TorchDistributedCommunicator(HashStore(), 0, 2, backend="ucc")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may well be here")
+def test_nccl_without_a_gpu_is_an_error() -> None:
+    from unisono.communicators.identity import IdentityCommunicator
+    from unisono.communicators.nccl import NcclCommunicator
+
+    with pytest.raises(UnsupportedError, match="sees 0 GPUs"):
+        NcclCommunicator(IdentityCommunicator(), HashStore())
