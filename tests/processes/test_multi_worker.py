@@ -212,7 +212,8 @@ def training(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     with strategy.scope():
         model = Net()
         scale = uo.Variable(torch.full((2,), 1.0 + rank))
-        optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.1, momentum=0.9)
+        trained: list[Any] = [*model.parameters(), scale]
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
     torch.manual_seed(0)
 
     def step() -> torch.Tensor:
