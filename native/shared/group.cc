@@ -1,5 +1,7 @@
 #include "shared/group.h"
 
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstring>
 
@@ -9,11 +11,20 @@ namespace {
 // How often a rank that sleeps looks after the others.
 constexpr std::chrono::milliseconds kTick{100};
 
+std::shared_ptr<Mapping> mapOrClose(int fd, Layout layout) {
+  try {
+    return std::make_shared<Mapping>(fd, layout);
+  } catch (...) {
+    ::close(fd);
+    throw;
+  }
+}
+
 }  // namespace
 
 Group::Group(int fd, Layout layout, std::size_t rank, std::chrono::nanoseconds timeout,
              bool (*interrupted)())
-    : mapping_(std::make_shared<Mapping>(fd, layout)),
+    : mapping_(mapOrClose(fd, layout)),
       rank_(rank),
       size_(layout.size),
       timeout_(timeout),

@@ -77,7 +77,11 @@ class SharedMemoryCommunicator(Communicator):
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
-        self._group.join()
+        try:
+            self._group.join()
+        except BaseException:
+            self.close()
+            raise
 
     def _invite(self, store: Store, key: str) -> SharedGroup:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -94,6 +98,7 @@ class SharedMemoryCommunicator(Communicator):
             kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
             with contextlib.suppress(CommunicationError):
                 group.fail(kind, str(error), error.ranks)
+            group.close()
             raise
         return group
 
