@@ -36,8 +36,9 @@ _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
 # What one step may send more than two. Below, a step costs more than these bytes.
 _STEP_BYTES = 64 << 10
-# How much of a large tensor is under way at a time.
+# A large tensor goes in pieces, several at a time: Gloo sends and receives one of them in turns.
 _PIECE_BYTES = 1 << 20
+_IN_FLIGHT = 4
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -71,7 +72,7 @@ class TorchDistributedCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
         group = _make_group(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
@@ -218,13 +219,13 @@ class TorchDistributedCommunicator(Communicator):
         return _cut(data, by_rank[self.rank])
 
     def _reduce_by_pieces(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        """Reduces large terms. While one piece is added up, the next is under way."""
+        """Reduces large terms. While one piece is added up, the next ones are under way."""
         send = self._swap if self.size == 2 else self._send_parts
         pieces = list(zip(*(term.split(_piece_length(term)) for term in terms), strict=True))
-        under_way = [send(pieces[0], 0)]
+        under_way: list[Callable[[], list[Tensor]]] = []
         for number, piece in enumerate(pieces):
-            if number + 1 < len(pieces):
-                under_way.append(send(pieces[number + 1], (number + 1) % 2))
+            for ahead in range(number + len(under_way), min(number + _IN_FLIGHT, len(pieces))):
+                under_way.append(send(pieces[ahead], ahead % _IN_FLIGHT))
             received = under_way.pop(0)()
             if self.size == 2:
                 combine_into(op, received, piece[:1], count)
@@ -267,7 +268,7 @@ class TorchDistributedCommunicator(Communicator):
         return finish
 
     def _room(self, turn: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns memory for a piece, which is kept for the piece after next."""
+        """Returns memory for a piece, which is kept for a later one."""
         if turn is None:
             return like.new_empty(shape)
         # Fresh memory would cost as much as what is received into it.
