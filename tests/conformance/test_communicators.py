@@ -26,7 +26,7 @@ from unisono.kernels import native_core
 SECONDS = 60.0
 SIZES = (2, 3, 4, 5, 6, 8)
 # With many ranks on few cores a collective takes long, so there each kind runs a part of the cases.
-PART = {5: 2, 6: 2, 8: 4}
+PART = {4: 2, 5: 3, 6: 4, 8: 6}
 
 
 class Kind(NamedTuple):

@@ -105,6 +105,10 @@ class Exchange:
         )
         return lambda: self._wait(work)
 
+    def add_up(self, tensor: Tensor) -> None:
+        """Overwrites `tensor` with the sum of those of all ranks, in the order of the group."""
+        self._wait(self._group.allreduce([tensor.detach()]))
+
     def broadcast(self, tensors: dict[int, Tensor]) -> None:
         """Overwrites each tensor with that of the rank it stands under."""
         works = [self._group.broadcast(as_bytes(tensors[root]), root) for root in tensors]

@@ -39,7 +39,8 @@ def make_gloo_group(
     options = group._Options()
     options._timeout = timedelta(seconds=timeout_seconds)
     options._devices = [_device(interface, own if host else reachable(own, said))]
-    options._threads = 2
+    # As many collectives as are under way at a time.
+    options._threads = 4
     return group(PrefixStore("gloo", store), rank, size, options)
 
 

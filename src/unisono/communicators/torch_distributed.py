@@ -27,6 +27,7 @@ from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
 from unisono.errors import JobMismatchError, UnsupportedError
+from unisono.kernels import divide
 from unisono.options import ReduceOp
 
 # What may travel beside a header. Below, another step costs more than a copy.
@@ -36,8 +37,13 @@ _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
 # What one step may send more than two. Below, a step costs more than these bytes.
 _STEP_BYTES = 64 << 10
-# How much of a large tensor is under way at a time.
+# A large tensor goes in pieces, several at a time: Gloo sends and receives one of them in turns.
 _PIECE_BYTES = 1 << 20
+_IN_FLIGHT = 4
+
+
+# What Gloo adds up as it is.
+_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 
 
 class TorchDistributedCommunicator(Communicator):
@@ -71,7 +77,7 @@ class TorchDistributedCommunicator(Communicator):
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
+        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
         group = _make_group(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
@@ -108,7 +114,12 @@ class TorchDistributedCommunicator(Communicator):
                 self._return_sums(op, self._exchange_parts(header, flat), flat[0], count)
                 return
             self._exchange.meet(header, [None] * self.size)
-            self._reduce_by_pieces(op, flat, count)
+            if self._is_one_addition(op, flat):
+                self._exchange.add_up(flat[0])
+                if op is ReduceOp.MEAN:
+                    flat[0].copy_(divide(flat[0], count or self.size, flat[0].dtype))
+            else:
+                self._reduce_by_pieces(op, flat, count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -200,6 +211,11 @@ class TorchDistributedCommunicator(Communicator):
         data[self.rank] = raw
         return _cut(data, terms)
 
+    def _is_one_addition(self, op: ReduceOp, terms: Sequence[Tensor]) -> bool:
+        """Whether the group itself can add up: a sum of two has one order only."""
+        is_sum = op in (ReduceOp.SUM, ReduceOp.MEAN)
+        return self.size == 2 and len(terms) == 1 and is_sum and terms[0].dtype in _EXACT
+
     def _fits_in_parts(self, terms: Sequence[Tensor]) -> bool:
         # All ranks must decide alike, so the longest part decides.
         longest = max(self._lengths(len(terms[0])))
@@ -218,13 +234,13 @@ class TorchDistributedCommunicator(Communicator):
         return _cut(data, by_rank[self.rank])
 
     def _reduce_by_pieces(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        """Reduces large terms. While one piece is added up, the next is under way."""
+        """Reduces large terms. While one piece is added up, the next ones are under way."""
         send = self._swap if self.size == 2 else self._send_parts
         pieces = list(zip(*(term.split(_piece_length(term)) for term in terms), strict=True))
-        under_way = [send(pieces[0], 0)]
+        under_way: list[Callable[[], list[Tensor]]] = []
         for number, piece in enumerate(pieces):
-            if number + 1 < len(pieces):
-                under_way.append(send(pieces[number + 1], (number + 1) % 2))
+            for ahead in range(number + len(under_way), min(number + _IN_FLIGHT, len(pieces))):
+                under_way.append(send(pieces[ahead], ahead % _IN_FLIGHT))
             received = under_way.pop(0)()
             if self.size == 2:
                 combine_into(op, received, piece[:1], count)
@@ -267,7 +283,7 @@ class TorchDistributedCommunicator(Communicator):
         return finish
 
     def _room(self, turn: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns memory for a piece, which is kept for the piece after next."""
+        """Returns memory for a piece, which is kept for a later one."""
         if turn is None:
             return like.new_empty(shape)
         # Fresh memory would cost as much as what is received into it.
