@@ -339,7 +339,8 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
     batches = list(torch.arange(14).split(8))
 
     def make() -> DistributedDataset:
-        return DistributedDataset(batches, cpu_slots(2), auto_shard_policy=AutoShardPolicy.OFF)
+        options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+        return DistributedDataset(batches, cpu_slots(2), options)
 
     iterator = iter(make())
     next(iterator)
