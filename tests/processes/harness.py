@@ -16,9 +16,10 @@ from torch.distributed import Store, TCPStore
 
 Target = Callable[..., Any]
 
-# Ranks are forked from a process that has loaded torch and done nothing else.
+# Ranks are forked from a process that has loaded torch and done nothing else. Optimizers load the
+# compiler of torch, which takes seconds in every rank.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "unisono"])
+_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
 
 
 class Ranks:
