@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import cache
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from unisono.cli.local_tasks import free_ports
+
+connect = importlib.import_module("unisono.communicators.connect")
 
 Bits = tuple[str, tuple[int, ...], bytes]
 Case = Callable[[uo.Strategy], dict[str, Bits]]
@@ -121,16 +125,33 @@ CASES: list[Case] = [
 ]
 
 
+class Layout(NamedTuple):
+    """Where the replicas are."""
+
+    hosts: int
+    workers: int
+    replicas: int
+
+    @property
+    def num_replicas(self) -> int:
+        return self.hosts * self.workers * self.replicas
+
+    def __str__(self) -> str:
+        return f"{self.hosts} hosts x {self.workers} workers x {self.replicas} replicas"
+
+
 def train_all(
-    store: Store, rank: int, size: int, num_replicas: int, ports: list[int]
+    store: Store, rank: int, size: int, layout: Layout, ports: list[int]
 ) -> dict[str, dict[str, Bits]]:
     # What workers draw of their own accord must not matter.
     torch.manual_seed(rank)
+    # Workers that take each other for strangers share no memory.
+    connect.host_identity = lambda: f"host {rank // layout.workers}"
     addresses = [f"127.0.0.1:{port}" for port in ports]
     resolver = uo.cluster_resolver.SimpleClusterResolver(
         {"worker": addresses}, task_type="worker", task_id=rank
     )
-    devices = [f"cpu:{i}" for i in range(num_replicas)]
+    devices = [f"cpu:{i}" for i in range(layout.replicas)]
     strategy = uo.MultiWorkerMirroredStrategy(resolver, devices=devices)
     try:
         return {case.__name__: case(strategy) for case in CASES}
@@ -139,35 +160,44 @@ def train_all(
 
 
 @cache
-def trained(num_workers: int, num_replicas: int) -> list[dict[str, dict[str, Bits]]]:
+def trained(layout: Layout) -> list[dict[str, dict[str, Bits]]]:
     """What all cases give on each worker of a layout, which is started once for all tests."""
-    return run_ranks(num_workers, train_all, num_replicas, free_ports(num_workers))
+    num_workers = layout.hosts * layout.workers
+    return run_ranks(num_workers, train_all, layout, free_ports(num_workers))
+
+
+LAYOUTS = [
+    Layout(1, 4, 1),
+    Layout(1, 2, 2),
+    Layout(2, 2, 1),
+    Layout(2, 1, 2),
+    Layout(1, 6, 1),
+    Layout(1, 3, 2),
+    Layout(1, 2, 3),
+    Layout(3, 2, 1),
+]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.__name__)
-@pytest.mark.parametrize(
-    ("num_workers", "num_replicas"), [(4, 1), (2, 2), (6, 1), (3, 2), (2, 3)], ids=str
-)
-def test_training_gives_the_bits_of_one_worker(
-    num_workers: int, num_replicas: int, case: Case
-) -> None:
-    (alone,) = trained(1, num_workers * num_replicas)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_training_gives_the_bits_of_one_worker(layout: Layout, case: Case) -> None:
+    (alone,) = trained(Layout(1, 1, layout.num_replicas))
+    expected = alone[case.__name__]
 
-    for rank, found in enumerate(trained(num_workers, num_replicas)):
-        expected = alone[case.__name__]
+    for rank, found in enumerate(trained(layout)):
         differing = [name for name in expected if found[case.__name__][name] != expected[name]]
         assert not differing, f"worker {rank}"
 
 
 def test_other_replicas_give_other_bits() -> None:
     """So that what is compared is not the same whatever happens."""
-    four, six = trained(1, 4)[0], trained(1, 6)[0]
+    four, six = trained(Layout(1, 1, 4))[0], trained(Layout(1, 1, 6))[0]
 
     assert [four[case.__name__] == six[case.__name__] for case in CASES] == [False] * len(CASES)
 
 
 def test_losses_are_numbers() -> None:
     for case in CASES:
-        _, _, data = trained(2, 2)[0][case.__name__]["losses"]
+        _, _, data = trained(Layout(1, 2, 2))[0][case.__name__]["losses"]
         losses = torch.frombuffer(bytearray(data), dtype=torch.float32)
         assert losses.isfinite().all()
