@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.processes.harness import run_ranks
+from tests.processes.harness import run_ranks, strategy_of
 from torch import Tensor, nn
 from torch.distributed import Store
 from torch.utils.data import DataLoader, TensorDataset
@@ -147,12 +147,7 @@ def train_all(
     torch.manual_seed(rank)
     # Workers that take each other for strangers share no memory.
     connect.host_identity = lambda: f"host {rank // layout.workers}"
-    addresses = [f"127.0.0.1:{port}" for port in ports]
-    resolver = uo.cluster_resolver.SimpleClusterResolver(
-        {"worker": addresses}, task_type="worker", task_id=rank
-    )
-    devices = [f"cpu:{i}" for i in range(layout.replicas)]
-    strategy = uo.MultiWorkerMirroredStrategy(resolver, devices=devices)
+    strategy = strategy_of(rank, ports, layout.replicas)
     try:
         return {case.__name__: case(strategy) for case in CASES}
     finally:

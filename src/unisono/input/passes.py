@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -48,6 +49,11 @@ class Progress:
     def num_consumed(self) -> int:
         """How many batches of each source are used up."""
         return self.num_steps // self.steps_per_batch * self.batches_per_step
+
+    @property
+    def is_amid_batch(self) -> bool:
+        """Whether the next batch was drawn and used in part."""
+        return self.num_steps % self.steps_per_batch > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `from_state_dict` reads."""
@@ -107,13 +113,16 @@ class Pass:
         num_consumed = progress.num_consumed
         with replayed(at_start, generators):
             opened = [source.reopen(num_consumed, refetch=refetch) for source in sources]
+        batches = [batches for batches, _ in opened]
         if progress.at_first is not None:
             with replayed(readers.own(progress.at_first), generators):
                 num_found = max(skip() for _, skip in opened)
+                if progress.is_amid_batch:
+                    batches = [_with_next_drawn(one) for one in batches]
             # Other workers may have more, so that this one was at its end before.
             if not readers.are_apart:
                 _check_length(progress, num_found)
-        return cls(sources, [batches for batches, _ in opened], progress, readers)
+        return cls(sources, batches, progress, readers)
 
     def note_first_draw(self) -> None:
         """Remembers the random generators, from which many a sampler draws only now."""
@@ -123,6 +132,10 @@ class Pass:
 
 def _generators(sources: Sequence[Source]) -> list[Any]:
     return list(dict.fromkeys(own for source in sources for own in source.generators))
+
+
+def _with_next_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    return itertools.chain(list(itertools.islice(batches, 1)), batches)
 
 
 def _check_length(progress: Progress, num_found: int) -> None:
