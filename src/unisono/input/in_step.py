@@ -120,7 +120,7 @@ class InStep(Drawn[Placed]):
             self._has_ended = True
             return None
         if self._empty is None:
-            self._empty = placed.parts.emptied(self._num_replicas)
+            self._empty = self._placement.hand_out(placed).emptied(self._num_replicas)
         return placed
 
     def _tell(self, placed: Placed | None, failure: Exception | None) -> _Round:

@@ -350,6 +350,16 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
     assert [part.tolist() for part in next(iter(resumed)).values] == [[8, 9, 10, 11], [12, 13]]
 
 
+def test_a_pass_that_was_saved_after_an_odd_rest_has_nothing_left() -> None:
+    batches = [torch.arange(2)] * 3
+    iterator = iter(from_function(batches))
+    assert [len(part) for _ in range(2) for part in next(iterator).values] == [2, 2, 2, 0]
+    resumed = from_function(batches)
+    resumed.load_state_dict(iterator.state_dict())
+
+    assert list(resumed) == []
+
+
 def test_an_input_that_is_shorter_than_the_saved_one_is_refused() -> None:
     iterator = iter(split_over_two([torch.arange(2)] * 3))
     for _ in range(3):
