@@ -14,15 +14,15 @@ from unisono.input.context import (
     InputOptions,
     InputReplicationMode,
 )
+from unisono.input.deals import FixedSplit, LegacySplit, WholeBatches
 from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placement
 from unisono.input.readers import Readers, readers_of
-from unisono.input.sharding import AutoShardPolicy, filled_slices, fixed_sizes, legacy_slices
+from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import as_source
-from unisono.input.splitting import Parts, split, whole
 from unisono.reductions import Workers
 
 
@@ -210,57 +210,9 @@ class DistributedDataset(DealtDataset):
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""
         if not self.is_wrapped:
-            return _WholeBatches(opened)
-        kind = _FixedSplit if self._is_fixed else _LegacySplit
+            return WholeBatches(opened)
+        kind = FixedSplit if self._is_fixed else LegacySplit
         return kind(opened, len(self.placement.devices), self._context)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch
-
-
-class _WholeBatches(Deal):
-    def draw(self) -> Parts:
-        return whole(next(self.opened.batches[0]))
-
-
-class _LegacySplit(Deal):
-    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
-        super().__init__(opened)
-        first = context.input_pipeline_id * num_replicas
-        self._own = slice(first, first + num_replicas)
-        self._num_parts = context.num_input_pipelines * num_replicas
-
-    def draw(self) -> Parts:
-        batch = next(self.opened.batches[0])
-        return split(batch, lambda n: legacy_slices(n, self._num_parts), self._own)
-
-
-class _FixedSplit(Deal):
-    """The first batch of the first pass says what a full one is, unless the source does."""
-
-    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
-        super().__init__(opened)
-        self._num_replicas = num_replicas
-        self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
-        progress = opened.progress
-        if progress.batch_size is None:
-            progress.batch_size = opened.sources[0].batch_size
-        # A pass may be resumed in the middle of a batch.
-        self._to_skip = progress.num_steps % progress.steps_per_batch
-        self._left: list[Parts] = []
-
-    def _slices(self, num_samples: int) -> tuple[slice, ...]:
-        progress = self.opened.progress
-        progress.batch_size = progress.batch_size or num_samples
-        full = max(progress.batch_size, num_samples)
-        return filled_slices(num_samples, fixed_sizes(full, *self._place))
-
-    def draw(self) -> Parts:
-        if not self._left:
-            parts = split(next(self.opened.batches[0]), self._slices)
-            step = self._num_replicas
-            firsts = range(0, len(parts.counts), step)
-            self._left = [parts.of(slice(first, first + step)) for first in firsts]
-            del self._left[: self._to_skip]
-            self._to_skip = 0
-        return self._left.pop(0)
