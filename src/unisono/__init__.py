@@ -10,6 +10,7 @@ from unisono.contexts import (
 )
 from unisono.devices import Device
 from unisono.input import (
+    AutoShardPolicy,
     DistributedDataset,
     DistributedIterator,
     InputContext,
@@ -34,6 +35,7 @@ from unisono.values import DistributedValues, Mirrored, PerReplica
 from unisono.variables import Variable, VariableSynchronization
 
 __all__ = [
+    "AutoShardPolicy",
     "CrossDeviceOps",
     "Device",
     "DistributedDataset",

@@ -8,22 +8,26 @@ from typing import Any
 
 import torch
 from scenarios import PR, Scenario, check, each, shown
+from tests.worker_threads import on_workers
 from torch import Tensor
-from torch.utils.data import DataLoader
+from torch.utils.data import ConcatDataset, DataLoader
 
 import unisono as uo
 from unisono.devices import cpu_slots
 from unisono.errors import UnsupportedError
 from unisono.input import (
-    AutoShardPolicy,
     DistributedDataset,
     DistributedDatasetsFromFunction,
     EndOfInputError,
     fixed_sizes,
     legacy_sizes,
 )
+from unisono.reductions import Workers
 
-OFF, FILE = AutoShardPolicy.OFF, AutoShardPolicy.FILE
+OFF, FILE = (
+    uo.InputOptions(auto_shard_policy=policy)
+    for policy in (uo.AutoShardPolicy.OFF, uo.AutoShardPolicy.FILE)
+)
 
 
 def batches(num_samples: int, batch_size: int, num_passes: int = 1) -> list[Tensor]:
@@ -48,9 +52,7 @@ def dealt(source: Any) -> Callable[[uo.Strategy], Any]:
 
 def without_sharding(source: Any) -> Callable[[uo.Strategy], Any]:
     """With sizes that are fixed, as for files."""
-    return lambda strategy: steps(
-        DistributedDataset(source, strategy.extended.worker_devices, auto_shard_policy=OFF)
-    )
+    return lambda strategy: steps(strategy.experimental_distribute_dataset(source, OFF))
 
 
 def from_function(make: Callable[[], Any]) -> Callable[[uo.Strategy], Any]:
@@ -63,29 +65,48 @@ def counting(strategy: uo.Strategy) -> Any:
     return [iterator.get_next(), iterator.get_next()]
 
 
-def on_worker(worker_id: int, num_workers: int, num_replicas: int, source: Any) -> list[Any]:
-    context = uo.InputContext(num_workers, worker_id, num_workers * num_replicas)
-    return steps(DistributedDataset(source, cpu_slots(num_replicas), input_context=context))
+def context_of(workers: Workers, num_replicas: int) -> uo.InputContext:
+    rank, size = workers.communicator.rank, workers.communicator.size
+    return uo.InputContext(size, rank, size * num_replicas)
 
 
-def by_two_workers(num_replicas: int, source: Any) -> Callable[[Any], Any]:
-    return lambda _: [on_worker(worker_id, 2, num_replicas, source) for worker_id in range(2)]
+def by_two_workers(
+    num_replicas: int, source: Any, options: uo.InputOptions | None = None
+) -> Callable[[Any], Any]:
+    def on_one(workers: Workers) -> list[Any]:
+        context = context_of(workers, num_replicas)
+        dataset = DistributedDataset(
+            source, cpu_slots(num_replicas), options, input_context=context, workers=workers
+        )
+        return steps(dataset)
+
+    return lambda _: on_workers(2, on_one)
 
 
-def first_sum(worker_id: int) -> int:
+def functions_of_two_workers(make: Callable[[uo.InputContext], Any]) -> list[list[Any]]:
+    def on_one(workers: Workers) -> list[Any]:
+        context = context_of(workers, 1)
+        return steps(DistributedDatasetsFromFunction(make, context, cpu_slots(1), workers=workers))
+
+    return on_workers(2, on_one)
+
+
+def first_sums(_: uo.Strategy) -> list[int]:
     def make(context: uo.InputContext) -> Any:
         size = context.get_per_replica_batch_size(10)
         return batches(100, size)[context.input_pipeline_id :: context.num_input_pipelines]
 
-    dataset = DistributedDatasetsFromFunction(make, uo.InputContext(2, worker_id, 2), cpu_slots(1))
-    return int(next(iter(dataset)).values[0].sum())
+    return [sum(first[0]) for first, *_ in functions_of_two_workers(make)]
 
 
-def files(strategy: uo.Strategy) -> Any:
-    context = uo.InputContext(2, 0, 2)
-    return DistributedDataset(
-        batches(12, 4), cpu_slots(1), input_context=context, auto_shard_policy=FILE
-    )
+def of_uneven_lengths(_: uo.Strategy) -> Any:
+    return functions_of_two_workers(lambda context: batches([2, 5][context.input_pipeline_id], 2))
+
+
+def files(num_files: int) -> Callable[[Any], Any]:
+    numbers = torch.arange(6 * num_files).split(6)
+    loader: DataLoader[Any] = DataLoader(ConcatDataset(numbers), batch_size=4)
+    return by_two_workers(1, loader, FILE)
 
 
 def arrays(strategy: uo.Strategy) -> Any:
@@ -172,15 +193,33 @@ SCENARIOS = [
         "two workers of two",
         by_two_workers(2, batches(16, 8)),
         [
+            # TensorFlow deals parts 0 and 2 to worker 0. Here each replica gets what it would get
+            # in one worker of four.
             [[[0, 1], [2, 3]], [[8, 9], [10, 11]]],
             [[[4, 5], [6, 7]], [[12, 13], [14, 15]]],
         ],
     ),
-    # torch has no readers of files: what each worker reads, a function says.
-    Scenario(137, "files of two workers", files, UnsupportedError),
-    Scenario(138, "one file for two workers", files, UnsupportedError),
-    Scenario(139, "a shard a worker", lambda s: [first_sum(0), first_sum(1)], [10, 35]),
+    Scenario(
+        137,
+        "files of two workers",
+        files(2),
+        [[[[0, 1]], [[2, 3]], [[4, 5]]], [[[6, 7]], [[8, 9]], [[10, 11]]]],
+    ),
+    Scenario(138, "one file for two workers", files(1), UnsupportedError),
+    Scenario(139, "a shard a worker", first_sums, [10, 35]),
     Scenario(140, "arrays", arrays, [SIX, SIX, "the end"]),
+    Scenario(
+        151,
+        "an odd tail of two workers",
+        by_two_workers(1, batches(9, 4)),
+        [[[[0, 1]], [[4, 5]], [[8]]], [[[2, 3]], [[6, 7]], [[]]]],
+    ),
+    Scenario(
+        152,
+        "workers of uneven lengths",
+        of_uneven_lengths,
+        [[[[0, 1]], [[]], [[]]], [[[0, 1]], [[2, 3]], [[4]]]],
+    ),
 ]
 
 
@@ -192,4 +231,4 @@ def test_the_answer_is_that_of_tensorflow_or_better(
 
 
 def test_no_scenario_is_left_out() -> None:
-    assert {one.number for one in SCENARIOS} == set(range(118, 141))
+    assert {one.number for one in SCENARIOS} == {*range(118, 141), 151, 152}

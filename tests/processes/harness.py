@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import TCPStore
 
+import unisono as uo
+
 Target = Callable[..., Any]
 
-# Ranks are forked from a process that has loaded torch and done nothing else.
+# Ranks are forked from a process that has loaded torch and done nothing else. Optimizers load the
+# compiler of torch, which takes seconds in every rank.
 _PROCESSES = multiprocessing.get_context("forkserver")
-_PROCESSES.set_forkserver_preload(["torch", "unisono"])
+if not torch.cuda.is_available():
+    _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
 
 
 class Ranks:
@@ -83,6 +87,16 @@ def run_ranks(size: int, target: Target, *args: Any, timeout: float = 60.0) -> l
         results = ranks.results(timeout)
     assert sorted(results) == list(range(size)), f"only ranks {sorted(results)} returned"
     return [results[rank] for rank in range(size)]
+
+
+def strategy_of(rank: int, ports: list[int], num_replicas: int) -> uo.MultiWorkerMirroredStrategy:
+    """Makes the strategy of one of as many workers as there are ports."""
+    resolver = uo.cluster_resolver.SimpleClusterResolver(
+        {"worker": [f"127.0.0.1:{port}" for port in ports]}, task_type="worker", task_id=rank
+    )
+    devices = [f"cpu:{i}" for i in range(num_replicas)]
+    options = uo.experimental.CommunicationOptions(timeout_seconds=30)
+    return uo.MultiWorkerMirroredStrategy(resolver, options, devices=devices)
 
 
 def _run(

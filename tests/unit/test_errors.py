@@ -4,7 +4,11 @@ import pytest
 
 from unisono import errors
 
-DEFINED = {name: thing for name, thing in vars(errors).items() if inspect.isclass(thing)}
+DEFINED = {
+    name: thing
+    for name, thing in vars(errors).items()
+    if inspect.isclass(thing) and thing.__module__ == errors.__name__
+}
 RAISED = [error for error in DEFINED.values() if error is not errors.UnisonoError]
 
 

@@ -6,6 +6,7 @@ import enum
 from dataclasses import dataclass
 
 from unisono.errors import UnsupportedError
+from unisono.input.sharding import AutoShardPolicy
 
 
 @dataclass(frozen=True)
@@ -81,12 +82,14 @@ class InputOptions:
             `DataLoader` with workers, whose samples are made in other processes. 2 or more fetches
             ahead from any source: what the source draws from the global random generators is then
             drawn on another thread, at no certain time.
+        auto_shard_policy: How workers share what `experimental_distribute_dataset` is given.
     """
 
     experimental_fetch_to_device: bool = True
     experimental_replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
+    auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
 
     def __post_init__(self) -> None:
         mode = self.experimental_replication_mode
@@ -94,6 +97,12 @@ class InputOptions:
             members = ", ".join(str(member) for member in InputReplicationMode)
             raise UnsupportedError(
                 f"`experimental_replication_mode` must be one of {members}, got {mode!r}."
+            )
+        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
+            members = ", ".join(member.name for member in AutoShardPolicy)
+            raise UnsupportedError(
+                f"`auto_shard_policy` must be one of `AutoShardPolicy`, {members}; got "
+                f"{self.auto_shard_policy!r}."
             )
         if self.experimental_per_replica_buffer_size < 0:
             raise UnsupportedError(

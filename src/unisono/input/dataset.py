@@ -14,13 +14,16 @@ from unisono.input.context import (
     InputOptions,
     InputReplicationMode,
 )
+from unisono.input.deals import FixedSplit, LegacySplit, WholeBatches
+from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placement
-from unisono.input.sharding import AutoShardPolicy, filled_slices, fixed_sizes, legacy_slices
+from unisono.input.readers import Readers, readers_of
+from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import as_source
-from unisono.input.splitting import Parts, split, whole
+from unisono.reductions import Workers
 
 
 class DealtDataset(Dealt):
@@ -31,6 +34,7 @@ class DealtDataset(Dealt):
         devices: The devices of this host's replicas.
         input_context: Which worker of how many this is.
         options: How batches are fetched.
+        readers: Whether all workers read the same.
     """
 
     def __init__(
@@ -39,16 +43,20 @@ class DealtDataset(Dealt):
         devices: Sequence[Device],
         input_context: InputContext,
         options: InputOptions,
+        readers: Readers,
     ) -> None:
         self._sources = tuple(sources)
         self._context = input_context
         self._options = options
+        self._readers = readers
         self._placement = Placement(
             devices,
             to_devices=options.experimental_fetch_to_device
             or options.experimental_place_dataset_on_device,
         )
-        self._progress = Progress(batches_per_step=self.batches_per_step)
+        self._progress = Progress(
+            batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
+        )
         self._pending: tuple[Progress, bool] | None = None
         self._latest: weakref.ref[DistributedIterator] | None = None
 
@@ -72,6 +80,11 @@ class DealtDataset(Dealt):
         """How many batches each source gives a step."""
         return 1
 
+    @property
+    def steps_per_batch(self) -> int:
+        """Over how many steps each batch is dealt."""
+        return 1
+
     def deal(self, opened: Pass) -> Deal:
         """Says how the batches of a pass are dealt."""
         raise NotImplementedError
@@ -86,7 +99,7 @@ class DealtDataset(Dealt):
     def begin(self) -> Deal:
         """See `Dealt.begin`."""
         self._leave_latest()
-        return self._started(Pass.begin(self._sources, self.batches_per_step))
+        return self._started(Pass.begin(self._sources, self._readers, self._progress.anew()))
 
     def resume(self, progress: Progress, *, refetch: bool) -> Deal:
         """See `Dealt.resume`."""
@@ -95,8 +108,13 @@ class DealtDataset(Dealt):
                 f"The saved state is of {progress.batches_per_step} batches a step, this input "
                 f"takes {self.batches_per_step}. Resume with the same number of replicas."
             )
+        if progress.steps_per_batch != self.steps_per_batch:
+            raise UnsupportedError(
+                f"The saved state is of {progress.steps_per_batch} steps a batch, this input "
+                f"makes {self.steps_per_batch}. Resume with the same policy and as many workers."
+            )
         self._leave_latest()
-        return self._started(Pass.resume(self._sources, progress, refetch=refetch))
+        return self._started(Pass.resume(self._sources, self._readers, progress, refetch=refetch))
 
     def _started(self, opened: Pass) -> Deal:
         self._progress = opened.progress
@@ -130,7 +148,16 @@ class DealtDataset(Dealt):
         """
         progress = Progress.from_state_dict(state)
         self._pending = None if progress.at_start is None else (progress, refetch)
-        self._progress = Progress(batches_per_step=self.batches_per_step)
+        self._progress = self._progress.anew()
+
+    def _num_batches(self) -> list[int]:
+        """Returns how many batches each source gives, if that says how many steps there are."""
+        if self._readers.are_apart:
+            raise TypeError(
+                "Each worker has data of its own, so none knows how many steps there are before "
+                "all have come to their end."
+            )
+        return [len(source) for source in self._sources]
 
 
 class DistributedDataset(DealtDataset):
@@ -141,7 +168,7 @@ class DistributedDataset(DealtDataset):
         devices: The devices of this host's replicas.
         options: How batches are fetched.
         input_context: Which worker of how many this is. None means the only one.
-        auto_shard_policy: How the workers share the batches, and how a batch is split.
+        workers: What connects it to the others; None if nothing does.
     """
 
     def __init__(
@@ -151,7 +178,7 @@ class DistributedDataset(DealtDataset):
         options: InputOptions | None = None,
         *,
         input_context: InputContext | None = None,
-        auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO,
+        workers: Workers | None = None,
     ) -> None:
         options = options or DEFAULT_INPUT_OPTIONS
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -163,56 +190,29 @@ class DistributedDataset(DealtDataset):
         if isinstance(source, Dealt):
             raise UnsupportedError("This dataset is distributed already; iterate it as it is.")
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
-        self._is_fixed = auto_shard_policy in (AutoShardPolicy.OFF, AutoShardPolicy.FILE)
-        if self._is_fixed and context.num_input_pipelines > 1:
-            raise UnsupportedError(
-                f"{auto_shard_policy.name} splits the batches of one worker, and there are "
-                f"{context.num_input_pipelines}. Use {AutoShardPolicy.DATA.name}, or "
-                "`distribute_datasets_from_function`."
-            )
-        super().__init__([as_source(source)], devices, context, options)
+        policy = options.auto_shard_policy
+        self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        self._num_workers = context.num_input_pipelines
+        if policy is AutoShardPolicy.FILE and self._num_workers > 1:
+            source = of_own_files(source, context)
+        readers = readers_of(workers, own_data=self._is_fixed)
+        super().__init__([as_source(source)], devices, context, options, readers)
+
+    @property
+    def steps_per_batch(self) -> int:
+        """See `DealtDataset.steps_per_batch`.
+
+        A worker whose batches are its own makes parts for the replicas of all workers of each,
+        and uses as many a step as it has replicas. So a step is of one global batch in all.
+        """
+        return self._num_workers if self._is_fixed else 1
 
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""
         if not self.is_wrapped:
-            return _WholeBatches(opened)
-        num_replicas = len(self.placement.devices)
-        if self._is_fixed:
-            return _FixedSplit(opened, num_replicas)
-        return _LegacySplit(opened, num_replicas, self._context)
+            return WholeBatches(opened)
+        kind = FixedSplit if self._is_fixed else LegacySplit
+        return kind(opened, len(self.placement.devices), self._context)
 
     def __len__(self) -> int:
-        return len(self._sources[0])
-
-
-class _WholeBatches(Deal):
-    def draw(self) -> Parts:
-        return whole(next(self.opened.batches[0]))
-
-
-class _LegacySplit(Deal):
-    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
-        super().__init__(opened)
-        self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
-
-    def draw(self) -> Parts:
-        return split(next(self.opened.batches[0]), lambda n: legacy_slices(n, *self._place))
-
-
-class _FixedSplit(Deal):
-    """The first batch of the first pass says what a full one is, unless the source does."""
-
-    def __init__(self, opened: Pass, num_replicas: int) -> None:
-        super().__init__(opened)
-        self._num_replicas = num_replicas
-        if opened.progress.batch_size is None:
-            opened.progress.batch_size = opened.sources[0].batch_size
-
-    def _slices(self, num_samples: int) -> tuple[slice, ...]:
-        progress = self.opened.progress
-        progress.batch_size = progress.batch_size or num_samples
-        full = max(progress.batch_size, num_samples)
-        return filled_slices(num_samples, fixed_sizes(full, 1, 0, self._num_replicas))
-
-    def draw(self) -> Parts:
-        return split(next(self.opened.batches[0]), self._slices)
+        return self._num_batches()[0] * self.steps_per_batch

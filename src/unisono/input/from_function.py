@@ -17,9 +17,12 @@ from unisono.input.context import (
 from unisono.input.dataset import DealtDataset
 from unisono.input.iterator import Deal
 from unisono.input.passes import Pass
+from unisono.input.readers import readers_of
+from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import FunctionSource, as_source
 from unisono.input.splitting import Parts, empty_like, join
+from unisono.reductions import Workers
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
@@ -31,7 +34,8 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     In the last step the replicas that are left without a batch get an empty one. The step is
     dropped if its elements have no batch dimension, or if the `DataLoader` drops incomplete
-    batches too.
+    batches too. Of many workers, those that come to their end sooner get empty batches until all
+    are done; elements without a batch dimension end for all with the first.
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
@@ -39,6 +43,7 @@ class DistributedDatasetsFromFunction(DealtDataset):
         input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
         devices: The devices of this host's replicas.
         options: How batches are fetched.
+        workers: What connects this worker to the others; None if nothing does.
     """
 
     def __init__(
@@ -47,14 +52,22 @@ class DistributedDatasetsFromFunction(DealtDataset):
         input_context: InputContext,
         devices: Sequence[Device],
         options: InputOptions | None = None,
+        *,
+        workers: Workers | None = None,
     ) -> None:
         options = options or DEFAULT_INPUT_OPTIONS
+        if options.auto_shard_policy is not AutoShardPolicy.AUTO:
+            raise UnsupportedError(
+                "What a function makes is shared by the function, which is told which pipeline it "
+                f"makes: `auto_shard_policy` must be AUTO, got {options.auto_shard_policy.name}."
+            )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             contexts = _replica_contexts(input_context, len(devices))
         self._batches_per_step = len(devices) // len(contexts)
         sources = [_called(dataset_fn, context) for context in contexts]
-        super().__init__(sources, devices, input_context, options)
+        readers = readers_of(workers, own_data=True)
+        super().__init__(sources, devices, input_context, options, readers)
 
     @property
     def batches_per_step(self) -> int:
@@ -68,8 +81,8 @@ class DistributedDatasetsFromFunction(DealtDataset):
     def __len__(self) -> int:
         per_step = self.batches_per_step
         if any(source.drops_rest for source in self._sources):
-            return min(len(source) // per_step for source in self._sources)
-        return max(-(-len(source) // per_step) for source in self._sources)
+            return min(num_batches // per_step for num_batches in self._num_batches())
+        return max(-(-num_batches // per_step) for num_batches in self._num_batches())
 
 
 class _WholeSteps(Deal):

@@ -10,6 +10,7 @@ from typing import Any
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, UnisonoError
 from unisono.input.context import InputOptions
+from unisono.input.in_step import InStep
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn, ReadAhead
@@ -94,7 +95,7 @@ class DistributedIterator(Iterator[Any]):
 
     @property
     def last_counts(self) -> tuple[int, ...]:
-        """How many samples each replica got in the step that was handed out last."""
+        """How many samples each replica, of all workers, got in the step handed out last."""
         return self._counts
 
     @property
@@ -126,7 +127,8 @@ class DistributedIterator(Iterator[Any]):
         parts = placement.hand_out(placed)
         self._counts = parts.counts
         if self._dataset.is_wrapped:
-            return parts.tree.build_distributed(parts.leaves, placement.devices)
+            counts = parts.counts if parts.is_counted else None
+            return parts.tree.build_distributed(parts.leaves, placement.devices, counts)
         return parts.tree.build([leaf[0] for leaf in parts.leaves])
 
     def get_next(self) -> Any:
@@ -134,9 +136,10 @@ class DistributedIterator(Iterator[Any]):
         try:
             return next(self)
         except StopIteration:
+            num_steps = self.progress.num_steps - self.progress.num_left_out
             raise EndOfInputError(
-                f"The input has ended after {self.progress.num_steps} steps. Call `initialize` or "
-                "iterate the dataset again to start over."
+                f"The input has ended after {num_steps} steps. Call `initialize` or iterate the "
+                "dataset again to start over."
             ) from None
 
     def get_next_as_optional(self) -> OptionalElement:
@@ -185,7 +188,10 @@ def _steps(deal: Deal, dataset: Dealt) -> Drawn[Placed]:
         return placement.place(deal.draw())
 
     size = dataset.options.experimental_per_replica_buffer_size
-    is_alone = all(source.is_alone for source in deal.opened.sources)
-    if size > 1 or (size == 1 and is_alone):
-        return ReadAhead(draw, size)
-    return Drawn(draw)
+    opened = deal.opened
+    is_alone = all(source.is_alone for source in opened.sources)
+    is_ahead = size > 1 or (size == 1 and is_alone)
+    steps = ReadAhead(draw, size) if is_ahead else Drawn(draw)
+    if opened.readers.are_apart:
+        return InStep(steps, opened.readers.workers, placement, opened.progress)
+    return steps

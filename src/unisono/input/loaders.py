@@ -44,6 +44,11 @@ _COPIED = (
 )
 
 
+def copied_settings(loader: DataLoader[Any]) -> dict[str, Any]:
+    """Returns what another loader is given to load as this one does, whatever it samples."""
+    return {name: getattr(loader, name) for name in _COPIED}
+
+
 class LoaderSource(Source):
     """The batches of a `DataLoader`.
 
@@ -91,7 +96,7 @@ class LoaderSource(Source):
 
     def _skipped(self, num_consumed: int) -> tuple[Iterator[Any], Skip]:
         loader: Any = self._loader
-        settings = {name: getattr(loader, name) for name in _COPIED}
+        settings = copied_settings(loader)
         if loader.batch_sampler is None:
             sampler = _Rest(loader.sampler, num_consumed)
             rest = DataLoader(batch_size=None, sampler=sampler, **settings)
@@ -110,6 +115,7 @@ class _Rest(Sampler[Any]):
     def __init__(self, sampler: Iterable[Any], num_skipped: int) -> None:
         self._sampler = sampler
         self._to_skip = num_skipped
+        self._num_skipped = 0
         self._items: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:
@@ -120,9 +126,10 @@ class _Rest(Sampler[Any]):
         self.skip()
         return next(self._items)
 
-    def skip(self) -> None:
+    def skip(self) -> int:
         to_skip, self._to_skip = self._to_skip, 0
-        drop(self._items, to_skip)
+        self._num_skipped += drop(self._items, to_skip)
+        return self._num_skipped
 
 
 def _draws_at_once(sampler: Any) -> bool:

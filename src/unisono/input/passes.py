@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from unisono.errors import UnsupportedError
-from unisono.input.random_state import RandomState, random_state, replayed
+from unisono.input.random_state import RandomState, replayed
+from unisono.input.readers import Readers
 from unisono.input.source import Source
 
 
@@ -16,26 +18,47 @@ class Progress:
     """How far a pass is, and what it takes to get there again.
 
     Attributes:
-        num_steps: Steps handed out. What was fetched ahead does not count.
+        num_steps: Steps used. What was fetched ahead does not count.
+        num_left_out: Those of them that were not handed out, because no worker had a sample.
         batches_per_step: Batches that each source gives a step.
+        steps_per_batch: Steps over which each batch is dealt.
         batch_size: The size of a full batch, where the split depends on it.
-        at_start: The random generators before the sources were opened; None when no pass is
-            under way, because none was begun or the last one came to its end.
+        at_start: The random generators before the sources were opened, of each worker that reads
+            data of its own; None when no pass is under way, because none was begun or the last
+            one came to its end.
         at_first: The same, before the first batch was drawn.
         was_running: Which sources kept something from an earlier pass.
     """
 
     num_steps: int = 0
+    num_left_out: int = 0
     batches_per_step: int = 1
+    steps_per_batch: int = 1
     batch_size: int | None = None
-    at_start: RandomState | None = None
-    at_first: RandomState | None = None
+    at_start: tuple[RandomState, ...] | None = None
+    at_first: tuple[RandomState, ...] | None = None
     was_running: tuple[bool, ...] = ()
+
+    def anew(self) -> Progress:
+        """Returns the progress of a pass that is not begun."""
+        return Progress(
+            batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
+        )
+
+    @property
+    def num_consumed(self) -> int:
+        """How many batches of each source are used up."""
+        return self.num_steps // self.steps_per_batch * self.batches_per_step
+
+    @property
+    def is_amid_batch(self) -> bool:
+        """Whether the next batch was drawn and used in part."""
+        return self.num_steps % self.steps_per_batch > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `from_state_dict` reads."""
         if self.at_start is None:
-            return asdict(Progress(batches_per_step=self.batches_per_step))
+            return asdict(self.anew())
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     @classmethod
@@ -58,19 +81,21 @@ class Pass:
     sources: Sequence[Source]
     batches: Sequence[Iterator[Any]]
     progress: Progress
+    readers: Readers
 
     @classmethod
-    def begin(cls, sources: Sequence[Source], batches_per_step: int = 1) -> Pass:
-        """Opens the sources as plain iteration would."""
-        progress = Progress(
-            batches_per_step=batches_per_step,
-            at_start=random_state(_generators(sources)),
-            was_running=tuple(source.is_running for source in sources),
-        )
-        return cls(sources, [source.open() for source in sources], progress)
+    def begin(cls, sources: Sequence[Source], readers: Readers, progress: Progress) -> Pass:
+        """Opens the sources as plain iteration would, with a progress that is new."""
+        generators = _generators(sources)
+        readers.prepare(generators)
+        progress.at_start = readers.states(generators)
+        progress.was_running = tuple(source.is_running for source in sources)
+        return cls(sources, [source.open() for source in sources], progress, readers)
 
     @classmethod
-    def resume(cls, sources: Sequence[Source], progress: Progress, *, refetch: bool) -> Pass:
+    def resume(
+        cls, sources: Sequence[Source], readers: Readers, progress: Progress, *, refetch: bool
+    ) -> Pass:
         """Opens the sources as they were opened then, and skips what was consumed.
 
         The global random generators are left where they are: what they were when the state was
@@ -78,33 +103,57 @@ class Pass:
         """
         assert progress.at_start is not None
         generators = _generators(sources)
-        _check(progress, sources, generators)
-        with replayed(progress.at_start, generators):
+        readers.prepare(generators)
+        at_start = readers.own(progress.at_start)
+        _check(progress, at_start, sources, generators)
+        with replayed(at_start, generators):
             for source, was_running in zip(sources, progress.was_running, strict=True):
                 if was_running and not source.is_running:
                     source.start()
-        num_consumed = progress.num_steps * progress.batches_per_step
-        with replayed(progress.at_start, generators):
+        num_consumed = progress.num_consumed
+        with replayed(at_start, generators):
             opened = [source.reopen(num_consumed, refetch=refetch) for source in sources]
+        batches = [batches for batches, _ in opened]
         if progress.at_first is not None:
-            with replayed(progress.at_first, generators):
-                for _, skip in opened:
-                    skip()
-        return cls(sources, [batches for batches, _ in opened], progress)
+            with replayed(readers.own(progress.at_first), generators):
+                num_found = max(skip() for _, skip in opened)
+                if progress.is_amid_batch:
+                    batches = [_with_next_drawn(one) for one in batches]
+            # Other workers may have more, so that this one was at its end before.
+            if not readers.are_apart:
+                _check_length(progress, num_found)
+        return cls(sources, batches, progress, readers)
 
     def note_first_draw(self) -> None:
         """Remembers the random generators, from which many a sampler draws only now."""
         if self.progress.at_first is None:
-            self.progress.at_first = random_state(_generators(self.sources))
+            self.progress.at_first = self.readers.states(_generators(self.sources))
 
 
 def _generators(sources: Sequence[Source]) -> list[Any]:
     return list(dict.fromkeys(own for source in sources for own in source.generators))
 
 
-def _check(progress: Progress, sources: Sequence[Source], generators: Sequence[Any]) -> None:
-    saved = progress.at_start or {}
-    then = len(progress.was_running), len(saved["generators"])
+def _with_next_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    return itertools.chain(list(itertools.islice(batches, 1)), batches)
+
+
+def _check_length(progress: Progress, num_found: int) -> None:
+    """Raises unless there was a batch in each step; the last step may have lacked some."""
+    if num_found <= progress.num_consumed - progress.batches_per_step:
+        raise UnsupportedError(
+            f"The saved state is {progress.num_consumed} batches into the input, which has only "
+            f"{num_found}. Resume with the input that was saved."
+        )
+
+
+def _check(
+    progress: Progress,
+    at_start: RandomState,
+    sources: Sequence[Source],
+    generators: Sequence[Any],
+) -> None:
+    then = len(progress.was_running), len(at_start["generators"])
     now = len(sources), len(generators)
     if then != now:
         raise UnsupportedError(

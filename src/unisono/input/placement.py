@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,7 +55,7 @@ class Placement:
             for leaf in parts.leaves
         ]
         copied = {gpu: stream.record_event() for gpu, stream in self._streams.items()}
-        return Placed(Parts(parts.tree, leaves, parts.counts), copied)
+        return Placed(replace(parts, leaves=leaves), copied)
 
     def _copied(self, component: Any, target: torch.device) -> Any:
         if not isinstance(component, Tensor) or target.type != "cuda":

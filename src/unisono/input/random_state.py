@@ -32,18 +32,19 @@ def replayed(state: RandomState, generators: Sequence[torch.Generator]) -> Itera
     `generators` belong to the source and stay where the block leaves them.
     """
     before = random_state(())
-    _set(state)
-    for generator, own in zip(generators, state["generators"], strict=True):
-        generator.set_state(own)
+    set_random_state(state, generators)
     try:
         yield
     finally:
-        _set(before)
+        set_random_state(before, ())
 
 
-def _set(state: RandomState) -> None:
+def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) -> None:
+    """Sets the global generators of the host, and `generators`, to where they were."""
     torch.set_rng_state(state["torch"])
     version, keys, gauss = state["python"]
     random.setstate((version, tuple(keys), gauss))
     kind, words, *rest = state["numpy"]
     np.random.set_state((kind, words.numpy().astype(np.uint32), *rest))
+    for generator, own in zip(generators, state["generators"], strict=True):
+        generator.set_state(own)

@@ -19,8 +19,10 @@ from unisono.errors import UnsupportedError
 class AutoShardPolicy(enum.IntEnum):
     """How the workers share a dataset.
 
-    `AUTO` and `DATA`: all workers read everything, and each keeps its samples. `FILE`: each reads
-    its own files. `OFF`: each gets everything. `HINT`: the dataset says it itself.
+    `AUTO` and `DATA`: all workers read everything, and each keeps its samples of every batch.
+    `FILE`: worker w of W reads the files w, w + W, ..., the members of a `ConcatDataset` or
+    `ChainDataset`. `OFF`: each worker gets all that its dataset gives, which may be another one
+    on each. `HINT` is for hints in TensorFlow's pipelines; there are none here, so it is `OFF`.
     """
 
     OFF = -1
@@ -40,17 +42,13 @@ def legacy_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(min(share, max(0, num_samples - i * share)) for i in range(num_replicas))
 
 
-def legacy_slices(
-    num_samples: int, num_workers: int, worker_id: int, num_replicas: int
-) -> tuple[slice, ...]:
-    """Returns the samples of each of this worker's replicas.
+def legacy_slices(num_samples: int, num_replicas: int) -> tuple[slice, ...]:
+    """Returns the samples of each replica of all workers.
 
-    >>> legacy_slices(8, num_workers=2, worker_id=1, num_replicas=2)
-    (slice(4, 6, None), slice(6, 8, None))
+    >>> legacy_slices(7, num_replicas=4)
+    (slice(0, 2, None), slice(2, 4, None), slice(4, 6, None), slice(6, 7, None))
     """
-    _check(num_workers, worker_id, num_replicas)
-    slices = _slices(legacy_sizes(num_samples, num_workers * num_replicas))
-    return slices[worker_id * num_replicas : (worker_id + 1) * num_replicas]
+    return _slices(legacy_sizes(num_samples, num_replicas))
 
 
 def fixed_sizes(

@@ -11,7 +11,7 @@ import torch
 
 from unisono.errors import UnsupportedError
 
-Skip: TypeAlias = Callable[[], None]
+Skip: TypeAlias = Callable[[], int]
 
 
 class Source(ABC):
@@ -51,6 +51,8 @@ class Source(ABC):
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:
         """Begins a pass; also returns a function that skips what an earlier pass has consumed.
 
+        The function returns how many batches it found, which are fewer at the end of the input.
+
         `refetch` asks for the same bits even where the source keeps random generators in other
         processes, at the price of fetching again what was consumed.
         """
@@ -62,11 +64,6 @@ class Source(ABC):
         raise TypeError(f"{type(self).__name__} does not know how many batches it gives.")
 
 
-def drop(items: Iterator[Any], count: int) -> None:
-    """Draws `count` items that an earlier pass has consumed."""
-    found = sum(1 for _ in itertools.islice(items, count))
-    if found < count:
-        raise UnsupportedError(
-            f"The saved state is {count} batches into the input, which has only {found}. Resume "
-            "with the input that was saved."
-        )
+def drop(items: Iterator[Any], count: int) -> int:
+    """Draws `count` items that an earlier pass has consumed, and returns how many there were."""
+    return sum(1 for _ in itertools.islice(items, count))

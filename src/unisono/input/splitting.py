@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 from collections.abc import Callable, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,12 +28,28 @@ class Parts:
     Attributes:
         tree: The structure.
         leaves: For each leaf its parts, by replica id.
-        counts: How many samples each replica got.
+        counts: How many samples each replica got: of all workers if `split` has dealt for all.
+        is_counted: Whether the leaves agree on the counts, so that they are those of samples.
     """
 
     tree: Tree
     leaves: list[tuple[Any, ...]]
     counts: tuple[int, ...]
+    is_counted: bool = True
+
+    def of(self, replicas: slice) -> Parts:
+        """Returns what some of the replicas got."""
+        return replace(
+            self, leaves=[leaf[replicas] for leaf in self.leaves], counts=self.counts[replicas]
+        )
+
+    def emptied(self, num_replicas: int) -> Parts | None:
+        """Returns a step of this structure without samples, or None if it cannot be without."""
+        firsts = _emptied([leaf[0] for leaf in self.leaves])
+        if firsts is None:
+            return None
+        leaves = [(first,) * num_replicas for first in firsts]
+        return Parts(self.tree, leaves, (0,) * num_replicas)
 
 
 def whole(batch: Any) -> Parts:
@@ -43,16 +59,22 @@ def whole(batch: Any) -> Parts:
     return Parts(tree, [(leaf,) for leaf in leaves], (_num_samples(leaves),))
 
 
-def split(batch: Any, slices: Slices) -> Parts:
+def split(batch: Any, slices: Slices, own: slice = slice(None)) -> Parts:
     """Splits `batch` as `slices` says for its number of samples.
 
     Leaves without a batch dimension, such as numbers, text and None, are given to every replica.
+
+    Args:
+        batch: A host batch.
+        slices: Returns the samples of each replica of all workers.
+        own: Which of these replicas are here. The parts are theirs, the counts those of all.
     """
     tree, leaves = take_apart(batch)
     leaves = [_read(leaf) for leaf in leaves]
     num_samples = _agreed(tree, leaves)
     shares = slices(num_samples)
     counts = tuple(share.stop - share.start for share in shares)
+    shares = shares[own]
     parts = [
         tuple(_rows(leaf, share) for share in shares) if has_rows(leaf) else (leaf,) * len(shares)
         for leaf in leaves
@@ -72,28 +94,47 @@ def join(batches: Sequence[Any]) -> Parts:
             )
     by_replica = [[_read(leaf) for leaf in leaves] for _, leaves in opened]
     counts = tuple(_num_samples(leaves) for leaves in by_replica)
-    return Parts(tree, list(zip(*by_replica, strict=True)), counts)
+    is_counted = all(
+        len(leaf) == count
+        for leaves, count in zip(by_replica, counts, strict=True)
+        for leaf in leaves
+        if has_rows(leaf)
+    )
+    return Parts(tree, list(zip(*by_replica, strict=True)), counts, is_counted)
 
 
 def empty_like(batch: Any) -> Any | None:
     """Returns `batch` without its samples, or None if no leaf has a batch dimension."""
     tree, leaves = take_apart(batch)
+    firsts = _emptied(leaves)
+    return None if firsts is None else tree.build(firsts)
+
+
+def _emptied(leaves: Sequence[Any]) -> list[Any] | None:
     if not any(has_rows(leaf) for leaf in leaves):
         return None
-    nothing = slice(0, 0)
-    return tree.build([_rows(leaf, nothing) if has_rows(leaf) else leaf for leaf in leaves])
+    return [_without_rows(leaf) if has_rows(leaf) else leaf for leaf in leaves]
+
+
+def _without_rows(leaf: Any) -> Any:
+    nothing = _rows(leaf, slice(0, 0))
+    # A view would keep the samples in memory.
+    return nothing.clone() if isinstance(nothing, Tensor) else nothing
 
 
 def counts_of(structure: Any) -> tuple[int, ...] | None:
     """Returns how many samples each replica got, or None where the leaves do not agree on it.
 
-    A structure without a `PerReplica` counts as that of the only replica.
+    What input was dealt with says so itself, for the replicas of all workers. Other values are
+    measured, which are those of this worker; a structure without a `PerReplica` counts as that
+    of the only replica.
     """
     leaves = _leaves(structure)
-    parts = [leaf.values for leaf in leaves if isinstance(leaf, PerReplica)]
-    if not parts:
-        parts = [(leaf,) for leaf in leaves]
-    found = {counts for components in parts if (counts := _counts(components)) is not None}
+    distributed = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    found = {leaf.counts for leaf in distributed if leaf.counts is not None}
+    if not found:
+        parts = [leaf.values for leaf in distributed] or [(leaf,) for leaf in leaves]
+        found = {counts for components in parts if (counts := _counts(components)) is not None}
     return found.pop() if len(found) == 1 else None
 
 

@@ -40,17 +40,25 @@ class _Node:
             [next(leaves) if child is None else child.build(leaves) for child in self.children]
         )
 
-    def build_distributed(self, parts: Iterator[tuple[Any, ...]], devices: _Devices) -> Any:
+    def build_distributed(self, parts: Iterator[tuple[Any, ...]], place: _Place) -> Any:
         if self.is_open:
-            return self.make([_distributed(child, parts, devices) for child in self.children])
+            return self.make([_distributed(child, parts, place) for child in self.children])
         mine = [next(parts) for _ in range(self.num_leaves)]
         return PerReplica.placed(
-            tuple(self.build(iter([part[i] for part in mine])) for i in range(len(devices))),
-            devices,
+            tuple(self.build(iter([part[i] for part in mine])) for i in range(len(place.devices))),
+            place.devices,
+            place.counts,
         )
 
 
 _Devices: TypeAlias = tuple[Device, ...]
+_Counts: TypeAlias = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    devices: _Devices
+    counts: _Counts | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,9 +76,20 @@ class Tree:
         """Returns the structure with `leaves` in it."""
         return leaves[0] if self.root is None else self.root.build(iter(leaves))
 
-    def build_distributed(self, parts: Sequence[tuple[Any, ...]], devices: _Devices) -> Any:
-        """Returns the structure with a `PerReplica` for every leaf but None."""
-        return _distributed(self.root, iter(parts), devices)
+    def build_distributed(
+        self,
+        parts: Sequence[tuple[Any, ...]],
+        devices: _Devices,
+        counts: _Counts | None = None,
+    ) -> Any:
+        """Returns the structure with a `PerReplica` for every leaf but None.
+
+        Args:
+            parts: For each leaf its parts, by replica id.
+            devices: Where they are.
+            counts: How many samples each replica of all workers got, if that is known.
+        """
+        return _distributed(self.root, iter(parts), _Place(devices, counts))
 
 
 def take_apart(structure: Any) -> tuple[Tree, list[Any]]:
@@ -88,13 +107,13 @@ def has_rows(leaf: Any) -> bool:
     return isinstance(leaf, (list, tuple))
 
 
-def _distributed(node: _Node | None, parts: Iterator[tuple[Any, ...]], devices: _Devices) -> Any:
+def _distributed(node: _Node | None, parts: Iterator[tuple[Any, ...]], place: _Place) -> Any:
     if node is not None:
-        return node.build_distributed(parts, devices)
+        return node.build_distributed(parts, place)
     part = next(parts)
     if all(component is None for component in part):
         return None
-    return PerReplica.placed(part, devices)
+    return PerReplica.placed(part, place.devices, place.counts)
 
 
 def _open(value: Any, path: str, leaves: list[Any], paths: list[str]) -> _Node | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,6 +63,14 @@ class Workers:
             return [tensor]
         gathered = self.communicator.all_gather(tensor.detach().to(self._place))
         return [one.to(tensor.device) for one in gathered]
+
+    def gather_objects(self, thing: Any) -> list[Any]:
+        """Returns the objects of all workers, which are pickled: all are of one trusted job."""
+        if not self.are_many:
+            return [thing]
+        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
+        gathered = self.communicator.all_gather(data.to(self._place))
+        return [pickle.loads(one.cpu().numpy().tobytes()) for one in gathered]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
         """Returns for each flag whether it is set on some worker."""

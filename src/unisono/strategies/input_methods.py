@@ -45,9 +45,16 @@ class InputMethods:
         The batch size is the global one. Each step gives the structure of a batch with `PerReplica`
         leaves; with one replica, the batch itself. A last batch that does not divide is split as it
         is: some replicas get fewer samples, or none, and no sample is lost or seen twice.
+
+        Many workers read the same batches and each keeps its part, unless the
+        `auto_shard_policy` of the options says that each has data of its own.
         """
         return DistributedDataset(
-            dataset, self._input_devices, options, input_context=self._input_context
+            dataset,
+            self._input_devices,
+            options,
+            input_context=self._input_context,
+            workers=self.extended.workers,
         )
 
     def distribute_datasets_from_function(
@@ -55,7 +62,11 @@ class InputMethods:
     ) -> DistributedDatasetsFromFunction:
         """Deals out batches of per-replica size that `dataset_fn(input_context)` makes."""
         return DistributedDatasetsFromFunction(
-            dataset_fn, self._input_context, self._input_devices, options
+            dataset_fn,
+            self._input_context,
+            self._input_devices,
+            options,
+            workers=self.extended.workers,
         )
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function

@@ -78,9 +78,29 @@ class PerReplica(TorchArgument, DistributedValues):
 
     It has no operators. On a replica a torch function that is given one works on the replica's own
     component; elsewhere there is no telling which is meant, and that is an error.
+
+    Attributes:
+        counts: For input, how many samples each replica got: those of all workers, while the
+            components are those of this one. None where nobody has said so.
     """
 
-    __slots__ = ()
+    __slots__ = ("counts",)
+
+    def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
+        super().__init__(values, devices)
+        self.counts: tuple[int, ...] | None = None
+
+    @classmethod
+    def placed(
+        cls,
+        values: tuple[Any, ...],
+        devices: tuple[Device, ...],
+        counts: tuple[int, ...] | None = None,
+    ) -> Self:
+        """Makes a value from components that are known to be on `devices`, without a check."""
+        value = super().placed(values, devices)
+        value.counts = counts
+        return value
 
     def value(self) -> Any:
         """Returns the component of the replica that the running code is on."""

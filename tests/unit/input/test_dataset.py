@@ -37,6 +37,9 @@ pytestmark = [
 ]
 
 
+WITHOUT_SHARDING = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+
+
 class Numbers(Dataset[int]):
     def __init__(self, num_samples: int) -> None:
         self.num_samples = num_samples
@@ -134,7 +137,7 @@ def test_a_loader_that_drops_its_last_batch_gives_only_full_ones() -> None:
 def test_without_sharding_the_sizes_are_fixed_and_filled_in_order(
     source: Any, num_replicas: int, last: list[list[int]]
 ) -> None:
-    dataset = distributed(source, num_replicas, auto_shard_policy=AutoShardPolicy.OFF)
+    dataset = distributed(source, num_replicas, options=WITHOUT_SHARDING)
 
     assert lists(dataset)[-1] == last
 
@@ -142,7 +145,7 @@ def test_without_sharding_the_sizes_are_fixed_and_filled_in_order(
 def test_fixed_sizes_grow_with_a_batch_that_is_larger_than_the_first() -> None:
     source = [torch.arange(2), torch.arange(5)]
 
-    dataset = distributed(source, 2, auto_shard_policy=AutoShardPolicy.OFF)
+    dataset = distributed(source, 2, options=WITHOUT_SHARDING)
 
     assert lists(dataset) == [[[0], [1]], [[0, 1, 2], [3, 4]]]
 
@@ -165,13 +168,6 @@ def test_workers_share_a_batch_and_wrap_even_one_replica() -> None:
     dataset = distributed(Batches(14, 8), 1, input_context=context)
 
     assert lists(dataset) == [[[4, 5, 6, 7]], [[11, 12, 13]]]
-
-
-def test_without_sharding_there_is_one_worker_for_now() -> None:
-    with pytest.raises(UnsupportedError, match=r"OFF splits .* there are 2"):
-        distributed(
-            [], 1, input_context=InputContext(2, 0, 2), auto_shard_policy=AutoShardPolicy.OFF
-        )
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -223,12 +219,12 @@ def test_the_order_is_that_of_plain_iteration(kind: str, buffer_size: int) -> No
 def test_no_sample_is_lost_or_doubled(
     num_samples: int, batch_size: int, num_replicas: int, is_fixed: bool
 ) -> None:
-    policy = AutoShardPolicy.OFF if is_fixed else AutoShardPolicy.AUTO
+    options = WITHOUT_SHARDING if is_fixed else None
     source = TensorDataset(torch.arange(num_samples))
     loader = DataLoader(
         source, batch_size, collate_fn=lambda rows: torch.stack([r for (r,) in rows])
     )
-    iterator = iter(distributed(loader, num_replicas, auto_shard_policy=policy))
+    iterator = iter(distributed(loader, num_replicas, options=options))
 
     seen: list[int] = []
     for element in iterator:

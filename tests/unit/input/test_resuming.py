@@ -339,7 +339,8 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
     batches = list(torch.arange(14).split(8))
 
     def make() -> DistributedDataset:
-        return DistributedDataset(batches, cpu_slots(2), auto_shard_policy=AutoShardPolicy.OFF)
+        options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+        return DistributedDataset(batches, cpu_slots(2), options)
 
     iterator = iter(make())
     next(iterator)
@@ -347,6 +348,16 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
     resumed.load_state_dict(iterator.state_dict())
 
     assert [part.tolist() for part in next(iter(resumed)).values] == [[8, 9, 10, 11], [12, 13]]
+
+
+def test_a_pass_that_was_saved_after_an_odd_rest_has_nothing_left() -> None:
+    batches = [torch.arange(2)] * 3
+    iterator = iter(from_function(batches))
+    assert [len(part) for _ in range(2) for part in next(iterator).values] == [2, 2, 2, 0]
+    resumed = from_function(batches)
+    resumed.load_state_dict(iterator.state_dict())
+
+    assert list(resumed) == []
 
 
 def test_an_input_that_is_shorter_than_the_saved_one_is_refused() -> None:

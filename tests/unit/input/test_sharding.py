@@ -44,23 +44,12 @@ def test_fixed_sizes_rotate_from_worker_to_worker(
     assert found == by_worker
 
 
-def test_workers_keep_every_other_part() -> None:
-    assert legacy_slices(8, 2, 0, 2) == (slice(0, 2), slice(4, 6))
-    assert legacy_slices(8, 2, 1, 2) == (slice(2, 4), slice(6, 8))
+@given(numbers, counts)
+def test_legacy_shares_hold_each_sample_once(num_samples: int, num_replicas: int) -> None:
+    shares = legacy_slices(num_samples, num_replicas)
 
-
-@given(numbers, counts, counts)
-def test_legacy_shares_of_all_workers_hold_each_sample_once(
-    num_samples: int, num_workers: int, num_replicas: int
-) -> None:
-    dealt = [
-        sample
-        for worker_id in range(num_workers)
-        for share in legacy_slices(num_samples, num_workers, worker_id, num_replicas)
-        for sample in range(num_samples)[share]
-    ]
-
-    assert sorted(dealt) == list(range(num_samples))
+    assert len(shares) == num_replicas
+    assert [i for share in shares for i in range(num_samples)[share]] == list(range(num_samples))
 
 
 @given(numbers, numbers, counts, counts)
@@ -91,7 +80,5 @@ def test_every_global_step_of_fixed_sizes_is_a_full_batch(
 
 @pytest.mark.parametrize("place", [(2, 2, 1), (1, -1, 1), (1, 0, 0), (0, 0, 1)])
 def test_a_worker_or_replica_that_cannot_be_is_refused(place: tuple[int, int, int]) -> None:
-    with pytest.raises(UnsupportedError, match=f"on worker {place[1]} of {place[0]}"):
-        legacy_slices(4, *place)
     with pytest.raises(UnsupportedError, match=f"on worker {place[1]} of {place[0]}"):
         fixed_sizes(4, *place)

@@ -27,7 +27,7 @@ class Sample:
 
 
 def dealt(batch: Any, num_replicas: int = 2) -> Any:
-    parts = split(batch, lambda n: legacy_slices(n, 1, 0, num_replicas))
+    parts = split(batch, lambda n: legacy_slices(n, num_replicas))
     return parts.tree.build_distributed(parts.leaves, cpu_slots(num_replicas))
 
 

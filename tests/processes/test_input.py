@@ -1,0 +1,211 @@
+"""Input on many workers: no sample is lost or seen twice, and all end together."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Callable, Iterable
+from functools import cache
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tests.processes.harness import run_ranks, strategy_of
+from torch.distributed import Store
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
+
+import unisono as uo
+from unisono.cli.local_tasks import free_ports
+from unisono.input.dataset import DealtDataset
+
+FILE_SIZES = 3, 8, 1, 5, 11
+
+
+class Step(NamedTuple):
+    """What one worker got in one step: samples by replica, and what was said about all."""
+
+    samples: list[list[int]]
+    counts: tuple[int, ...] | None
+    dtype: str
+
+
+class Kind(NamedTuple):
+    """A way to give input to workers.
+
+    Attributes:
+        make: Makes it, given a strategy and which worker this is.
+        samples: Says what samples there are in all, by the number of workers.
+    """
+
+    make: Callable[[uo.Strategy, int], DealtDataset]
+    samples: Callable[[int], Iterable[int]]
+
+
+def numbers(start: int, stop: int) -> Dataset[Any]:
+    return TensorDataset(torch.arange(start, stop))
+
+
+def own_numbers(rank: int) -> range:
+    return range(100 * rank, 100 * rank + 4 + 5 * rank)
+
+
+def numbers_of_all(num_workers: int) -> Iterable[int]:
+    return itertools.chain.from_iterable(map(own_numbers, range(num_workers)))
+
+
+def shared(strategy: uo.Strategy, rank: int) -> DealtDataset:
+    loader = DataLoader(numbers(0, 37), batch_size=10, shuffle=True)
+    return strategy.experimental_distribute_dataset(loader)
+
+
+def by_file(strategy: uo.Strategy, rank: int) -> DealtDataset:
+    ends = itertools.accumulate(FILE_SIZES, initial=0)
+    files = ConcatDataset([numbers(*pair) for pair in itertools.pairwise(ends)])
+    loader = DataLoader(files, batch_size=7, shuffle=True)
+    options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.FILE)
+    return strategy.experimental_distribute_dataset(loader, options)
+
+
+def not_sharded(strategy: uo.Strategy, rank: int) -> DealtDataset:
+    own = own_numbers(rank)
+    loader = DataLoader(numbers(own.start, own.stop), batch_size=6, shuffle=True)
+    options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.OFF)
+    return strategy.experimental_distribute_dataset(loader, options)
+
+
+def by_function(strategy: uo.Strategy, rank: int) -> DealtDataset:
+    def make(context: uo.InputContext) -> Any:
+        own = own_numbers(context.input_pipeline_id)
+        return DataLoader(numbers(own.start, own.stop), batch_size=2, shuffle=True)
+
+    return strategy.distribute_datasets_from_function(make)
+
+
+def for_the_last_alone(strategy: uo.Strategy, rank: int) -> DealtDataset:
+    """The others never see a batch of their own."""
+
+    def make(context: uo.InputContext) -> Any:
+        is_last = context.input_pipeline_id == context.num_input_pipelines - 1
+        return [(part,) for part in torch.arange(5).split(2)] if is_last else []
+
+    return strategy.distribute_datasets_from_function(make)
+
+
+KINDS = {
+    "shared": Kind(shared, lambda _: range(37)),
+    "by file": Kind(by_file, lambda _: range(sum(FILE_SIZES))),
+    "not sharded": Kind(not_sharded, numbers_of_all),
+    "by function": Kind(by_function, numbers_of_all),
+    "for the last alone": Kind(for_the_last_alone, lambda _: range(5)),
+}
+LAYOUTS = [(2, 1), (2, 2), (3, 1), (3, 2)]
+
+
+def seen(element: Any) -> Step:
+    (value,) = element
+    samples = [part.tolist() for part in value.values]
+    return Step(samples, value.counts, str({part.dtype for part in value.values}))
+
+
+def copied(state: Any) -> Any:
+    """What comes back of a state that was written to a file."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
+def resumed(strategy: uo.Strategy, rank: int, kind: Kind, *, by_chief: bool) -> list[list[Step]]:
+    """The steps of a pass, put together from what was seen before and after some of them."""
+    start = torch.get_rng_state()
+    length = len(list(kind.make(strategy, rank)))
+    put_together = []
+    for num_steps in sorted({1, 2, 3, length} & {*range(length + 1)}):
+        torch.set_rng_state(start)
+        dataset = kind.make(strategy, rank)
+        before = [seen(element) for element in itertools.islice(dataset, num_steps)]
+        state = copied(dataset.state_dict())
+        if by_chief:
+            state = strategy.extended.workers.gather_objects(state)[0]
+        # A new process would be somewhere else.
+        torch.manual_seed(1000 + rank)
+        another = kind.make(strategy, rank)
+        another.load_state_dict(state)
+        put_together.append(before + [seen(element) for element in another])
+    return put_together
+
+
+def read(
+    store: Store, rank: int, size: int, num_replicas: int, ports: list[int]
+) -> dict[str, dict[str, Any]]:
+    strategy = strategy_of(rank, ports, num_replicas)
+    try:
+        results = {}
+        for name, kind in KINDS.items():
+            torch.manual_seed(rank)
+            dataset = kind.make(strategy, rank)
+            results[name] = {
+                "passes": [[seen(element) for element in dataset] for _ in range(2)],
+                "resumed by all": resumed(strategy, rank, kind, by_chief=False),
+                "resumed by the chief": resumed(strategy, rank, kind, by_chief=True),
+            }
+        return results
+    finally:
+        strategy.close()
+
+
+@cache
+def found(num_workers: int, num_replicas: int) -> list[dict[str, dict[str, Any]]]:
+    """What each worker has read; they are started once for all tests."""
+    return run_ranks(num_workers, read, num_replicas, free_ports(num_workers))
+
+
+each_kind = pytest.mark.parametrize("kind", KINDS)
+each_layout = pytest.mark.parametrize(("num_workers", "num_replicas"), LAYOUTS)
+
+
+@each_kind
+@each_layout
+@pytest.mark.parametrize("number", [0, 1], ids=["first pass", "second pass"])
+def test_no_sample_is_lost_or_doubled(
+    num_workers: int, num_replicas: int, kind: str, number: int
+) -> None:
+    workers = [result[kind]["passes"][number] for result in found(num_workers, num_replicas)]
+
+    samples = [s for steps in workers for step in steps for part in step.samples for s in part]
+
+    assert sorted(samples) == sorted(KINDS[kind].samples(num_workers))
+
+
+@each_kind
+@each_layout
+def test_workers_end_together_and_know_what_all_got(
+    num_workers: int, num_replicas: int, kind: str
+) -> None:
+    workers = [result[kind]["passes"][0] for result in found(num_workers, num_replicas)]
+
+    for steps in zip(*workers, strict=True):
+        sizes = tuple(len(part) for step in steps for part in step.samples)
+        assert {step.counts for step in steps} == {sizes}
+        assert sum(sizes) > 0
+        assert {step.dtype for step in steps} == {"{torch.int64}"}
+
+
+@each_kind
+@each_layout
+@pytest.mark.parametrize("how", ["resumed by all", "resumed by the chief"])
+def test_a_pass_that_is_resumed_anywhere_goes_on_as_it_would(
+    num_workers: int, num_replicas: int, kind: str, how: str
+) -> None:
+    for result in found(num_workers, num_replicas):
+        *put_together, at_the_end = result[kind][how]
+
+        assert len(put_together) > 0
+        assert put_together == [at_the_end] * len(put_together)
+
+
+def test_shuffled_passes_differ() -> None:
+    for result in found(2, 2):
+        for kind in ("shared", "by file", "not sharded", "by function"):
+            first, second = result[kind]["passes"]
+            assert first != second
