@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from scenarios import PR, Scenario, check, each, shown
-from tests.worker_threads import on_workers
 from torch import Tensor
 from torch.utils.data import ConcatDataset, DataLoader
+from worker_threads import on_workers
 
 import unisono as uo
 from unisono.devices import cpu_slots

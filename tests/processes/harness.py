@@ -19,8 +19,10 @@ import unisono as uo
 Target = Callable[..., Any]
 
 # Ranks are forked from a process that has loaded torch and done nothing else. Optimizers load the
-# compiler of torch, which takes seconds in every rank.
-_PROCESSES = multiprocessing.get_context("forkserver")
+# compiler of torch, which takes seconds in every rank. What has looked for GPUs cannot be forked.
+_PROCESSES: Any = multiprocessing.get_context(
+    "spawn" if torch.cuda.is_available() else "forkserver"
+)
 if not torch.cuda.is_available():
     _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.processes.harness import run_ranks, strategy_of
 from torch.distributed import Store
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import unisono as uo
+from processes.harness import run_ranks, strategy_of
 from unisono.cli.local_tasks import free_ports
 from unisono.input.dataset import DealtDataset
 

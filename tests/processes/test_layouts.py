@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tests.processes.harness import run_ranks, strategy_of
 from torch import Tensor, nn
 from torch.distributed import Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
+from processes.harness import run_ranks, strategy_of
 from unisono.cli.local_tasks import free_ports
 
 connect = importlib.import_module("unisono.communicators.connect")

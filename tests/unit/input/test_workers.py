@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.worker_threads import on_workers
 from torch import Tensor
 from torch.utils.data import (
     ChainDataset,
@@ -19,6 +18,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
     TensorDataset,
 )
+from worker_threads import on_workers
 
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, UnsupportedError
