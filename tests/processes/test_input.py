@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import unisono as uo
@@ -60,7 +60,7 @@ def shared(strategy: uo.Strategy, rank: int) -> DealtDataset:
 
 def by_file(strategy: uo.Strategy, rank: int) -> DealtDataset:
     ends = itertools.accumulate(FILE_SIZES, initial=0)
-    files = ConcatDataset([numbers(*pair) for pair in itertools.pairwise(ends)])
+    files: ConcatDataset[Any] = ConcatDataset([numbers(*pair) for pair in itertools.pairwise(ends)])
     loader = DataLoader(files, batch_size=7, shuffle=True)
     options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.FILE)
     return strategy.experimental_distribute_dataset(loader, options)

@@ -10,14 +10,14 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed import Store
+from torch._C._distributed_c10d import Store
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from processes.harness import run_ranks, strategy_of
 from unisono.cli.local_tasks import free_ports
 
-connect = importlib.import_module("unisono.communicators.connect")
+connect: Any = importlib.import_module("unisono.communicators.connect")
 
 Bits = tuple[str, tuple[int, ...], bytes]
 Case = Callable[[uo.Strategy], dict[str, Bits]]
@@ -41,7 +41,8 @@ class Words(nn.Module):
         self.dense = nn.Linear(8, 3)
 
     def forward(self, words: Tensor) -> Tensor:
-        return self.dense(self.embedding(words).sum(1))
+        scores: Tensor = self.dense(self.embedding(words).sum(1))
+        return scores
 
 
 def images(num_samples: int) -> TensorDataset:
@@ -73,7 +74,7 @@ def train(
         # A sum, because a mean over no samples is not a number.
         loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
         loss = loss / max(1, len(labels))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         for optimizer in optimizers:
             optimizer.step()
         return loss.detach()

@@ -10,7 +10,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -83,7 +83,7 @@ class WorkerCard:
             size=membership.size,
             num_replicas=num_replicas,
             script=_script(sys.argv[0] if script is None else script),
-            library=version("unisono"),
+            library=_version(),
             python=".".join(platform.python_version_tuple()[:2]),
             torch=torch.__version__,
         )
@@ -134,6 +134,13 @@ def _script(path: str) -> str:
     if not file.is_file():
         return file.name or "(none)"
     return f"{file.name} ({_digest(file.read_bytes())[:8]})"
+
+
+def _version() -> str:
+    try:
+        return version("unisono")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _digest(content: bytes) -> str:
