@@ -330,7 +330,7 @@ def test_small_packs_give_the_same_bits_as_large_ones(bytes_per_pack: int) -> No
 def _packed(_: Any, rank: int, size: int, port: int, bytes_per_pack: int) -> list[Any]:
     resolver = SimpleClusterResolver(cluster(port, size), task_type="worker", task_id=rank)
     options = uo.experimental.CommunicationOptions(bytes_per_pack, timeout_seconds=30)
-    strategy = uo.MultiWorkerMirroredStrategy(resolver, options)
+    strategy = uo.MultiWorkerMirroredStrategy(resolver, options, devices=["cpu:0"])
     torch.manual_seed(0)
     with strategy.scope():
         layers = [nn.Linear(8, 8, dtype=torch.float64 if i == 2 else None) for i in range(5)]
