@@ -252,15 +252,15 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes[1][0].set_ylabel("bus bandwidth, GB/s")
     for axis in axes.flat:
         axis.grid(visible=True, which="major", alpha=0.3)
-    axes[0][0].legend()
+    axes[1][-1].legend(loc="lower right")
     figure.savefig(path, dpi=120)
 
 
 def _lines(rows: list[dict[str, Any]]) -> dict[str, list[tuple[int, float]]]:
     """Bytes and microseconds of all competitors, ours by their memory."""
-    lines: dict[str, list[tuple[int, float]]] = {}
+    lines: dict[str, list[tuple[int, float]]] = {f"unisono, {memory}": [] for memory in OURS}
     for row in rows:
-        lines.setdefault(f"unisono, {row['memory']}", []).append((row["bytes"], row["latency_us"]))
+        lines[f"unisono, {row['memory']}"].append((row["bytes"], row["latency_us"]))
         if row["memory"] == "plain":
             for name, ratio in row["ratios"].items():
                 micros = ratio * row["latency_us"]
