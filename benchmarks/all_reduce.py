@@ -5,7 +5,8 @@
     python benchmarks/all_reduce.py --mpi PYTHON     # an interpreter with mpi4py
     python benchmarks/all_reduce.py --hosts 2 --rate 1gbit    # as root: network namespaces
 
-For more MPI processes than cores, `--mpirun "mpirun --oversubscribe"`.
+For more MPI processes than cores, `--mpirun "mpirun --oversubscribe"`. The launcher binds processes
+to cores where there are enough; `--bind` does so to all others.
 
 Float32 sums, in place. All competitors take turns within one run, so that a busy machine disturbs
 them alike; every turn has fresh numbers, and every result is checked. The time of a turn is from
@@ -31,6 +32,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import os
 import shlex
 import statistics
 import sys
@@ -95,18 +97,18 @@ class Contest:
 
 
 @contextmanager
-def contest(
-    size: int, max_bytes: int, hosts: Hosts | None, mpi: tuple[list[str], str] | None
-) -> Iterator[Contest]:
+def contest(size: int, arguments: argparse.Namespace, hosts: Hosts | None) -> Iterator[Contest]:
     """Starts the ranks, and ends them."""
     with ExitStack() as stack:
         store = meeting_point(hosts)
         names = hosts.names if hosts else []
-        address = (store.host, store.port)
-        crews: list[Crew | Mpi] = [Crew("torch", size, work, address, max_bytes, names)]
+        cores = sorted(os.sched_getaffinity(0)) if arguments.bind else []
+        settings = ((store.host, store.port), max(arguments.sizes), names, cores)
+        crews: list[Crew | Mpi] = [Crew("torch", size, work, *settings)]
         stack.enter_context(closing(crews[0]))
-        if mpi is not None:
-            crews.append(stack.enter_context(closing(Mpi(size, *mpi))))
+        if arguments.mpi:
+            mpi = Mpi(size, shlex.split(arguments.mpirun), arguments.mpi)
+            crews.append(stack.enter_context(closing(mpi)))
         yield Contest(size, crews)
 
 
@@ -146,13 +148,12 @@ def rows_of(num_bytes: int, size: int, medians: dict[str, float]) -> list[dict[s
 
 def measure(arguments: argparse.Namespace, hosts: Hosts | None) -> list[dict[str, Any]]:
     """All rows of the table."""
-    mpi = (shlex.split(arguments.mpirun), arguments.mpi) if arguments.mpi else None
     rows = []
     with Progress() as progress:
         total = len(arguments.ranks) * len(arguments.sizes)
         task = progress.add_task("all-reduce", total=total)
         for size in arguments.ranks:
-            with contest(size, max(arguments.sizes), hosts, mpi) as entrants:
+            with contest(size, arguments, hosts) as entrants:
                 for num_bytes in arguments.sizes:
                     medians = entrants.medians(num_bytes, arguments.seconds)
                     rows += rows_of(num_bytes, size, medians)
@@ -167,6 +168,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     option("--sizes", type=parse_bytes, nargs="+", help="bytes of a rank, such as 64 16K 4M")
     option("--seconds", type=float, default=4.0, help="time a size (default: 4)")
     option("--quick", action="store_true", help="fewer sizes")
+    option("--bind", action="store_true", help="keep each of our ranks and Gloo's on one core")
     option("--mpi", metavar="PYTHON", help="an interpreter with mpi4py")
     option("--mpirun", default="mpirun", help="what starts MPI processes (default: mpirun)")
     option("--hosts", type=int, default=1, help="network namespaces to share ranks among")

@@ -37,6 +37,7 @@ def work(
     address: tuple[str, int],
     max_bytes: int,
     hosts: list[str],
+    cores: list[int],
 ) -> None:
     """Joins the others, and answers commands until the end.
 
@@ -47,7 +48,10 @@ def work(
         address: Of the store where the ranks meet.
         max_bytes: The most that will be reduced.
         hosts: The network namespaces among which ranks are shared out, if any.
+        cores: Those of which this process may use one, in turn with the others; if none, any.
     """
+    if cores:
+        os.sched_setaffinity(0, [cores[rank % len(cores)]])
     if hosts:
         enter(hosts[rank * len(hosts) // size])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if hosts else "lo"

@@ -21,6 +21,9 @@ Floats: TypeAlias = NDArray[np.float32]
 
 # A prime, so that no two parts of an all-reduce hold the same numbers.
 _PATTERN_LENGTH = 65_521
+# Processes that wake up together may share a core until the scheduler sees that they are busy. In
+# training they are.
+_BUSY_S = 10e-3
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,9 @@ def take_turn(
     competitor: Competitor, rank: int, meet: Callable[[], object], seed: int, calls: int
 ) -> tuple[float, float]:
     """Reduces twice, of which only the second time counts; returns when it began and ended."""
+    busy_until = time.monotonic() + _BUSY_S
+    while time.monotonic() < busy_until:
+        pass
     for attempt in range(2):
         pattern = np.random.default_rng([seed, attempt]).integers(1, 128, _PATTERN_LENGTH)
         _fill(competitor.data, pattern.astype(np.float32) * np.float32(rank + 1))
