@@ -6,7 +6,9 @@
     python benchmarks/all_reduce.py --hosts 2 --rate 1gbit    # as root: network namespaces
 
 For more MPI processes than cores, `--mpirun "mpirun --oversubscribe"`. The launcher binds processes
-to cores where there are enough; `--bind` does so to all others.
+to cores where there are enough. `--bind` does so to our ranks in our turns and to the floor: on a
+busy machine the scheduler often wakes two of them on one core. Gloo, whose second thread would
+suffer, always has all cores.
 
 Float32 sums, in place. All competitors take turns within one run, so that a busy machine disturbs
 them alike; every turn has fresh numbers, and every result is checked. The time of a turn is from
@@ -32,7 +34,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 import shlex
 import statistics
 import sys
@@ -41,6 +42,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +104,9 @@ def contest(size: int, arguments: argparse.Namespace, hosts: Hosts | None) -> It
     with ExitStack() as stack:
         store = meeting_point(hosts)
         names = hosts.names if hosts else []
-        cores = sorted(os.sched_getaffinity(0)) if arguments.bind else []
-        settings = ((store.host, store.port), max(arguments.sizes), names, cores)
-        crews: list[Crew | Mpi] = [Crew("torch", size, work, *settings)]
+        settings = ((store.host, store.port), max(arguments.sizes), names)
+        ranks = partial(work, bind=arguments.bind)
+        crews: list[Crew | Mpi] = [Crew("torch", size, ranks, *settings)]
         stack.enter_context(closing(crews[0]))
         if arguments.mpi:
             mpi = Mpi(size, shlex.split(arguments.mpirun), arguments.mpi)
@@ -168,7 +170,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     option("--sizes", type=parse_bytes, nargs="+", help="bytes of a rank, such as 64 16K 4M")
     option("--seconds", type=float, default=4.0, help="time a size (default: 4)")
     option("--quick", action="store_true", help="fewer sizes")
-    option("--bind", action="store_true", help="keep each of our ranks and Gloo's on one core")
+    option("--bind", action="store_true", help="keep each of our ranks on one core")
     option("--mpi", metavar="PYTHON", help="an interpreter with mpi4py")
     option("--mpirun", default="mpirun", help="what starts MPI processes (default: mpirun)")
     option("--hosts", type=int, default=1, help="network namespaces to share ranks among")

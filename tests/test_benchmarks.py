@@ -57,7 +57,7 @@ def test_all_reduce_on_one_host(rows_of: Any, ranks: int) -> None:
 def test_all_reduce_between_hosts(rows_of: Any) -> None:
     arguments = ["--hosts", "2", "--rate", "1gbit", "--sizes", "64", "--seconds", "0.05"]
 
-    rows = rows_of("all_reduce", *arguments)
+    rows = rows_of("all_reduce", "--bind", *arguments)
 
     assert [row["ranks"] for row in rows] == [4, 4]
     assert all(set(row["ratios"]) == {"Gloo", "DDP bucket"} for row in rows)

@@ -28,6 +28,8 @@ from unisono.testing.namespaces import enter
 
 DEADLINE_S = 120.0
 BUCKET_BYTES = 25 << 20
+# Asked before anybody is bound.
+_CORES = frozenset(os.sched_getaffinity(0))
 
 
 def work(
@@ -37,7 +39,8 @@ def work(
     address: tuple[str, int],
     max_bytes: int,
     hosts: list[str],
-    cores: list[int],
+    *,
+    bind: bool,
 ) -> None:
     """Joins the others, and answers commands until the end.
 
@@ -48,10 +51,8 @@ def work(
         address: Of the store where the ranks meet.
         max_bytes: The most that will be reduced.
         hosts: The network namespaces among which ranks are shared out, if any.
-        cores: Those of which this process may use one, in turn with the others; if none, any.
+        bind: Whether a rank keeps to one core in our turns.
     """
-    if cores:
-        os.sched_setaffinity(0, [cores[rank % len(cores)]])
     if hosts:
         enter(hosts[rank * len(hosts) // size])
     os.environ["GLOO_SOCKET_IFNAME"] = "eth0" if hosts else "lo"
@@ -68,7 +69,7 @@ def work(
 
         def prepare(num_bytes: int) -> dict[str, Competitor]:
             tensors = [memory[:num_bytes].view(torch.float32) for memory in (plain, arena)]
-            return _competitors(communicator, *tensors, has_floor=not hosts)
+            return _competitors(communicator, *tensors, has_floor=not hosts, bind=bind)
 
         with suppress(EOFError):  # The benchmark is gone.
             serve(pipe, rank, prepare, communicator.barrier)
@@ -76,21 +77,24 @@ def work(
 
 
 def _competitors(
-    communicator: Communicator, plain: Tensor, shared: Tensor, *, has_floor: bool
+    communicator: Communicator, plain: Tensor, shared: Tensor, *, has_floor: bool, bind: bool
 ) -> dict[str, Competitor]:
     rank, size = communicator.rank, communicator.size
     total, mean = sum_factor(size), mean_factor(size)
     all_reduce, op = communicator.all_reduce, ReduceOp.SUM
+    here, there = plain.numpy(), shared.numpy()
+    every = _CORES
+    # Gloo works in a second thread, and is slower where both have one core.
+    own = frozenset([sorted(every)[rank % len(every)]]) if bind else every
     competitors = {
-        "unisono": Competitor(lambda: all_reduce(op, [plain]), plain.numpy(), total),
-        "unisono in place": Competitor(lambda: all_reduce(op, [shared]), shared.numpy(), total),
-        "Gloo": Competitor(lambda: distributed.all_reduce(plain), plain.numpy(), total),
-        "DDP bucket": Competitor(Buckets(plain, size), plain.numpy(), mean),
+        "unisono": Competitor(lambda: all_reduce(op, [plain]), here, total, own),
+        "unisono in place": Competitor(lambda: all_reduce(op, [shared]), there, total, own),
+        "Gloo": Competitor(lambda: distributed.all_reduce(plain), here, total, every),
+        "DDP bucket": Competitor(Buckets(plain, size), here, mean, every),
     }
     if has_floor:
-        competitors["floor"] = Competitor(
-            shared.neg_, shared.numpy(), lambda calls: (rank + 1) * (-1.0) ** calls
-        )
+        negated = lambda calls: (rank + 1) * (-1.0) ** calls  # noqa: E731
+        competitors["floor"] = Competitor(shared.neg_, there, negated, own)
     return competitors
 
 

@@ -7,6 +7,7 @@ the clock again and check every element.
 
 from __future__ import annotations
 
+import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -21,9 +22,6 @@ Floats: TypeAlias = NDArray[np.float32]
 
 # A prime, so that no two parts of an all-reduce hold the same numbers.
 _PATTERN_LENGTH = 65_521
-# Processes that wake up together may share a core until the scheduler sees that they are busy. In
-# training they are.
-_BUSY_S = 10e-3
 
 
 @dataclass(frozen=True)
@@ -34,11 +32,13 @@ class Competitor:
         call: Reduces `data` in place.
         data: What this rank brings.
         factor: By which the pattern is multiplied after that many calls.
+        cores: Where the calling thread runs meanwhile; as before if empty.
     """
 
     call: Callable[[], object]
     data: Floats
     factor: Callable[[int], float]
+    cores: frozenset[int] = frozenset()
 
 
 def sum_factor(size: int) -> Callable[[int], float]:
@@ -86,9 +86,8 @@ def take_turn(
     competitor: Competitor, rank: int, meet: Callable[[], object], seed: int, calls: int
 ) -> tuple[float, float]:
     """Reduces twice, of which only the second time counts; returns when it began and ended."""
-    busy_until = time.monotonic() + _BUSY_S
-    while time.monotonic() < busy_until:
-        pass
+    if competitor.cores:
+        os.sched_setaffinity(0, competitor.cores)
     for attempt in range(2):
         pattern = np.random.default_rng([seed, attempt]).integers(1, 128, _PATTERN_LENGTH)
         _fill(competitor.data, pattern.astype(np.float32) * np.float32(rank + 1))
