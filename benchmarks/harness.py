@@ -19,7 +19,7 @@ Work: TypeAlias = Callable[[], object]
 _MIN_BLOCK_S = 2e-3
 # The threads of an OpenMP runtime spin for a while after their work. They must not take a core from
 # the next in turn.
-_REST_S = 5e-3
+REST_S = 5e-3
 
 
 def interleaved_medians(works: Mapping[str, Work], *, budget_s: float) -> dict[str, float]:
@@ -34,7 +34,7 @@ def interleaved_medians(works: Mapping[str, Work], *, budget_s: float) -> dict[s
     end = time.perf_counter() + budget_s
     while time.perf_counter() < end or len(next(iter(times.values()))) < 5:
         for name, work in works.items():
-            time.sleep(_REST_S)
+            time.sleep(REST_S)
             work()
             times[name].append(_seconds(work, repeats[name]))
     return {name: statistics.median(series) for name, series in times.items()}
@@ -83,3 +83,9 @@ def spell_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:g} {unit}"
     return f"{num_bytes:g} B"
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of a text such as 64, 4K or 256M."""
+    units = {"K": 2**10, "M": 2**20}
+    return int(text.rstrip("KM")) * units.get(text[-1:], 1)

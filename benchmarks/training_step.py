@@ -1,4 +1,4 @@
-"""Training steps on two CPU replicas, against DDP, TensorFlow and no communication at all.
+"""Training steps on two CPU replicas, in one process and in two, against DDP and TensorFlow.
 
     python benchmarks/training_step.py                      # everything, about two minutes
     python benchmarks/training_step.py --quick              # two models, for a look
@@ -6,17 +6,20 @@
 
 All competitors take turns of a few steps each until the time is up, so that a busy machine disturbs
 them alike. Numbers are medians, and columns other than `unisono` are ratios: how many times the
-time of `unisono` the competitor needs.
+time of `unisono`, one process under `MirroredStrategy`, the competitor needs.
 
+workers     MultiWorkerMirroredStrategy, one process a replica, all on one host
 DDP         DistributedDataParallel over Gloo, one process a replica
 TF graph    TensorFlow's MirroredStrategy on two logical CPUs, the step a tf.function
 limit       two copies of the model and its optimizer in two threads that never meet: 1.0 means that
             communication costs nothing, less than 1.0 what is left to win
 
+The last column is DDP against workers, who have as many processes.
+
 Every replica has one thread and half of the batch, and the batch is there already; TensorFlow
 chooses its threads itself, unless TF_NUM_INTRAOP_THREADS is set. `nn.DataParallel` does not take
 part: on CPU it uses no second replica. Before a model is measured, the losses of its first steps
-with `unisono` and DDP are compared, and the run ends if they differ.
+with `unisono`, with workers and with DDP are compared, and the run ends if they differ.
 """
 
 from __future__ import annotations
@@ -39,10 +42,12 @@ import torch
 from harness import Work, interleaved_medians, machine, write_json
 from peers.ddp import Ddp
 from peers.models import CASES, Case, train_step
+from peers.trainers import Trainers
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
+from workers import Workers
 
 import unisono as uo
 from unisono.kernels import native_core
@@ -144,12 +149,18 @@ class TensorFlow:
             self._process.communicate(timeout=10)
 
 
-def measure(name: str, budget_s: float, ddp: Ddp, peer: TensorFlow | None) -> dict[str, Any]:
+def measure(
+    name: str, budget_s: float, crews: dict[str, Trainers], peer: TensorFlow | None
+) -> dict[str, Any]:
     """Measures one row of the table."""
     case = CASES[name]
     with closing(Unisono(case)) as unisono, closing(Apart(case)) as apart:
-        check_losses(name, unisono.losses(NUM_COMPARED), ddp.prepare(name, SEED, NUM_COMPARED))
-        takers = {"unisono": unisono.steps, "DDP": ddp.steps, "limit": apart.steps}
+        losses = unisono.losses(NUM_COMPARED)
+        takers = {"unisono": unisono.steps}
+        for other, crew in crews.items():
+            check_losses(name, losses, other, crew.prepare(name, SEED, NUM_COMPARED))
+            takers[other] = crew.steps
+        takers["limit"] = apart.steps
         if peer is not None:
             peer.prepare(name, case)
             takers["TF graph"] = peer.steps
@@ -169,10 +180,10 @@ def measure(name: str, budget_s: float, ddp: Ddp, peer: TensorFlow | None) -> di
     }
 
 
-def check_losses(name: str, own: list[float], others: list[float]) -> None:
+def check_losses(name: str, own: list[float], other: str, others: list[float]) -> None:
     """Ends the run if the first steps of the two differ by more than float32 may."""
     if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(own, others, strict=True)):
-        raise SystemExit(f"{name}: the losses of unisono are {own}, those of DDP {others}.")
+        raise SystemExit(f"{name}: the losses of unisono are {own}, those of {other} {others}.")
 
 
 def steps_per_turn(steps: Callable[[int], None]) -> int:
@@ -194,12 +205,14 @@ def main() -> None:
     names = ["MLP 256", "Embedding"] if arguments.quick else list(CASES)
     rows = []
     with ExitStack() as stack:
-        ddp = stack.enter_context(closing(Ddp(NUM_REPLICAS)))
+        crews: dict[str, Trainers] = {"workers": Workers(NUM_REPLICAS), "DDP": Ddp(NUM_REPLICAS)}
+        for crew in crews.values():
+            stack.enter_context(closing(crew))
         peer = None
         if arguments.tensorflow:
             peer = stack.enter_context(closing(TensorFlow(arguments.tensorflow)))
         for name in stack.enter_context(Progress()).track(names, description="training steps"):
-            rows.append(measure(name, arguments.seconds, ddp, peer))
+            rows.append(measure(name, arguments.seconds, crews, peer))
     show(rows)
     if arguments.json:
         write_json(arguments.json, shlex.join(["python", *sys.argv]), rows)
@@ -211,7 +224,7 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     names = list(rows[0]["ratios"])
     title = f"{NUM_REPLICAS} replicas, {machine()['cpu']}, kernel: {native_core().status}"
-    table = Table("model", "parameters", "batch", "unisono", *names, title=title)
+    table = Table("model", "parameters", "batch", "unisono", *names, "DDP : workers", title=title)
     for row in rows:
         table.add_row(
             row["model"],
@@ -219,6 +232,7 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{NUM_REPLICAS} x {row['batch']}",
             f"{row['unisono_ms']:.2f} ms",
             *(f"{row['ratios'][name]:.2f}" for name in names),
+            f"{row['ratios']['DDP'] / row['ratios']['workers']:.2f}",
         )
     Console().print(table)
 
