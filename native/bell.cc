@@ -24,9 +24,4 @@ bool Bell::wait(std::uint64_t seen, double timeout_s) {
   return rang;
 }
 
-bool Bell::waitAfter(Bell& other, std::uint64_t seen, double timeout_s) {
-  other.ring();
-  return wait(seen, timeout_s);
-}
-
 }  // namespace unisono

@@ -21,9 +21,6 @@ class Bell {
   // Waits until the bell has rung more often than `seen`; false if it has not within the time.
   bool wait(std::uint64_t seen, double timeout_s);
 
-  // Rings another bell first. For a caller that has let go of what its waiters will need.
-  bool waitAfter(Bell& other, std::uint64_t seen, double timeout_s);
-
  private:
   const int looks_;
   std::atomic<std::uint64_t> count_ = 0;

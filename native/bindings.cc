@@ -47,10 +47,7 @@ NB_MODULE(_native, m) {
       .def("ring", &unisono::Bell::ring, "Wakes all who wait.")
       .def("wait", &unisono::Bell::wait, "seen"_a, "timeout_s"_a,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Waits until it has rung more often than `seen`; False if it has not in time.")
-      .def("wait_after", &unisono::Bell::waitAfter, "other"_a, "seen"_a, "timeout_s"_a,
-           nb::call_guard<nb::gil_scoped_release>(),
-           "Rings another bell, once it has let go of the interpreter, and waits.");
+           "Waits until it has rung more often than `seen`; False if it has not in time.");
 
 #if defined(UNISONO_HAS_SHARED)
   using unisono::SharedGroup;

@@ -52,9 +52,6 @@ class Bell:
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Waits until it has rung more often than `seen`; False if it has not in time."""
 
-    def wait_after(self, other: Bell, seen: int, timeout_s: float) -> bool:
-        """Rings another bell, once it has let go of the interpreter, and waits."""
-
 class SharedGroup:
     """Collectives of CPU tensors between the processes of a host. On Linux only.
 

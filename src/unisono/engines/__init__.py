@@ -3,7 +3,6 @@
 from unisono.engines.ambient import Ambient
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.pace import Pace
 from unisono.engines.replica_mode import ReplicaMode, draw_seed
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
@@ -12,7 +11,6 @@ __all__ = [
     "Ambient",
     "Guard",
     "OneByOne",
-    "Pace",
     "ReplicaMeeting",
     "ReplicaMode",
     "ReplicaStopped",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, Protocol
+from typing import Protocol
 
 from unisono.kernels import native_core
 
@@ -24,9 +24,6 @@ class Bell(Protocol):
 
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Waits until it has rung more often than `seen`; False if it has not in time."""
-
-    def wait_after(self, other: Any, seen: int, timeout_s: float) -> bool:
-        """Rings another bell of its kind and waits."""
 
 
 class PythonBell:
@@ -48,11 +45,6 @@ class PythonBell:
         """See `Bell.wait`."""
         with self._lock:
             return self._rung.wait_for(lambda: self.count > seen, timeout_s)
-
-    def wait_after(self, other: Any, seen: int, timeout_s: float) -> bool:
-        """See `Bell.wait_after`."""
-        other.ring()
-        return self.wait(seen, timeout_s)
 
 
 def make_bell(num_threads: int) -> Bell:

@@ -15,10 +15,10 @@ from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
     OneByOne,
-    Pace,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
+    Turns,
     draw_seed,
 )
 from unisono.values import regroup, select_replica
@@ -35,7 +35,6 @@ class Runner:
         self._is_serial = is_serial
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
-        self._pace = Pace()
 
     def run(
         self,
@@ -49,7 +48,7 @@ class Runner:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
         places = [this_machine().torch_device(device) for device in self._devices]
-        turns = OneByOne(num_replicas) if self._is_serial else self._pace.turns(num_replicas)
+        turns = OneByOne(num_replicas) if self._is_serial else Turns(num_replicas)
         meeting = ReplicaMeeting(num_replicas, turns)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
@@ -81,7 +80,6 @@ class Runner:
 
         with self._lock:
             results = self._threads.run([call(context) for context in contexts], meeting)
-        self._pace.learn(turns)
         return regroup(results, self._devices)
 
     def close(self) -> None:

@@ -67,14 +67,17 @@ class OnceOptimizer(Once):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
-        for leaves in _leaves(self):
-            owners = leaves.leaves
-            if context is not None:
-                owners = [leaves.leaves[context.local_id]]
-            for owner in owners:
-                clear(owner, set_to_none=set_to_none)
-        if context is None or context.local_id == 0:
+        if context is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
+            cleared = [leaf for leaves in _leaves(self) for leaf in leaves.leaves]
+        else:
+            cleared = [leaves.leaves[context.local_id] for leaves in _leaves(self)]
+            if context.local_id == 0:
+                cleared += [leaves.primary for leaves in _leaves(self)]
+        # Without asking the replica's mode for every gradient.
+        with torch._C.DisableTorchFunction():
+            for tensor in cleared:
+                clear(tensor, set_to_none=set_to_none)
 
     def _update_taken(self, **kwargs: Any) -> Any:
         take_gradients(self)

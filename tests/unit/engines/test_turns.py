@@ -3,16 +3,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-import unisono as uo
-from unisono.engines import OneByOne, Pace, Turns
-
-Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
+from unisono.engines import OneByOne, Turns
 
 
 def attend(turns: Turns, bodies: Sequence[Callable[[], object]]) -> None:
@@ -48,17 +39,7 @@ def test_who_waits_lets_the_next_run_until_it_is_over(num_replicas: int) -> None
     assert trace == [f"a{i}" for i in [*others, last]] + [f"b{i}" for i in [last, *others]]
 
 
-def test_after_a_long_turn_everybody_may_run() -> None:
-    turns = OneByOne(2, patience_s=0.01)
-    met = threading.Event()
-
-    attend(turns, [lambda: met.wait(20), met.set])
-
-    assert met.is_set()
-    assert turns.is_free
-
-
-def test_a_turn_without_end_is_waited_for_where_no_patience_is_set() -> None:
+def test_a_long_turn_is_waited_for() -> None:
     turns = OneByOne(2)
     order: list[int] = []
     pause = threading.Event()
@@ -66,30 +47,3 @@ def test_a_turn_without_end_is_waited_for_where_no_patience_is_set() -> None:
     attend(turns, [lambda: order.append(int(pause.wait(0.3))), lambda: order.append(1)])
 
     assert order == [0, 1]
-    assert not turns.is_free
-
-
-def test_short_turns_go_on_and_long_ones_make_runs_concurrent() -> None:
-    pace = Pace()
-    short = pace.turns(2)
-    pace.learn(short)
-    long = pace.turns(2)
-    assert isinstance(long, OneByOne)
-    long.free()
-    pace.learn(long)
-
-    kinds = [type(pace.turns(2)) for _ in range(9)]
-
-    assert isinstance(short, OneByOne)
-    assert kinds == [Turns] * 8 + [OneByOne]
-
-
-def test_replicas_that_wait_for_each_other_outside_of_us_do_not_hang(mirrored: Make) -> None:
-    strategy = mirrored()
-    events = [threading.Event(), threading.Event()]
-
-    def step() -> bool:
-        events[replica_id()].set()
-        return events[1 - replica_id()].wait(timeout=20)
-
-    assert [strategy.run(step) for _ in range(20)] == [True] * 20
