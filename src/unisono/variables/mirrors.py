@@ -118,6 +118,11 @@ class Mirrors:
         """Whether there is one replica, for which a module can be used as it is."""
         return len(self._places) == 1 and not self._workers.are_many
 
+    @property
+    def has_one_memory(self) -> bool:
+        """Whether all replicas of this worker share the storage of every parameter."""
+        return len(set(self._memories)) == 1
+
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
         if not self._workers.are_many:

@@ -22,6 +22,7 @@ from unisono.options import ReduceOp
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.shares import update_in_shares
 
 # Whose an object is. Not an attribute of it, which would be saved with it.
 _owners: weakref.WeakKeyDictionary[Any, Mirrors] = weakref.WeakKeyDictionary()
@@ -61,7 +62,7 @@ class OnceOptimizer(Once):
         if context is None:
             return self._update(closure, **kwargs)
         if closure is None:
-            return do_once(context, what, lambda: self._update_taken(**kwargs))
+            return do_once(context, what, lambda: self._update_taken(context, **kwargs))
         return _step_with_closures(self, context, what, closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
@@ -79,8 +80,12 @@ class OnceOptimizer(Once):
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
 
-    def _update_taken(self, **kwargs: Any) -> Any:
+    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
+        if not kwargs and _mirrors_of(self).has_one_memory:
+            plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
+            if update_in_shares(self, plain, context):
+                return None
         return self._update(None, **kwargs)
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:

@@ -1,0 +1,85 @@
+"""Replicas that share one memory share the work of an update: each updates some parameters."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import optimizer as hooks
+
+from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
+
+# What these do to a parameter depends on its own gradient and state alone.
+_INDEPENDENT = frozenset(
+    getattr(optim, name)
+    for name in (
+        *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon"),
+        *("NAdam", "RAdam", "RMSprop", "Rprop", "SGD", "SparseAdam"),
+    )
+    if hasattr(optim, name)
+)
+# For less, one replica is done before another has woken.
+_LEAST_BYTES = 512 << 10
+
+
+def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool:
+    """Lets every replica, all of which wait, update its share of the parameters.
+
+    Returns False, with nothing done, where one replica had better do it all.
+    """
+    if cls not in _INDEPENDENT or _has_hooks(optimizer):
+        return False
+    shares = _shares(optimizer, context.num_local_replicas)
+    if shares is None:
+        return False
+
+    def update(groups: list[dict[str, Any]]) -> None:
+        part: Any = object.__new__(cls)
+        # The same state, of which each replica touches that of its own parameters only.
+        part.__dict__.update(optimizer.__dict__, param_groups=groups)
+        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
+            cls.step(part)  # type: ignore[attr-defined]
+
+    context.meeting.call_waiting([functools.partial(_without_meeting, update, o) for o in shares])
+    return True
+
+
+def _without_meeting(
+    update: Callable[[list[dict[str, Any]]], None], groups: list[dict[str, Any]], _: object
+) -> None:
+    update(groups)
+
+
+def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | None:
+    """Deals out the parameters so that each replica has about as many bytes to write."""
+    loads = [0] * num_replicas
+    dealt: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in loads]
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            grad = parameter.grad
+            if grad is None:
+                continue
+            replica_id = loads.index(min(loads))
+            dealt[replica_id][number].append(parameter)
+            num_bytes = grad._values().nbytes if grad.is_sparse else grad.nbytes
+            loads[replica_id] += num_bytes
+    # The longest share decides when all are done.
+    if sum(loads) < _LEAST_BYTES or 4 * max(loads) > 3 * sum(loads):
+        return None
+    return [
+        [
+            {**group, "params": params}
+            for group, params in zip(optimizer.param_groups, own, strict=True)
+        ]
+        for own in dealt
+    ]
+
+
+def _has_hooks(optimizer: Any) -> bool:
+    """Whether somebody wants to know of each step; one hook of all optimizers is our own."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    others = hooks._global_optimizer_post_hooks
+    return any(own) or bool(others) or len(hooks._global_optimizer_pre_hooks) > 1
