@@ -28,10 +28,26 @@ void Group::join() {
 }
 
 void Group::close() {
-  const auto held = lock();
+  std::unique_lock<std::timed_mutex> held(mutex_, std::try_to_lock);
+  if (!held) {
+    interruptCollective();
+    held = lock();
+  }
   if (closed_.exchange(true)) return;
   members_.leave();
   if (!members_.isForked()) ring();
+}
+
+void Group::interruptCollective() {
+  if (members_.isForked() || hasFailed()) return;
+  try {
+    fail(FailureKind::lost, {rank_},
+         "Rank " + std::to_string(rank_) +
+             " closed its communicator while a thread of it was in a collective. Look there for "
+             "the first error, then build a new communicator.");
+  } catch (const Failure&) {
+    // It is for that thread, and for the other ranks.
+  }
 }
 
 void Group::checkHealth() {

@@ -65,6 +65,8 @@ class Group {
   void checkUsable() const;
   [[noreturn]] void throwRecorded() const;
   void ring();
+  // Ends what another thread of this rank waits for.
+  void interruptCollective();
   void publish(std::atomic<std::uint64_t>& count, std::uint64_t value);
   // Returns when `ready()`; `late(rank)` says who keeps it from being so.
   template <class Ready, class Late>

@@ -50,8 +50,8 @@ class MultiWorkerExtended(StrategyExtended):
 
     def close(self) -> None:
         """Ends the threads of the replicas, and leaves the other workers."""
-        super().close()
         leave(self.workers.communicator)
+        super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
         if self.workers.are_many:
