@@ -48,7 +48,7 @@ def lose_one(_: Store, rank: int, size: int, jobs: list[Job], lost: int) -> tupl
     """Trains until `lost` is killed, then with the others alone, all in one process."""
     strategy = jobs[0].join(rank, size, SECONDS)
     training = Training(strategy)
-    for _ in range(2):
+    for _step in range(2):
         training.step()
     if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)

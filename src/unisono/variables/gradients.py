@@ -111,7 +111,7 @@ class GradientReducer:
 
     def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
         # A leaf keeps its hooks where Python's collector does not look, so they keep nobody alive.
-        reducer, owner = weakref.ref(self), weakref.ref(one)
+        reducer, owner, this = weakref.ref(self), weakref.ref(one), weakref.ref(leaf)
 
         def after(_: Tensor) -> None:
             if (found := reducer()) is not None and (leaves := owner()) is not None:
@@ -122,7 +122,6 @@ class GradientReducer:
                 found._set_aside(mine)
 
         hooks = [leaf.register_post_accumulate_grad_hook(after)]
-        this = weakref.ref(leaf)
         if self._op is not ReduceOp.MEAN:
             # A mean of what is reduced already stays what it is; a sum would be summed again.
             hooks.append(leaf.register_hook(before))
