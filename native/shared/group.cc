@@ -143,7 +143,7 @@ void Group::wait(const Ready& ready, const Late& late) {
     }
     if (!deadline_) deadline_ = now + timeout_ - kTick;
     if (now < *deadline_) continue;
-    const Ranks missing = ranksThatAre(late);
+    const Ranks missing = ranksAtFault(late);
     fail(FailureKind::timeout, missing,
          storyOfTimeout(*mapping_, members_, rank_, missing, timeout_));
   }
@@ -157,6 +157,16 @@ Ranks Group::ranksThatAre(const Late& late) const {
     if (rank != rank_ && late(rank)) ranks.push_back(rank);
   }
   return ranks;
+}
+
+template <class Late>
+Ranks Group::ranksAtFault(const Late& late) const {
+  // Who is waited for may itself wait for one that is stopped, or that has not come.
+  const Ranks stopped = ranksThatAre([&](std::size_t rank) { return members_.isStopped(rank); });
+  if (!stopped.empty()) return stopped;
+  const Ranks absent =
+      ranksThatAre([&](std::size_t rank) { return mapping_->block(rank).arrived() < number_; });
+  return absent.empty() ? ranksThatAre(late) : absent;
 }
 
 std::unique_lock<std::timed_mutex> Group::lock() {

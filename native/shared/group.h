@@ -73,6 +73,8 @@ class Group {
   void wait(const Ready& ready, const Late& late);
   template <class Late>
   Ranks ranksThatAre(const Late& late) const;
+  template <class Late>
+  Ranks ranksAtFault(const Late& late) const;
   std::unique_lock<std::timed_mutex> lock();
   void compareCalls();
 

@@ -24,6 +24,7 @@ from unisono.errors import CommunicationError, JobMismatchError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
+_GRACE_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -134,7 +135,8 @@ class _Link:
                     PrefixStore(f"host {number}", self._store),
                     position,
                     len(layout.hosts[number]),
-                    timeout_seconds=self._timeout_seconds,
+                    # The watch, which sees all hosts, is the first to say who is late.
+                    timeout_seconds=self._timeout_seconds + _GRACE_SECONDS,
                 )
             made.callback(inside.close)
             watch = Watch(
