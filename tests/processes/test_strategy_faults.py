@@ -175,10 +175,9 @@ def start_wrongly(_: Store, rank: int, size: int, port: int, folder: str, what: 
     return outcome(lambda: Job(port, 1, AUTO).join(rank, own_size, 4.0))
 
 
-@pytest.mark.parametrize("what", ["script", "size"])
-def test_another_script_or_world_size_is_told_to_every_worker(what: str, tmp_path: Path) -> None:
+def test_another_script_is_told_to_every_worker(tmp_path: Path) -> None:
     for kind, message, at_fault, seconds in run_ranks(
-        2, start_wrongly, free_port(), str(tmp_path), what
+        2, start_wrongly, free_port(), str(tmp_path), "script"
     ):
         assert kind == "JobMismatchError"
         assert "rank 0" in message
@@ -187,8 +186,10 @@ def test_another_script_or_world_size_is_told_to_every_worker(what: str, tmp_pat
         assert seconds < 4 + SLACK
 
 
-def test_another_token_is_refused_and_named(tmp_path: Path) -> None:
-    first, second = run_ranks(2, start_wrongly, free_port(), str(tmp_path), "token")
+# A cluster of another size is the cluster of another job.
+@pytest.mark.parametrize("what", ["token", "size"])
+def test_another_token_or_cluster_is_refused_and_named(what: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, start_wrongly, free_port(), str(tmp_path), what)
 
     assert (first[0], first[2]) == ("WorkerTimeoutError", (1,))
     assert "came and was refused" in first[1]
