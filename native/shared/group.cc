@@ -39,10 +39,26 @@ void Group::join() {
 }
 
 void Group::close() {
-  const auto held = lock();
+  std::unique_lock<std::timed_mutex> held(mutex_, std::try_to_lock);
+  if (!held) {
+    interruptCollective();
+    held = lock();
+  }
   if (closed_.exchange(true)) return;
   members_.leave();
   if (!members_.isForked()) ring();
+}
+
+void Group::interruptCollective() {
+  if (members_.isForked() || hasFailed()) return;
+  try {
+    fail(FailureKind::lost, {rank_},
+         "Rank " + std::to_string(rank_) +
+             " closed its communicator while a thread of it was in a collective. Look there for "
+             "the first error, then build a new communicator.");
+  } catch (const Failure&) {
+    // It is for that thread, and for the other ranks.
+  }
 }
 
 void Group::checkHealth() {
@@ -138,7 +154,7 @@ void Group::wait(const Ready& ready, const Late& late) {
     }
     if (!deadline_) deadline_ = now + timeout_ - kTick;
     if (now < *deadline_) continue;
-    const Ranks missing = ranksThatAre(late);
+    const Ranks missing = ranksAtFault(late);
     fail(FailureKind::timeout, missing,
          storyOfTimeout(*mapping_, members_, rank_, missing, timeout_));
   }
@@ -152,6 +168,16 @@ Ranks Group::ranksThatAre(const Late& late) const {
     if (rank != rank_ && late(rank)) ranks.push_back(rank);
   }
   return ranks;
+}
+
+template <class Late>
+Ranks Group::ranksAtFault(const Late& late) const {
+  // Who is waited for may itself wait for one that is stopped, or that has not come.
+  const Ranks stopped = ranksThatAre([&](std::size_t rank) { return members_.isStopped(rank); });
+  if (!stopped.empty()) return stopped;
+  const Ranks absent =
+      ranksThatAre([&](std::size_t rank) { return mapping_->block(rank).arrived() < number_; });
+  return absent.empty() ? ranksThatAre(late) : absent;
 }
 
 std::unique_lock<std::timed_mutex> Group::lock() {

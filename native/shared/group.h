@@ -65,12 +65,16 @@ class Group {
   void checkUsable() const;
   [[noreturn]] void throwRecorded() const;
   void ring();
+  // Ends what another thread of this rank waits for.
+  void interruptCollective();
   void publish(std::atomic<std::uint64_t>& count, std::uint64_t value);
   // Returns when `ready()`; `late(rank)` says who keeps it from being so.
   template <class Ready, class Late>
   void wait(const Ready& ready, const Late& late);
   template <class Late>
   Ranks ranksThatAre(const Late& late) const;
+  template <class Late>
+  Ranks ranksAtFault(const Late& late) const;
   std::unique_lock<std::timed_mutex> lock();
   void compareCalls();
 

@@ -4,7 +4,7 @@ from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.sparse import all_reduce_sparse
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
@@ -13,4 +13,5 @@ __all__ = [
     "all_reduce_sparse",
     "connect",
     "slice_of",
+    "translated_store_errors",
 ]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
@@ -17,10 +20,11 @@ from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.communicators.watch import Watch
-from unisono.errors import JobMismatchError
+from unisono.errors import CommunicationError, JobMismatchError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
+_GRACE_SECONDS = 2.0
 _log = logging.getLogger(__name__)
 
 
@@ -124,25 +128,45 @@ class _Link:
     def hierarchical(self, layout: Layout) -> Communicator:
         """Shared memory inside a host, and Gloo between ranks of one position on each."""
         number, position = layout.place(self._rank)
-        inside = SharedMemoryCommunicator(
-            PrefixStore(f"host {number}", self._store),
-            position,
-            len(layout.hosts[number]),
-            timeout_seconds=self._timeout_seconds,
-        )
-        watch = Watch(
-            PrefixStore("watch", self._store),
-            self._rank,
-            self._size,
-            timeout_seconds=self._timeout_seconds,
-        )
-        between = TorchDistributedCommunicator(
-            PrefixStore(f"position {position}", self._store),
-            number,
-            len(layout.hosts),
-            timeout_seconds=self._timeout_seconds,
-            host=self._host,
-            watch=watch,
-            names=[ranks[position] for ranks in layout.hosts],
-        )
+        peers = [ranks[position] for ranks in layout.hosts]
+        with ExitStack() as made:
+            with _named_globally(layout.hosts[number], "which are on one host"):
+                inside = SharedMemoryCommunicator(
+                    PrefixStore(f"host {number}", self._store),
+                    position,
+                    len(layout.hosts[number]),
+                    # The watch, which sees all hosts, is the first to say who is late.
+                    timeout_seconds=self._timeout_seconds + _GRACE_SECONDS,
+                )
+            made.callback(inside.close)
+            watch = Watch(
+                PrefixStore("watch", self._store),
+                self._rank,
+                self._size,
+                timeout_seconds=self._timeout_seconds,
+            )
+            made.callback(watch.close)
+            with _named_globally(peers, "one on each host"):
+                between = TorchDistributedCommunicator(
+                    PrefixStore(f"position {position}", self._store),
+                    number,
+                    len(layout.hosts),
+                    timeout_seconds=self._timeout_seconds,
+                    host=self._host,
+                    watch=watch,
+                    names=peers,
+                )
+            made.pop_all()
         return HierarchicalCommunicator(inside, between, layout, watch)
+
+
+@contextmanager
+def _named_globally(ranks: Sequence[int], which: str) -> Iterator[None]:
+    """Gives the ranks of an error of a part, which counts its own, the numbers of the whole."""
+    try:
+        yield
+    except CommunicationError as error:
+        raise type(error)(
+            f"Among {ranks_in_words(ranks)}, {which} and counted from 0 there: {error}",
+            [ranks[rank] for rank in error.ranks],
+        ) from error

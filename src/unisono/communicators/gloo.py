@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.stores import coordinator_address, say_to_all
 from unisono.errors import UnsupportedError
 
+_GRACE_SECONDS = 2.0
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
@@ -37,7 +38,8 @@ def make_gloo_group(
     )
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
-    options._timeout = timedelta(seconds=timeout_seconds)
+    # The watch gives up before Gloo does, and can say for whom it has waited.
+    options._timeout = timedelta(seconds=timeout_seconds + _GRACE_SECONDS)
     options._devices = [_device(interface, own if host else reachable(own, said))]
     # As many collectives as are under way at a time.
     options._threads = 4

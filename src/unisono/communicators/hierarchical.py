@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import Header, ranks_in_words
+from unisono.communicators.headers import Header, check_agreement, ranks_in_words
 from unisono.communicators.hosts import Layout
 from unisono.communicators.watch import Watch
-from unisono.errors import CommunicationError
+from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
 
@@ -165,6 +165,7 @@ class HierarchicalCommunicator(Communicator):
         self._sequence += 1
         with self._watch.collective(header):
             try:
+                self._agree(header)
                 yield
             except CommunicationError as error:
                 # Told before the others see this rank leave, so that they know why.
@@ -172,6 +173,22 @@ class HierarchicalCommunicator(Communicator):
                 self._inside.close()
                 self._between.close()
                 raise known from error
+
+    def _agree(self, header: Header) -> None:
+        """Raises unless the ranks of this host call the same.
+
+        The parts below see flat tensors, of a wider dtype, and could not tell.
+        """
+        encoded = header.encode()
+        given = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
+        raw = [one.numpy().tobytes() for one in self._inside.all_gather(given)]
+        if all(other == encoded for other in raw):
+            return
+        ranks = self._layout.hosts[self._between.rank]
+        try:
+            check_agreement(dict(zip(ranks, map(Header.decode, raw), strict=True)))
+        except UnequalCollectivesError as error:
+            raise self._watch.published(error) from None
 
     def _named_globally(self, error: CommunicationError) -> CommunicationError:
         # What `between` raises has gone through the watch, which knows the ranks of all hosts.

@@ -167,6 +167,8 @@ class Watch:
         if self._thread.is_alive():
             self._connection.cut()
             self._thread.join()
+        # An error holds the frames that it went through, and so all that a step has used.
+        self._failure = self._outgoing = self._unreachable = None
 
     # What the main thread makes of what was heard.
 

@@ -160,9 +160,10 @@ class StrategyExtended(VariableMethods):
 
     def close(self) -> None:
         """Ends the threads of the replicas, and leaves the other workers."""
+        # First, because it ends what the threads may wait for.
+        self.workers.communicator.close()
         self._gradients.close()
         self._runner.close()
-        self.workers.communicator.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

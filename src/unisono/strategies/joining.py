@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass, replace
+from weakref import WeakSet
 
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistError
 
 from unisono.cluster import Address, Membership, WorkerCard, meet, open_store
 from unisono.communicators import (
@@ -14,6 +16,7 @@ from unisono.communicators import (
     IdentityCommunicator,
     connect,
     slice_of,
+    translated_store_errors,
 )
 from unisono.devices import Device, default_devices
 from unisono.options import CommunicationOptions
@@ -27,8 +30,16 @@ class Place:
     restart_count: int
 
 
-# One process may join a job several times: it serves, or is connected to, one store all the while.
-_stores: dict[Place, Store] = {}
+class Joined:
+    """A store that this process serves or is connected to, and what it is in use for."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.users: WeakSet[Communicator] = WeakSet()
+
+
+# One process may join a job several times: it keeps one store all the while.
+_stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
 
 
@@ -37,26 +48,54 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
     if membership.size == 1:
         return IdentityCommunicator()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
-    store = _store(membership, timeout)
-    # Counted where a worker that is started anew finds it too.
-    number = store.add(f"joined/{membership.rank}", 1)
-    own = PrefixStore(f"join/{number}", store)
-    meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), timeout)
-    return connect(
-        PrefixStore("connect", own),
-        membership.rank,
-        membership.size,
-        timeout_seconds=timeout,
-        implementation=options.implementation,
-    )
+    joined = _joined(membership, timeout)
+    with translated_store_errors():
+        # Counted where a worker that is started anew finds it too.
+        number = joined.store.add(f"joined/{membership.rank}", 1)
+        own = PrefixStore(f"join/{number}", joined.store)
+        meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), timeout)
+        communicator = connect(
+            PrefixStore("connect", own),
+            membership.rank,
+            membership.size,
+            timeout_seconds=timeout,
+            implementation=options.implementation,
+        )
+    joined.users.add(communicator)
+    _forget_others(joined)
+    return communicator
 
 
-def _store(membership: Membership, timeout_seconds: float) -> Store:
+def leave(communicator: Communicator) -> None:
+    """Closes what `join` has returned; its store stays for those who join the job again."""
+    communicator.close()
+    for joined in list(_stores.values()):
+        joined.users.discard(communicator)
+
+
+def _joined(membership: Membership, timeout_seconds: float) -> Joined:
     place = Place(membership.coordinator, membership.restart_count)
     with _lock:
-        if place not in _stores:
-            _stores[place] = open_store(membership, timeout_seconds)
+        if place not in _stores or not _answers(_stores[place].store):
+            _stores[place] = Joined(open_store(membership, timeout_seconds))
         return _stores[place]
+
+
+def _answers(store: Store) -> bool:
+    """Whether the process that serves a store is still there; if not, another may have come."""
+    try:
+        store.add("joined", 0)
+    except DistError:
+        return False
+    return True
+
+
+def _forget_others(current: Joined) -> None:
+    """Ends stores that nobody uses: whoever could has come to the current one instead."""
+    with _lock:
+        for place, joined in list(_stores.items()):
+            if joined is not current and not joined.users:
+                del _stores[place]
 
 
 def led_by(membership: Membership, rank: int) -> Membership:

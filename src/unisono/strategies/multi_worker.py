@@ -16,7 +16,7 @@ from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import CrossDeviceOps, select_cross_device_ops
 from unisono.strategies.config import ConfigProto
 from unisono.strategies.extended import StrategyExtended
-from unisono.strategies.joining import join, led_by, local_devices
+from unisono.strategies.joining import join, leave, led_by, local_devices
 from unisono.strategies.strategy import Strategy, T
 
 
@@ -47,6 +47,11 @@ class MultiWorkerExtended(StrategyExtended):
     def should_save_summary(self) -> bool:  # type: ignore[override]
         """Whether this worker writes summaries: the chief does."""
         return self.membership.is_chief
+
+    def close(self) -> None:
+        """Ends the threads of the replicas, and leaves the other workers."""
+        leave(self.workers.communicator)
+        super().close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
         if self.workers.are_many:

@@ -110,10 +110,21 @@ class GradientReducer:
         return [[leaves[i] for i in group] for group in groups if group]
 
     def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
-        hooks = [leaf.register_post_accumulate_grad_hook(lambda _: self._arrived(pack, one))]
+        # A leaf keeps its hooks where Python's collector does not look, so they keep nobody alive.
+        reducer, owner, this = weakref.ref(self), weakref.ref(one), weakref.ref(leaf)
+
+        def after(_: Tensor) -> None:
+            if (found := reducer()) is not None and (leaves := owner()) is not None:
+                found._arrived(pack, leaves)
+
+        def before(_: Tensor) -> None:
+            if (found := reducer()) is not None and (mine := this()) is not None:
+                found._set_aside(mine)
+
+        hooks = [leaf.register_post_accumulate_grad_hook(after)]
         if self._op is not ReduceOp.MEAN:
             # A mean of what is reduced already stays what it is; a sum would be summed again.
-            hooks.append(leaf.register_hook(lambda _: self._set_aside(leaf)))
+            hooks.append(leaf.register_hook(before))
         return hooks
 
     def _arrived(self, pack: int, one: Leaves) -> None:

@@ -17,7 +17,7 @@ def version_of(tensor: Tensor | None) -> int:
 class Leaves:
     """One parameter: the primary, and the leaf of each replica."""
 
-    __slots__ = ("is_shown", "is_spread", "leaves", "memories", "primary", "version")
+    __slots__ = ("__weakref__", "is_shown", "is_spread", "leaves", "memories", "primary", "version")
 
     def __init__(
         self,

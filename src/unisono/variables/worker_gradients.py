@@ -85,8 +85,13 @@ class WorkerGradientReducer(GradientReducer):
         with self._sending:
             sent = self._sent.pop(current, [])
             self._full.clear()
-        for future in sent:
-            future.result()
+        try:
+            for future in sent:
+                future.result()
+        except KeyboardInterrupt:
+            # Or the thread that sends would wait on, and the process could not end without it.
+            self._across.communicator.close()
+            raise
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
             self._worker_packs[number].exchange()

@@ -1,0 +1,129 @@
+"""What a rank does while a failure comes: random collectives, the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch._C._distributed_c10d import PrefixStore
+
+from processes.crew import Desk
+from processes.injections import UNEQUAL, Fault, Injection, Report, reported
+from processes.leftovers import Holdings
+from unisono.communicators import Communicator, connect
+from unisono.options import CommunicationImplementation, ReduceOp
+
+_REDUCTIONS = ("all_reduce", "reduce_scatter")
+_ROOTED = ("broadcast", "gather")
+_KINDS = (*_REDUCTIONS, *_ROOTED, "all_gather", "barrier")
+_NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective that can be made on any communicator."""
+
+    kind: str
+    op: ReduceOp
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    root: int
+
+    def __call__(self, communicator: Communicator) -> None:
+        tensor = torch.ones(self.shape, dtype=self.dtype)
+        if self.kind in _REDUCTIONS:
+            getattr(communicator, self.kind)(self.op, [tensor])
+        elif self.kind in _ROOTED:
+            getattr(communicator, self.kind)(tensor, self.root)
+        elif self.kind == "all_gather":
+            communicator.all_gather(tensor)
+        else:
+            communicator.barrier()
+
+
+def _calls(rng: random.Random, size: int) -> Iterator[Call]:
+    while True:
+        yield Call(
+            rng.choice(_KINDS),
+            rng.choice([ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD]),
+            rng.choice([(), (0,), (3, 5), (1000,), (300_000,)]),
+            rng.choice([torch.float32, torch.float64]),
+            rng.randrange(size),
+        )
+
+
+def _unequal(fault: Fault, call: Call, rng: random.Random, size: int) -> tuple[Call, Call]:
+    """Returns what the others call, and what the culprit calls."""
+    kinds = {Fault.ORDER: ("barrier",), Fault.ROOT: _ROOTED}.get(fault, _REDUCTIONS)
+    right = replace(call, kind=rng.choice(kinds))
+    wrong = {
+        Fault.SHAPE: replace(right, shape=(*right.shape, 2)),
+        Fault.DTYPE: replace(right, dtype=torch.float16),
+        Fault.OP: replace(right, op=ReduceOp.MAX),
+        Fault.ORDER: replace(right, kind=rng.choice(_KINDS[:-1])),
+        Fault.ROOT: replace(right, root=(right.root + 1) % size),
+    }
+    return right, wrong[fault]
+
+
+def suffer(
+    desk: Desk, injection: Injection, rank: int, implementation: CommunicationImplementation
+) -> Report | None:
+    """Makes collectives until a failure ends them."""
+    made: list[Communicator] = []
+    is_culprit = rank == injection.culprit
+
+    def body() -> None:
+        if is_culprit and injection.fault is Fault.KILLED_AT_START:
+            injection.strike(desk)
+        communicator = connect(
+            PrefixStore(injection.name, desk.store),
+            rank,
+            injection.size,
+            timeout_seconds=injection.seconds,
+            implementation=implementation,
+        )
+        made.append(communicator)
+        _check_sum(communicator)
+        _go_on(desk, injection, communicator, is_culprit=is_culprit)
+
+    def close() -> None:
+        for communicator in made:
+            communicator.close()
+            communicator.close()
+        made.clear()
+
+    return reported(body, close, _NOTHING)
+
+
+def _check_sum(communicator: Communicator) -> None:
+    """After every failure there is a group that works."""
+    total = torch.full((7,), 10.0**communicator.rank)
+    communicator.all_reduce(ReduceOp.SUM, [total])
+    assert total.tolist() == [float("1" * communicator.size)] * 7
+
+
+def _go_on(
+    desk: Desk, injection: Injection, communicator: Communicator, *, is_culprit: bool
+) -> None:
+    rng = random.Random(injection.seed)
+    end = time.monotonic() + injection.seconds + 20
+    calls = _calls(rng, injection.size)
+    for step, call in enumerate(itertools.takewhile(lambda _: time.monotonic() < end, calls)):
+        chosen = call
+        if step == injection.step:
+            if injection.fault in UNEQUAL:
+                right, wrong = _unequal(injection.fault, call, rng, injection.size)
+                chosen = wrong if is_culprit else right
+            if is_culprit and injection.fault is not Fault.KILLED_AT_START:
+                injection.strike(desk)
+                if injection.fault is Fault.LEAVES:
+                    return
+                if injection.fault is Fault.LATE:
+                    time.sleep(injection.seconds + 1)
+        chosen(communicator)
+    raise AssertionError("the collectives went on as if nothing had happened")

@@ -1,0 +1,137 @@
+"""Processes that live through many failures, each doing what the test tells it, again and again."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch._C._distributed_c10d import Store, TCPStore
+
+_PROCESSES = multiprocessing.get_context("forkserver")
+# What the first optimizer imports takes seconds, and each member would wait for it.
+_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
+_CLONE_NEWIPC = 0x08000000
+
+
+class Desk(NamedTuple):
+    """What a member has at hand: the store of its crew, and a way to speak before it returns."""
+
+    store: Store
+    tell: Callable[[Any], None]
+
+
+class Member:
+    """A process that calls functions, one after the other.
+
+    Args:
+        port: Where the store of its crew is.
+        neighbour: The process that it shares a host with, if not this one.
+    """
+
+    def __init__(self, port: int, neighbour: int | None = None) -> None:
+        self._pipe, theirs = _PROCESSES.Pipe()
+        arguments = (theirs, port, neighbour)
+        self._process = _PROCESSES.Process(target=_work, args=arguments, daemon=True)
+        self._process.start()
+        theirs.close()
+
+    @property
+    def process_id(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def begin(self, function: Callable[..., Any], *args: Any) -> None:
+        """Lets it call `function(desk, *args)`."""
+        self._pipe.send((function, args))
+
+    def hear(self, timeout: float) -> Any:
+        """Returns what it tells next, or what its function returned."""
+        if not self._pipe.poll(timeout):
+            raise AssertionError(f"process {self.process_id} said nothing for {timeout:g} s")
+        is_well, value = self._pipe.recv()
+        assert is_well, value
+        return value
+
+    def send(self, number: signal.Signals) -> None:
+        """Sends it a signal."""
+        os.kill(self.process_id, number)
+
+    def end(self) -> None:
+        """Kills it, whatever it does."""
+        self._process.kill()
+        self._process.join()
+        self._process.close()
+        self._pipe.close()
+
+
+class Crew:
+    """Members 0 to `size - 1`, shared out to hosts; one that is killed is replaced.
+
+    Another host is a namespace for memory that processes share, on this machine. A process that
+    takes no other part keeps it while members come and go.
+    """
+
+    def __init__(self, size: int, num_hosts: int = 1) -> None:
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._keepers = [Member(self.store.port) for _ in range(1, num_hosts)]
+        for keeper in self._keepers:
+            keeper.begin(leave_host)
+        refusals = [refusal for keeper in self._keepers if (refusal := keeper.hear(30))]
+        if refusals:
+            self.__exit__()
+            pytest.skip(f"this kernel or user can make no namespaces: {refusals[0]}")
+        neighbours = [None, *(keeper.process_id for keeper in self._keepers)]
+        self._neighbours = [neighbours[rank * num_hosts // size] for rank in range(size)]
+        self.members = [Member(self.store.port, neighbour) for neighbour in self._neighbours]
+
+    def replace(self, rank: int) -> None:
+        """Ends a member, and starts another in its place."""
+        self.members[rank].end()
+        self.members[rank] = Member(self.store.port, self._neighbours[rank])
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for member in [*getattr(self, "members", ()), *self._keepers]:
+            member.end()
+
+
+def leave_host(desk: Desk) -> str | None:
+    """Leaves the memory that this process shares with others; returns why it cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return os.strerror(ctypes.get_errno()) if libc.unshare(_CLONE_NEWIPC) else None
+
+
+def _work(pipe: Connection, port: int, neighbour: int | None) -> None:
+    # There are more members than cores.
+    torch.set_num_threads(1)
+    if neighbour is not None:
+        _enter_host_of(neighbour)
+    store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
+    desk = Desk(store, lambda value: pipe.send((True, value)))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            desk.tell(function(desk, *args))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+
+
+def _enter_host_of(process_id: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/proc/{process_id}/ns/ipc") as namespace:
+        if libc.setns(namespace.fileno(), _CLONE_NEWIPC):
+            raise OSError(ctypes.get_errno(), f"cannot enter the host of process {process_id}")

@@ -1,0 +1,218 @@
+"""Failures at random moments: what is injected, and what every survivor must report."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+from processes.crew import Crew, Desk
+from processes.leftovers import Holdings, settled
+from unisono import errors
+from unisono.errors import CommunicationError
+
+# What a busy machine may add to any deadline.
+SLACK_SECONDS = 4.0
+_DELAYS = (0.0, 0.002, 0.02)
+_DOING = re.compile(
+    r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
+    r"between collectives|to start|has not come|never came|to join|to invite|nobody answers|"
+    r"found nobody|cannot be reached"
+)
+
+
+class Fault(Enum):
+    """What happens to one of the workers."""
+
+    KILLED = "killed"
+    KILLED_AT_START = "killed while the others connect"
+    STOPPED = "stopped, and continued later"
+    LATE = "late"
+    ABSENT = "absent"
+    LEAVES = "leaves"
+    SHAPE = "another shape"
+    DTYPE = "another dtype"
+    OP = "another operation"
+    ORDER = "another order"
+    ROOT = "another root"
+
+
+UNEQUAL = (Fault.SHAPE, Fault.DTYPE, Fault.OP, Fault.ORDER, Fault.ROOT)
+WAITS = (Fault.STOPPED, Fault.LATE, Fault.ABSENT, Fault.KILLED_AT_START)
+_EXPECTED: dict[Fault, tuple[str, ...]] = {
+    Fault.KILLED: ("WorkerLostError",),
+    # By whom it was seen last decides whether it is lost or has not come.
+    Fault.KILLED_AT_START: ("WorkerLostError", "WorkerTimeoutError"),
+    Fault.STOPPED: ("WorkerTimeoutError", "WorkerLostError"),
+    Fault.LATE: ("WorkerTimeoutError",),
+    Fault.ABSENT: ("WorkerTimeoutError",),
+    Fault.LEAVES: ("WorkerLostError",),
+    **dict.fromkeys(UNEQUAL, ("UnequalCollectivesError",)),
+}
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One failure.
+
+    Attributes:
+        name: Its own, for messages and keys.
+        fault: What happens.
+        culprit: The rank that it happens to.
+        size: How many ranks there are.
+        step: After how many rounds.
+        delay: For a signal, how many seconds after the step; with 0, at that very line.
+        seed: Of everything that all ranks draw alike.
+        seconds: How long to wait for others.
+    """
+
+    name: str
+    fault: Fault
+    culprit: int
+    size: int
+    step: int
+    delay: float
+    seed: int
+    seconds: float
+
+    def strike(self, desk: Desk) -> None:
+        """Called by the culprit at the moment of the failure."""
+        desk.tell(time.monotonic())
+        if self.delay == 0 and (number := self.signal) is not None:
+            os.kill(os.getpid(), number)
+
+    @property
+    def signal(self) -> signal.Signals | None:
+        """What is sent to the culprit."""
+        if self.fault is Fault.STOPPED:
+            return signal.SIGSTOP
+        is_killed = self.fault in (Fault.KILLED, Fault.KILLED_AT_START)
+        return signal.SIGKILL if is_killed else None
+
+
+def draw(
+    rng: random.Random, name: str, faults: Iterable[Fault], size: int, seconds: float
+) -> list[Injection]:
+    """Draws the moments and culprits of failures, one each."""
+    return [
+        Injection(
+            name=f"{name}/{number}",
+            fault=fault,
+            culprit=rng.randrange(size),
+            size=size,
+            step=rng.randrange(6),
+            # It takes longer to connect than to make a collective.
+            delay=rng.random() * (0.2 if fault is Fault.KILLED_AT_START else rng.choice(_DELAYS)),
+            seed=rng.randrange(1 << 30),
+            # Where nobody waits in vain, a busy machine must not look like a failure.
+            seconds=seconds if fault in WAITS else 30.0,
+        )
+        for number, fault in enumerate(faults)
+    ]
+
+
+class Report(NamedTuple):
+    """What a worker raised, when, and what it still held some time after."""
+
+    kind: str
+    text: str
+    ranks: tuple[int, ...]
+    time: float
+    left: str | None
+
+
+_allowed: dict[str, Holdings] = {}
+
+
+def reported(
+    body: Callable[[], None],
+    close: Callable[[], None],
+    limits: Holdings | None,
+) -> Report | None:
+    """Calls `body`, which must fail unless this is the culprit who leaves, and looks what is left.
+
+    Args:
+        body: What the worker does until it fails.
+        close: Gives everything back.
+        limits: Of segments and ports, what may always be held; the rest must not grow. None looks
+            at nothing.
+    """
+    told: tuple[str, str, tuple[int, ...]] | None = None
+    try:
+        body()
+    except CommunicationError as error:
+        told = type(error).__name__, str(error), error.ranks
+    at = time.monotonic()
+    close()
+    assert time.monotonic() - at < SLACK_SECONDS, "close took long"
+    left = None if limits is None else _left(limits)
+    return None if told is None else Report(*told, at, left)
+
+
+def _left(limits: Holdings) -> str | None:
+    allowed = _allowed.get("", limits)
+    now = settled(allowed)
+    # Libraries keep some threads and files from their first use on, and who serves others has a
+    # connection for each that lives. What every failure leaves behind is soon more than these.
+    margin = Holdings(now.descriptors + 4, now.threads + 2, limits.segments, limits.ports)
+    _allowed.setdefault("", margin)
+    return None if now.is_within(allowed) else f"{now}, allowed are {allowed}"
+
+
+def inject(
+    crew: Crew,
+    injection: Injection,
+    function: Callable[..., Report | None],
+    seconds_to_notice: float,
+    *args: Any,
+) -> None:
+    """Lets the members of a crew call `function(desk, injection, rank, *args)`, one to its ruin."""
+    members = crew.members[: injection.size]
+    fault, culprit = injection.fault, members[injection.culprit]
+    others = {rank: one for rank, one in enumerate(members) if one is not culprit}
+    patience = injection.seconds + 30
+    began = time.monotonic()
+    for rank, member in enumerate(members):
+        if fault is not Fault.ABSENT or member is not culprit:
+            member.begin(function, injection, rank, *args)
+    if fault is not Fault.ABSENT:
+        began = culprit.hear(patience)
+        assert isinstance(began, float), f"{injection} failed before its time: {began}"
+        if injection.signal is not None and injection.delay > 0:
+            time.sleep(injection.delay)
+            culprit.send(injection.signal)
+    reports = {rank: member.hear(patience) for rank, member in others.items()}
+    if fault is Fault.STOPPED:
+        culprit.send(signal.SIGCONT)
+    if injection.signal is signal.SIGKILL:
+        crew.replace(injection.culprit)
+    elif fault is not Fault.ABSENT:
+        own = culprit.hear(patience)
+        assert (own is None) == (fault is Fault.LEAVES), f"{injection}: {own}"
+        assert own is None or own.left is None, f"{injection}: {own}"
+    limit = began + SLACK_SECONDS + (injection.seconds if fault in WAITS else seconds_to_notice)
+    for rank, report in reports.items():
+        _check(injection, rank, report, limit)
+    at_fault = [injection.culprit in report.ranks for report in reports.values()]
+    # Who waits at the start for one that waits for the culprit may know only of that one.
+    knows = any if fault is Fault.KILLED_AT_START else all
+    assert knows(at_fault), f"{injection}: {reports}"
+
+
+def _check(injection: Injection, rank: int, report: Report | None, limit: float) -> None:
+    told = f"{injection}: rank {rank} reported {report}"
+    assert report is not None, told
+    assert report.kind in _EXPECTED[injection.fault], told
+    assert issubclass(getattr(errors, report.kind), CommunicationError), told
+    assert all(
+        re.search(rf"ranks? [0-9, and]*\b{one}\b", report.text, re.I) for one in report.ranks
+    )
+    assert _DOING.search(report.text), told
+    assert report.time < limit, f"{report.time - limit:.1f} s too late: {told}"
+    assert report.left is None, told

@@ -1,0 +1,102 @@
+"""Workers that are killed at random and started again end with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from processes.programs import clean_environment, is_alive, launcher, program, run
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "many_workers.py"
+STEPS, EVERY, KILLS = 40, 4, 2
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def arguments(checkpoint: Path) -> list[str | Path]:
+    return [EXAMPLE, "--steps", str(STEPS), "--every", str(EVERY), "--checkpoint", checkpoint]
+
+
+def bits(output: str) -> str:
+    found = re.findall(r"2 replicas, loss [\d.]+, bits (\w+)", output)
+    assert len(found) == 1, output
+    return str(found[0])
+
+
+def workers_of(process_id: int) -> list[int]:
+    """The processes under a launcher that run the example."""
+    children = [int(one) for one in _read(process_id, f"task/{process_id}/children").split()]
+    for child in list(children):
+        children += workers_of(child)
+    return [one for one in children if str(EXAMPLE) in _read(one, "cmdline").split("\0")[1:3]]
+
+
+def _read(process_id: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{process_id}/{name}").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def kill_some(launcher_id: int, checkpoint: Path, seed: int) -> list[int]:
+    """Kills a random worker some time after each of several checkpoints, and returns whom."""
+    rng = random.Random(seed)
+    killed: list[int] = []
+    deadline = time.monotonic() + 80
+    for _ in range(KILLS):
+        before = _saved_at(checkpoint)
+        while _saved_at(checkpoint) == before and is_alive(launcher_id):
+            assert time.monotonic() < deadline, f"no checkpoint came after {len(killed)} kills"
+            time.sleep(0.005)
+        time.sleep(rng.random() * 0.05)
+        if workers := [one for one in workers_of(launcher_id) if one not in killed]:
+            killed.append(rng.choice(workers))
+            os.kill(killed[-1], signal.SIGKILL)
+    return killed
+
+
+def _saved_at(checkpoint: Path) -> int:
+    return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The bits of two workers that nobody kills."""
+    checkpoint = tmp_path_factory.mktemp("undisturbed") / "digits.pt"
+    command = launcher("-n", "2", *arguments(checkpoint))
+    status, output, errors = run(command, clean_environment(), timeout_seconds=100)
+    assert status == 0, errors
+    return bits(output)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*TORCHRUN, "--nproc-per-node=2", f"--max-restarts={KILLS}"],
+        launcher("-n", "2", "--max-restarts", str(KILLS)),
+    ],
+    ids=["torchrun", "unisono launch"],
+)
+def test_killed_workers_end_with_the_same_bits(
+    command: Sequence[str | Path], undisturbed: str, tmp_path: Path
+) -> None:
+    seed = random.SystemRandom().randrange(1 << 30)
+    print(f"seed {seed}")
+    checkpoint = tmp_path / "digits.pt"
+    environ = clean_environment(TMPDIR=str(tmp_path))
+
+    with program([*command, *arguments(checkpoint)], environ) as process:
+        killed = kill_some(process.pid, checkpoint, seed)
+        output, errors = process.communicate(timeout=100)
+
+    assert process.returncode == 0, errors
+    assert len(killed) == KILLS
+    assert not [one for one in killed if is_alive(one)]
+    assert bits(output) == undisturbed

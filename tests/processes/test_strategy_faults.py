@@ -1,0 +1,238 @@
+"""What a training program sees when workers fail, and that it can go on in the same process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import Store
+
+import unisono as uo
+from processes.harness import Ranks, run_ranks
+from processes.namespaces import enter, make_hosts
+from processes.training_faults import Job, Training, free_port
+from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
+from unisono.errors import CommunicationError
+from unisono.experimental import CommunicationImplementation, CommunicationOptions
+
+AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
+SECONDS = 20.0
+# Beside the two seconds in which a dead process is noticed, what a busy machine may take.
+SLACK = 4.0
+Outcome = tuple[str, str, tuple[int, ...], float]
+
+
+def outcome(call: Callable[[], Any]) -> Outcome:
+    """The error that `call` must raise: its type, message and ranks, and when it came."""
+    start = time.monotonic()
+    try:
+        call()
+    except CommunicationError as error:
+        return type(error).__name__, str(error), error.ranks, time.monotonic() - start
+    raise AssertionError("nothing was raised")
+
+
+def train_for_ever(training: Training) -> None:
+    while True:
+        training.step()
+
+
+def lose_one(_: Store, rank: int, size: int, jobs: list[Job], lost: int) -> tuple[Outcome, float]:
+    """Trains until `lost` is killed, then with the others alone, all in one process."""
+    strategy = jobs[0].join(rank, size, SECONDS)
+    training = Training(strategy)
+    for _step in range(2):
+        training.step()
+    if rank == lost:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raised = outcome(lambda: train_for_ever(training))
+    strategy.close()
+    strategy = jobs[1].join(rank - (rank > lost), size - 1, SECONDS)
+    training = Training(strategy)
+    losses = [training.step() for _ in range(10)]
+    strategy.close()
+    assert losses[-1] < losses[0]
+    return raised, losses[-1]
+
+
+@pytest.mark.parametrize("implementation", [AUTO, RING])
+@pytest.mark.parametrize("lost", [0, 2])
+def test_survivors_train_on_in_a_smaller_cluster(
+    implementation: CommunicationImplementation, lost: int
+) -> None:
+    jobs = [Job(free_port(), 1, implementation) for _ in range(2)]
+    with Ranks(3, lose_one, jobs, lost) as ranks:
+        results = ranks.results(60)
+
+    assert sorted(results) == [rank for rank in range(3) if rank != lost]
+    for (kind, message, at_fault, seconds), _ in results.values():
+        assert kind == "WorkerLostError"
+        assert at_fault == (lost,), message
+        assert seconds < (2 if implementation is AUTO else 4) + SLACK
+    assert len({loss for _, loss in results.values()}) == 1
+
+
+def outlive(store: Store, rank: int, size: int, job: Job) -> float | None:
+    """Trains, and again when another process has the place and the address of rank 0."""
+    strategy = job.join(rank, size, SECONDS)
+    Training(strategy).step()
+    store.set(f"trained/{rank}", "")
+    if rank == 0:
+        time.sleep(600)
+    store.wait(["ended"], timedelta(seconds=60))
+    strategy.close()
+    return come_again(store, rank, size, job)
+
+
+def come_again(_: Store, rank: int, size: int, job: Job) -> float:
+    strategy = job.join(rank, size, SECONDS)
+    loss = Training(strategy).step()
+    strategy.close()
+    return loss
+
+
+def test_a_coordinator_that_is_started_again_finds_the_survivors() -> None:
+    job = Job(free_port(), 1, AUTO)
+    with Ranks(2, outlive, job) as ranks:
+        ranks.store.wait(["trained/0", "trained/1"], timedelta(seconds=60))
+        ranks.processes[0].kill()
+        ranks.processes[0].join()
+        ranks.store.set("ended", "")
+        with Ranks(2, come_again, job, skip=(1,)) as others:
+            first = others.results(60)
+            second = ranks.results(60, of=(1,))
+
+    assert first[0] == second[1]
+
+
+def ask_for_health(_: Store, rank: int, size: int, job: Job) -> Outcome:
+    strategy = job.join(rank, size, SECONDS)
+    strategy.check_health()
+    Training(strategy).step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.5)
+    raised = outcome(strategy.check_health)
+    strategy.close()
+    return raised
+
+
+@pytest.mark.parametrize("implementation", [AUTO, RING])
+def test_health_is_answered_before_any_collective(
+    implementation: CommunicationImplementation,
+) -> None:
+    with Ranks(3, ask_for_health, Job(free_port(), 1, implementation)) as ranks:
+        results = ranks.results(60)
+
+    assert sorted(results) == [0, 2]
+    for kind, message, at_fault, seconds in results.values():
+        assert (kind, at_fault) == ("WorkerLostError", (1,)), message
+        assert seconds < (2 if implementation is AUTO else 4) + SLACK
+
+
+def interrupt(store: Store, rank: int, size: int, job: Job) -> float:
+    strategy = job.join(rank, size, 60)
+    training = Training(strategy)
+    training.step()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    main = threading.main_thread().ident
+    assert main is not None
+    threading.Timer(1.0, signal.pthread_kill, [main, signal.SIGINT]).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        train_for_ever(training)
+    strategy.close()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("implementation", [AUTO, RING])
+def test_ctrl_c_ends_a_wait_for_a_stopped_worker(
+    implementation: CommunicationImplementation, num_replicas: int
+) -> None:
+    with Ranks(2, interrupt, Job(free_port(), num_replicas, implementation)) as ranks:
+        results = ranks.results(60, of=(0,))
+
+    assert results[0] < 1 + 3 + SLACK
+
+
+def start_wrongly(_: Store, rank: int, size: int, port: int, folder: str, what: str) -> Outcome:
+    import sys
+
+    script = Path(folder, f"{rank if what == 'script' else 0}.py")
+    script.touch()
+    sys.argv = [str(script)]
+    os.environ["UNISONO_JOB_TOKEN"] = str(rank) if what == "token" else ""
+    own_size = size + (what == "size" and rank == 1)
+    return outcome(lambda: Job(port, 1, AUTO).join(rank, own_size, 4.0))
+
+
+def test_another_script_is_told_to_every_worker(tmp_path: Path) -> None:
+    for kind, message, at_fault, seconds in run_ranks(
+        2, start_wrongly, free_port(), str(tmp_path), "script"
+    ):
+        assert kind == "JobMismatchError"
+        assert "rank 0" in message
+        assert "rank 1" in message
+        assert at_fault == (1,)
+        assert seconds < 4 + SLACK
+
+
+# A cluster of another size is the cluster of another job.
+@pytest.mark.parametrize("what", ["token", "size"])
+def test_another_token_or_cluster_is_refused_and_named(what: str, tmp_path: Path) -> None:
+    first, second = run_ranks(2, start_wrongly, free_port(), str(tmp_path), what)
+
+    assert (first[0], first[2]) == ("WorkerTimeoutError", (1,))
+    assert "came and was refused" in first[1]
+    assert (second[0], second[2]) == ("JobMismatchError", (1,))
+    assert first[3] < 4 + SLACK
+
+
+def lose_the_network(
+    store: Store, rank: int, size: int, names: list[str]
+) -> tuple[Outcome, float, int]:
+    threads = threading.active_count()
+    enter(names[rank * len(names) // size])
+    hosts = ["10.83.0.1", "10.83.0.1", "10.83.0.2", "10.83.0.2"]
+    spec = ClusterSpec({"worker": [f"{host}:{2222 + i}" for i, host in enumerate(hosts)]})
+    strategy = uo.MultiWorkerMirroredStrategy(
+        SimpleClusterResolver(spec, task_type="worker", task_id=rank),
+        CommunicationOptions(timeout_seconds=8),
+        devices=["cpu:0"],
+    )
+    training = Training(strategy)
+    training.step()
+    store.set(f"ready/{rank}", "")
+    raised = outcome(lambda: train_for_ever(training))
+    start = time.monotonic()
+    strategy.close()
+    seconds_to_close = time.monotonic() - start
+    left = threading.active_count() - threads
+    # The coordinator ends last, so that the others hear what happened.
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{other}" for other in range(size)], timedelta(seconds=40))
+    return raised, seconds_to_close, left
+
+
+def test_a_cut_cable_ends_the_training_on_both_sides() -> None:
+    with make_hosts(2) as hosts, Ranks(4, lose_the_network, hosts.names) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(4)], timedelta(seconds=60))
+        time.sleep(0.3)
+        hosts.cut(1)
+        results = ranks.results(60)
+
+    for rank, ((kind, message, at_fault, _), seconds_to_close, left) in results.items():
+        assert kind in ("WorkerLostError", "WorkerTimeoutError")
+        assert set(at_fault) <= ({2, 3} if rank < 2 else {0}), message
+        assert at_fault, message
+        assert seconds_to_close < 4 + SLACK
+        assert left == 0
