@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -18,6 +20,8 @@ Outcomes: TypeAlias = dict[int, Any]
 # How often a replica that has not ended is told again to stop; also how long Ctrl-C may take.
 _STOP_AGAIN_S = 0.1
 _LOOK_AGAIN_S = 60.0
+# How long the end of the program waits for a thread.
+_LAST_WAIT_S = 1.0
 
 
 class _Board:
@@ -78,12 +82,12 @@ class ReplicaThreads:
             raise meeting.failure
         return [outcomes[i] for i in range(self._num_replicas)]
 
-    def close(self) -> None:
+    def close(self, timeout_s: float | None = None) -> None:
         """Ends the threads."""
         if self._finalizer is not None:
             self._finalizer()
             for thread in self._threads:
-                thread.join()
+                thread.join(timeout_s)
             self._finalizer = None
 
     def _collect(self, outcomes: Outcomes, meeting: ReplicaMeeting) -> None:
@@ -124,8 +128,25 @@ class ReplicaThreads:
             for replica_id in range(1, self._num_replicas)
         ]
         self._finalizer = weakref.finalize(self, self._board.end, self._num_replicas)
+        self._finalizer.atexit = False
+        _end_with_the_program()
+        _alive.add(self)
         for thread in self._threads:
             thread.start()
+
+
+_alive: weakref.WeakSet[ReplicaThreads] = weakref.WeakSet()
+
+
+@functools.cache
+def _end_with_the_program() -> None:
+    """Python ends threads that wait in native code at its end, which C++ takes for a fault."""
+
+    def end() -> None:
+        for threads in list(_alive):
+            threads.close(_LAST_WAIT_S)
+
+    atexit.register(end)
 
 
 def _work(replica_id: int, board: _Board, num_intraop: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -51,6 +52,7 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     for cls in (torch.optim.SGD, torch.optim.Adam):
         step: Any = cls.step
 
+        @functools.wraps(step)
         def noted(self: Any, *args: Any, step: Any = step, **kwargs: Any) -> Any:
             seen.add(threading.get_ident())
             return step(self, *args, **kwargs)
