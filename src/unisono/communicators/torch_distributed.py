@@ -42,6 +42,9 @@ _PIECE_BYTES = 1 << 20
 _IN_FLIGHT = 4
 
 
+# From here on it pays that Gloo's own sum sends and receives at the same time, which its messages
+# do not, though it takes a step more.
+_BOTH_WAYS_BYTES = 512 << 10
 # What Gloo adds up as it is.
 _EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 
@@ -107,19 +110,20 @@ class TorchDistributedCommunicator(Communicator):
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         with self._exchange.collective(header):
-            if self._is_small(flat):
+            is_one_addition = self._is_one_addition(op, flat)
+            if self._is_small(flat) and not is_one_addition:
                 combine_into(op, self._exchange_terms(header, flat), flat[:1], count)
                 return
-            if self._fits_in_parts(flat):
+            if self._fits_in_parts(flat) and not is_one_addition:
                 self._return_sums(op, self._exchange_parts(header, flat), flat[0], count)
                 return
             self._exchange.meet(header, [None] * self.size)
-            if self._is_one_addition(op, flat):
-                self._exchange.add_up(flat[0])
-                if op is ReduceOp.MEAN:
-                    flat[0].copy_(divide(flat[0], count or self.size, flat[0].dtype))
-            else:
+            if not is_one_addition:
                 self._reduce_by_pieces(op, flat, count)
+                return
+            self._exchange.add_up(flat[0])
+            if op is ReduceOp.MEAN:
+                flat[0].copy_(divide(flat[0], count or self.size, flat[0].dtype))
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -212,9 +216,10 @@ class TorchDistributedCommunicator(Communicator):
         return _cut(data, terms)
 
     def _is_one_addition(self, op: ReduceOp, terms: Sequence[Tensor]) -> bool:
-        """Whether the group itself can add up: a sum of two has one order only."""
-        is_sum = op in (ReduceOp.SUM, ReduceOp.MEAN)
-        return self.size == 2 and len(terms) == 1 and is_sum and terms[0].dtype in _EXACT
+        """Whether the group itself had better add up: a sum of two has one order only."""
+        is_sum = op in (ReduceOp.SUM, ReduceOp.MEAN) and terms[0].dtype in _EXACT
+        is_large = terms[0].nbytes > _BOTH_WAYS_BYTES
+        return self.size == 2 and len(terms) == 1 and is_sum and is_large
 
     def _fits_in_parts(self, terms: Sequence[Tensor]) -> bool:
         # All ranks must decide alike, so the longest part decides.
