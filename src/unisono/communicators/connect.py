@@ -36,6 +36,7 @@ def connect(
     timeout_seconds: float | None = None,
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO,
     host: str | None = None,
+    joining_seconds: float | None = None,
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
@@ -54,11 +55,14 @@ def connect(
         timeout_seconds: How long a collective may wait for others; five minutes if not given.
         implementation: Who carries the collectives.
         host: The address that other hosts reach this one by; found out if not given.
+        joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
+            given.
     """
     if size == 1:
         return IdentityCommunicator()
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    layout, have_memory = _survey(store, rank, size, implementation, timeout)
+    patience = timeout if joining_seconds is None else joining_seconds
+    layout, have_memory = _survey(store, rank, size, implementation, patience)
     ring = CommunicationImplementation.RING
     link = _Link(store, rank, size, timeout, host)
     if implementation is ring or not have_memory:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -41,6 +42,8 @@ class Joined:
 # One process may join a job several times: it keeps one store all the while.
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
+# What is left for the last step of joining, however long the first ones took.
+_LEAST_SECONDS = 2.0
 
 
 def join(membership: Membership, num_replicas: int, options: CommunicationOptions) -> Communicator:
@@ -48,18 +51,22 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
     if membership.size == 1:
         return IdentityCommunicator()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout
     joined = _joined(membership, timeout)
     with translated_store_errors():
         # Counted where a worker that is started anew finds it too.
         number = joined.store.add(f"joined/{membership.rank}", 1)
         own = PrefixStore(f"join/{number}", joined.store)
-        meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), timeout)
+        left = max(_LEAST_SECONDS, deadline - time.monotonic())
+        meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
         communicator = connect(
             PrefixStore("connect", own),
             membership.rank,
             membership.size,
             timeout_seconds=timeout,
             implementation=options.implementation,
+            # All have just met, so who does not come now has ended since.
+            joining_seconds=max(_LEAST_SECONDS, deadline - time.monotonic()),
         )
     joined.users.add(communicator)
     _forget_others(joined)
