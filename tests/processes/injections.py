@@ -18,7 +18,7 @@ from unisono import errors
 from unisono.errors import CommunicationError
 
 # What a busy machine may add to any deadline.
-SLACK_SECONDS = 4.0
+SLACK_SECONDS = 8.0
 _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
     r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
