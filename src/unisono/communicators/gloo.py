@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
@@ -12,9 +13,11 @@ from typing import Any
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed import DistStoreError
 
+from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.stores import coordinator_address, say_to_all
-from unisono.errors import UnsupportedError
+from unisono.errors import UnsupportedError, WorkerTimeoutError
 
 _GRACE_SECONDS = 2.0
 # A tag that no other message has.
@@ -43,7 +46,17 @@ def make_gloo_group(
     options._devices = [_device(interface, own if host else reachable(own, said))]
     # As many collectives as are under way at a time.
     options._threads = 4
-    return group(PrefixStore("gloo", store), rank, size, options)
+    try:
+        return group(PrefixStore("gloo", store), rank, size, options)
+    except DistStoreError as error:
+        # It names the key that nobody wrote, which ends with the rank that should have.
+        late = [int(number) for number in re.findall(r"/gloo/\d+/(\d+)", str(error))]
+        late = late or [other for other in range(size) if other != rank]
+        raise WorkerTimeoutError(
+            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(late)} of {size} to "
+            "join, which had said before that they are there. Look at their logs.",
+            late,
+        ) from error
 
 
 def _device(interface: str, address: str) -> Any:
