@@ -64,6 +64,16 @@ def first(differences: Iterator[str | None]) -> str | None:
     return next((text for text in differences if text is not None), None)
 
 
+def drawn_terms(
+    communicator: Communicator, name: str, dtype: torch.dtype, shape: tuple[int, ...], terms: int
+) -> list[list[Tensor]]:
+    """The terms that each rank brings."""
+    return [
+        [drawn(f"{name}/{i}", rank, dtype, shape) for i in range(terms)]
+        for rank in range(communicator.size)
+    ]
+
+
 def all_reduce(
     name: str,
     op: ReduceOp,
@@ -73,10 +83,7 @@ def all_reduce(
     count: int | None,
 ) -> Case:
     def case(communicator: Communicator) -> str | None:
-        by_rank = [
-            [drawn(f"{name}/{i}", rank, dtype, shape) for i in range(terms)]
-            for rank in range(communicator.size)
-        ]
+        by_rank = drawn_terms(communicator, name, dtype, shape, terms)
         expected = reduced(op, [term for own in by_rank for term in own], count)
         own = by_rank[communicator.rank]
         communicator.all_reduce(op, own, count)
@@ -94,10 +101,7 @@ def reduce_scatter(
     count: int | None,
 ) -> Case:
     def case(communicator: Communicator) -> str | None:
-        by_rank = [
-            [drawn(f"{name}/{i}", rank, dtype, shape) for i in range(terms)]
-            for rank in range(communicator.size)
-        ]
+        by_rank = drawn_terms(communicator, name, dtype, shape, terms)
         expected = reduced(op, [term for own in by_rank for term in own], count).view(-1)
         part = slice_of(communicator.rank, communicator.size, len(expected))
         found = communicator.reduce_scatter(op, by_rank[communicator.rank], count)

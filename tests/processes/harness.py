@@ -15,8 +15,10 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import unisono as uo
+from unisono.errors import CommunicationError
 
 Target = Callable[..., Any]
+Outcome = tuple[str, str, tuple[int, ...], float]
 
 # Ranks are forked from a process that has loaded torch and done nothing else. Optimizers load the
 # compiler of torch, which takes seconds in every rank. What has looked for GPUs cannot be forked.
@@ -112,3 +114,13 @@ def _run(
         pipe.send((True, target(store, rank, size, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))
+
+
+def outcome(call: Callable[[], Any]) -> Outcome:
+    """The error that `call` must raise: its type, message and ranks, and when it came."""
+    start = time.monotonic()
+    try:
+        call()
+    except CommunicationError as error:
+        return type(error).__name__, str(error), error.ranks, time.monotonic() - start
+    raise AssertionError("nothing was raised")

@@ -57,17 +57,17 @@ def faults(rng: random.Random, share: float, weights: dict[Fault, float]) -> lis
 
 def together(
     crews: Sequence[tuple[Crew, list[Injection]]], run: Callable[[Crew, Injection], None]
-) -> None:
-    """Lets all crews suffer at the same time: most of it is waiting."""
+) -> int:
+    """Lets all crews suffer at the same time, as most of it is waiting; returns how often."""
 
-    def suffer_all(crew: Crew, injections: list[Injection]) -> None:
+    def suffer_all(crew: Crew, injections: list[Injection]) -> int:
         for injection in injections:
             run(crew, injection)
+        return len(injections)
 
     with ThreadPoolExecutor(len(crews)) as pool:
         futures = [pool.submit(suffer_all, *one) for one in crews]
-    for future in futures:
-        future.result()
+    return sum(future.result() for future in futures)
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_shared_memory_at_random_moments(rng: random.Random) -> None:
             (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=1.5))
             for start, crew in enumerate([two, three, five])
         ]
-        together(crews, lambda crew, one: inject(crew, one, suffer, 2.0, AUTO))
+        assert together(crews, lambda crew, one: inject(crew, one, suffer, 2.0, AUTO)) == len(drawn)
 
 
 def test_gloo_at_random_moments(rng: random.Random) -> None:
@@ -94,7 +94,7 @@ def test_gloo_at_random_moments(rng: random.Random) -> None:
             (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=4.0))
             for start, crew in enumerate([two, three, another])
         ]
-        together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, RING))
+        assert together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, RING)) == len(drawn)
 
 
 @needs_native
@@ -105,7 +105,7 @@ def test_shared_memory_inside_two_hosts_at_random_moments(rng: random.Random) ->
             (crew, draw(rng, "fault", drawn[start::2], 4, seconds=4.0))
             for start, crew in enumerate([four, another])
         ]
-        together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, AUTO))
+        assert together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, AUTO)) == len(drawn)
 
 
 def test_training_at_random_moments(rng: random.Random) -> None:
@@ -121,4 +121,4 @@ def test_training_at_random_moments(rng: random.Random) -> None:
             (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=4.0))
             for start, crew in enumerate(jobs)
         ]
-        together(crews, run)
+        assert together(crews, run) == len(drawn)

@@ -9,38 +9,25 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from processes.harness import Ranks, run_ranks
+from processes.harness import Outcome, Ranks, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
-from unisono.errors import CommunicationError
 from unisono.options import ReduceOp
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 TIMEOUT = 6.0
-Outcome = tuple[str, str, tuple[int, ...], float]
 
 
 def make(store: Store, rank: int, size: int, prefix: str, timeout: float = TIMEOUT) -> Communicator:
     return TorchDistributedCommunicator(
         PrefixStore(prefix, store), rank, size, timeout_seconds=timeout
     )
-
-
-def outcome(call: Callable[[], Any]) -> Outcome:
-    """The error that `call` must raise: its type, message and ranks, and when it came."""
-    start = time.monotonic()
-    try:
-        call()
-    except CommunicationError as error:
-        return type(error).__name__, str(error), error.ranks, time.monotonic() - start
-    raise AssertionError("nothing was raised")
 
 
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

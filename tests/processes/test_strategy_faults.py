@@ -6,37 +6,23 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import Store
 
 import unisono as uo
-from processes.harness import Ranks, run_ranks
+from processes.harness import Outcome, Ranks, outcome, run_ranks
 from processes.namespaces import enter, make_hosts
 from processes.training_faults import Job, Training, free_port
 from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
-from unisono.errors import CommunicationError
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 SECONDS = 20.0
 # Beside the two seconds in which a dead process is noticed, what a busy machine may take.
 SLACK = 4.0
-Outcome = tuple[str, str, tuple[int, ...], float]
-
-
-def outcome(call: Callable[[], Any]) -> Outcome:
-    """The error that `call` must raise: its type, message and ranks, and when it came."""
-    start = time.monotonic()
-    try:
-        call()
-    except CommunicationError as error:
-        return type(error).__name__, str(error), error.ranks, time.monotonic() - start
-    raise AssertionError("nothing was raised")
 
 
 def train_for_ever(training: Training) -> None:

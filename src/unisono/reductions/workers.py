@@ -13,6 +13,9 @@ from unisono.communicators import Communicator
 from unisono.options import ReduceOp
 from unisono.values import is_sparse
 
+# Small and seldom, so it travels through the memory that every communicator takes.
+_HOST = torch.device("cpu")
+
 
 class Workers:
     """All workers, of which this is one. Alone it has nobody to tell anything.
@@ -37,7 +40,7 @@ class Workers:
         for tensor in tensors:
             by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         for group in by_kind.values():
-            pack = torch.cat([tensor.detach().reshape(-1) for tensor in group]).to(self._place)
+            pack = torch.cat([tensor.detach().reshape(-1) for tensor in group]).to(_HOST)
             self.communicator.broadcast(pack)
             sizes = [tensor.numel() for tensor in group]
             for tensor, part in zip(group, pack.split(sizes), strict=True):
@@ -48,8 +51,8 @@ class Workers:
         if not self.are_many:
             return tensor
         if is_sparse(tensor):
-            indices = self.communicator.all_gather(tensor._indices().to(self._place))[0]
-            values = self.communicator.all_gather(tensor._values().to(self._place))[0]
+            indices = self.communicator.all_gather(tensor._indices().to(_HOST))[0]
+            values = self.communicator.all_gather(tensor._values().to(_HOST))[0]
             return torch.sparse_coo_tensor(
                 indices, values, tensor.shape, device=tensor.device, check_invariants=False
             )
@@ -61,7 +64,7 @@ class Workers:
         """Returns the tensors of all workers, whose shapes may differ, where this one's is."""
         if not self.are_many:
             return [tensor]
-        gathered = self.communicator.all_gather(tensor.detach().to(self._place))
+        gathered = self.communicator.all_gather(tensor.detach().to(_HOST))
         return [one.to(tensor.device) for one in gathered]
 
     def gather_objects(self, thing: Any) -> list[Any]:
@@ -69,7 +72,7 @@ class Workers:
         if not self.are_many:
             return [thing]
         data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        gathered = self.communicator.all_gather(data.to(self._place))
+        gathered = self.communicator.all_gather(data.to(_HOST))
         return [pickle.loads(one.cpu().numpy().tobytes()) for one in gathered]
 
     def any_of(self, flags: Sequence[bool]) -> list[bool]:
@@ -79,9 +82,3 @@ class Workers:
         given = torch.tensor(flags, dtype=torch.uint8)
         self.communicator.all_reduce(ReduceOp.MAX, [given])
         return [bool(flag) for flag in given]
-
-    @property
-    def _place(self) -> torch.device:
-        # Small and seldom: the host's memory is served by every communicator but pure NCCL.
-        host = torch.device("cpu")
-        return host if self.communicator.takes(host) else torch.device("cuda")

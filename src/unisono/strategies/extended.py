@@ -80,9 +80,6 @@ class StrategyExtended(VariableMethods):
         )
         self._devices = devices
         self.workers = Workers(communicator or IdentityCommunicator())
-        if self.workers.are_many:
-            across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
-        self.cross_device_ops = across if self.workers.are_many else cross_device_ops
         self.reduce_gradients = reduce_gradients
         self.options = options
         machine = this_machine()
@@ -93,11 +90,16 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
-        self._gradients: GradientReducer = (
-            WorkerGradientReducer(self.mirrors, devices, across, reduce_gradients, options)
-            if self.workers.are_many
-            else GradientReducer(self.mirrors, devices, cross_device_ops, reduce_gradients, options)
+        self.cross_device_ops = cross_device_ops
+        self._gradients = GradientReducer(
+            self.mirrors, devices, cross_device_ops, reduce_gradients, options
         )
+        if self.workers.are_many:
+            across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
+            self.cross_device_ops = across
+            self._gradients = WorkerGradientReducer(
+                self.mirrors, devices, across, reduce_gradients, options
+            )
         self._runner = Runner(devices, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
         # A single replica shares nothing, and runs on the thread of its caller.

@@ -174,7 +174,10 @@ class Strategy(InputMethods):
         return copy.deepcopy(config_proto)
 
     def close(self) -> None:
-        """Ends the threads of the replicas; they start again with the next `run`."""
+        """Ends the threads of the replicas; they start again with the next `run`.
+
+        A strategy of many workers also leaves the others, which cannot be taken back.
+        """
         self._extended.close()
 
     if not TYPE_CHECKING:

@@ -39,8 +39,9 @@ class WorkerPack:
         place = ops.place(first.device)
         num_terms = num_replicas // self._together
         num_bytes = num_terms * length * dtype.itemsize
-        memory = ops.communicator.allocate(num_bytes)
-        if place.type != "cpu":
+        if place.type == "cpu":
+            memory = ops.communicator.allocate(num_bytes)
+        else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
         self._terms = memory.view(dtype).view(num_terms, length)
         sizes = [one.primary.numel() for one in members]

@@ -110,5 +110,7 @@ def test_an_old_address_does_not_hide_the_new_one(
     received = threads.submit(receive_segment, store, "key", 1, 2, 10)
     handed_out = hand_out(threads, store, segment)
 
-    os.close(received.result(10).fd)
+    new = received.result(10)
+    assert os.path.sameopenfile(new.fd, segment.fd)
+    os.close(new.fd)
     handed_out.result(10)

@@ -162,7 +162,9 @@ def gather_uneven(communicator: Communicator) -> None:
         same(communicator.all_gather(tensors[rank]), tensors)
         mixed = [torch.full((2,) * r, float(r)) for r in range(size)]
         same(communicator.all_gather(mixed[rank]), mixed)
-        same(communicator.gather(mixed[rank], 0) or mixed, mixed)
+        gathered = communicator.gather(mixed[rank], 0)
+        assert (gathered is not None) == (rank == 0)
+        same(gathered or [], mixed if rank == 0 else [])
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
@@ -179,8 +181,10 @@ def reduce_unusual_memory(communicator: Communicator) -> None:
             view.fill_(rank + 1)
         communicator.all_reduce(ReduceOp.SUM, [view])
         assert (view == sums).all()
+        with torch.no_grad():
+            view.fill_(rank + 1)
         communicator.broadcast(view, size - 1)
-        assert all((t == sums).all() for t in communicator.all_gather(view))
+        assert all((t == size).all() for t in communicator.all_gather(view))
     conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
     communicator.all_reduce(ReduceOp.SUM, [conjugate])
     assert torch.equal(conjugate, torch.full((3,), complex(size, -size)))
