@@ -20,7 +20,9 @@ LAYERS = [
     ["contexts"],
     ["engines", "variables", "input"],
     ["strategies"],
-    ["contrib", "cli", "testing", "experimental", "cluster_resolver"],
+    ["contrib", "testing", "experimental", "cluster_resolver"],
+    ["benchmarks"],
+    ["cli"],
 ]
 LEVELS = {package: level for level, line in enumerate(LAYERS) for package in line}
 

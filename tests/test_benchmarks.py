@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from processes.programs import run
+import torch
+from click.testing import CliRunner
+from processes.programs import program, run
 
+from unisono.benchmarks import BenchmarkError, Row
+from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
+from unisono.benchmarks.reduce import check
+from unisono.benchmarks.training_step import check_losses
+from unisono.cli import main
 from unisono.kernels import native_core
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+UNISONO = [sys.executable, "-m", "unisono.cli"]
 
 
 @pytest.fixture
@@ -28,15 +39,32 @@ def rows_of(tmp_path: Path) -> Any:
         outputs = ["--json", str(numbers), "--plot", str(picture)]
         command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, *outputs]
         status, output, errors = run(command, timeout_seconds=110)
+        if status == 3:
+            pytest.skip(errors)
         assert status == 0, errors
-        if output.startswith("Skipped: "):
-            pytest.skip(output)
+        found: list[dict[str, Any]] = json.loads(numbers.read_text())["rows"]
+        header = ["min", "p50", "p99", "max", *found[0]["rates"], *found[0]["ratios"]]
+        assert all(name in output for name in header)
         assert native_core().status in output
         assert picture.stat().st_size > 1000
-        found: list[dict[str, Any]] = json.loads(numbers.read_text())["rows"]
         return found
 
     return rows
+
+
+def test_reductions(rows_of: Any) -> None:
+    rows = rows_of("reduce", "--sizes", "4", "300004", "--replicas", "3", "--seconds", "0")
+
+    cases = ["4 B", "292.973 KB"]
+    assert [(row["case"], row["into"]) for row in rows] == [
+        (case, into) for case in cases for into in ("one", "all")
+    ]
+    for row in rows:
+        least, median, high, most = row["seconds"].values()
+        assert least <= median <= high <= most
+        moved = row["bytes"] * (4 if row["into"] == "one" else 6)
+        assert row["rates"]["GB/s"] == pytest.approx(moved / median / 1e9)
+        assert row["ratios"].keys() >= {"add chain", "foreach", "limit"}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -49,9 +77,9 @@ def test_all_reduce_on_one_host(rows_of: Any, ranks: int) -> None:
     assert [(row["bytes"], row["memory"]) for row in rows] == expected
     for row in rows:
         assert set(row["ratios"]) == {"Gloo", "DDP bucket", "floor"}
-        bandwidth = row["bytes"] / row["latency_us"] / 1e3
-        assert row["algorithm_gb_s"] == pytest.approx(bandwidth)
-        assert row["bus_gb_s"] == pytest.approx(bandwidth * 2 * (ranks - 1) / ranks)
+        bandwidth = row["bytes"] / row["seconds"]["p50"] / 1e9
+        assert row["rates"]["GB/s"] == pytest.approx(bandwidth)
+        assert row["rates"]["bus GB/s"] == pytest.approx(bandwidth * 2 * (ranks - 1) / ranks)
 
 
 def test_all_reduce_between_hosts(rows_of: Any) -> None:
@@ -59,7 +87,7 @@ def test_all_reduce_between_hosts(rows_of: Any) -> None:
 
     rows = rows_of("all_reduce", "--bind", *arguments)
 
-    assert [row["ranks"] for row in rows] == [4, 4]
+    assert [row["R"] for row in rows] == [4, 4]
     assert all(set(row["ratios"]) == {"Gloo", "DDP bucket"} for row in rows)
 
 
@@ -82,37 +110,123 @@ def test_training_steps(rows_of: Any) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--sizes", "6"], "multiples of 4 bytes, got [6]"),
-        (["--ranks", "1"], "2 or more"),
-        (["--hosts", "2", "--ranks", "3"], "as many on each of 2 hosts, got [3]"),
-        (["--rate", "1gbit"], "give --hosts 2"),
-        (["--hosts", "2", "--mpi", "python"], "leave out --mpi or --hosts"),
+        ("all-reduce --sizes 6", "multiples of 4 bytes, got [6]"),
+        ("all-reduce --sizes 4 6K 4G", "'4G' is not a number of bytes"),
+        ("all-reduce --ranks 1", "2 or more"),
+        ("all-reduce --hosts 2 --ranks 3", "as many on each of 2 hosts, got [3]"),
+        ("all-reduce --rate 1gbit", "give --hosts 2"),
+        ("all-reduce --hosts 2 --mpi python", "leave out --mpi or --hosts"),
+        ("reduce --replicas 2 1", "2 or more, got [2, 1]"),
+        ("step --plot nowhere/out.png", "the folder 'nowhere' does not exist"),
+        ("step --plot out.txt", "must end in .png or .svg or .pdf"),
+        ("step --quik", "--quick"),
     ],
 )
-def test_all_reduce_says_what_it_cannot_measure(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    words: str,
+def test_what_cannot_be_measured_is_a_usage_error(arguments: str, words: str) -> None:
+    pytest.importorskip("rich")
+
+    result = CliRunner().invoke(main, ["bench", *arguments.split()])
+
+    assert result.exit_code == 2
+    assert words in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"), [([], "rich"), (["--plot", "out.png"], "matplotlib")]
+)
+def test_a_missing_package_is_named_with_its_extra(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], package: str
 ) -> None:
     pytest.importorskip("rich")
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from all_reduce import parse
+    monkeypatch.setitem(sys.modules, package, None)
 
-    with pytest.raises(SystemExit):
-        parse(arguments)
+    result = CliRunner().invoke(main, ["bench", "step", *arguments])
 
-    assert words in capsys.readouterr().err
+    assert result.exit_code == 3
+    (line,) = result.output.splitlines()
+    assert package in line
+    assert "pip install 'unisono[bench]'" in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("reduce --sizes 4 --seconds 0 --tensorflow false", "TensorFlow ended with status 1"),
+        ("reduce --tensorflow /nowhere/python", "/nowhere/python cannot be started"),
+        ("all-reduce --ranks 2 --mpi python --mpirun false", "0 of 2 MPI processes came"),
+    ],
+)
+def test_a_competitor_that_fails_ends_the_run_with_status_1(arguments: str, words: str) -> None:
+    pytest.importorskip("rich")
+
+    result = CliRunner().invoke(main, ["bench", *arguments.split()])
+
+    assert result.exit_code == 1
+    assert words in result.output
+
+
+def test_numbers_alone_come_out_when_they_are_asked_for_there() -> None:
+    pytest.importorskip("rich")
+    words = "bench reduce --sizes 4 --replicas 2 --seconds 0 --json -"
+
+    result = CliRunner().invoke(main, words.split())
+
+    content = json.loads(result.stdout)
+    assert content["sweep"]["sizes"] == [4]
+    assert content["machine"]["kernel"] == native_core().status
+    assert "Left out: TensorFlow (give --tensorflow PYTHON)." in result.stderr
+
+
+def test_ctrl_c_ends_all_processes_without_a_word_too_many() -> None:
+    pytest.importorskip("rich")
+    words = ["bench", "all-reduce", "--ranks", "2", "--sizes", "64", "--seconds", "60"]
+
+    with program([*UNISONO, *words]) as process:
+        # The launcher, what watches its resources, and two ranks.
+        wait_for(lambda: len(members(process.pid)) == 4)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+
+    assert process.returncode == 130
+    assert "Interrupted." in errors
+    assert "Traceback" not in errors
+    wait_for(lambda: not members(process.pid))
+
+
+def wait_for(condition: Any) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def members(group: int) -> list[int]:
+    """The processes of a group that have not ended."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            _, _, after = (folder / "stat").read_text().rpartition(")")
+        except OSError:
+            continue
+        state, _, owner = after.split()[:3]
+        if int(owner) == group and state != "Z":
+            found.append(int(folder.name))
+    return found
+
+
+def test_a_row_has_the_percentiles_of_its_turns_and_ratios_of_medians() -> None:
+    turns = [float(second) for second in range(101)]
+
+    row = Row.compare({"case": "x"}, 8, turns, {"other": [25.0, 100.0, 1.0]}, lambda s: {"B/s": s})
+
+    assert row.seconds == {"min": 0, "p50": 50, "p99": 99, "max": 100}
+    assert row.ratios == {"other": 0.5}
+    assert row.rates == {"B/s": 50}
 
 
 @pytest.mark.parametrize("length", [1, 5, 65_521, 200_000])
 @pytest.mark.parametrize("wrong", [False, True])
-def test_one_wrong_element_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, length: int, wrong: bool
-) -> None:
-    monkeypatch.syspath_prepend(BENCHMARKS)
-    from peers.turns import Competitor, sum_factor, take_turn
-
+def test_one_wrong_element_of_an_all_reduce_is_noticed(length: int, wrong: bool) -> None:
     data = np.zeros(length, np.float32)
 
     def reduce_alone() -> None:
@@ -124,3 +238,17 @@ def test_one_wrong_element_is_noticed(
     expectation = pytest.raises(RuntimeError, match="should be") if wrong else nullcontext()
     with expectation:
         take_turn(competitor, 0, lambda: None, seed=7, calls=1)
+
+
+def test_one_wrong_element_of_a_reduction_is_noticed() -> None:
+    items = [[torch.ones(5), torch.ones(5)]]
+
+    check("right", items, [torch.full((5,), 2.0)])
+    with pytest.raises(BenchmarkError, match="wrong by 1"):
+        check("wrong", items, [torch.tensor([2.0, 2, 2, 2, 3])])
+
+
+def test_losses_that_differ_are_noticed() -> None:
+    check_losses("model", [1.0, 2.0], "DDP", [1.0, 2.00001])
+    with pytest.raises(BenchmarkError, match="those of DDP"):
+        check_losses("model", [1.0, 2.0], "DDP", [1.0, 2.01])

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
+from unisono.cli.bench import bench
+from unisono.cli.completion import completion
 from unisono.cli.launch import launch
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class _Commands(click.Group):
+    """Ends with the status that shells know for Ctrl-C, where click would say 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("\nInterrupted.", err=True)
+            ctx.exit(130)
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="unisono")
 def main() -> None:
     """Synchronous data-parallel training for PyTorch."""
 
 
+main.add_command(bench)
+main.add_command(completion)
 main.add_command(launch)

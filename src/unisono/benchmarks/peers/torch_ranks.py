@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from peers.turns import Competitor, mean_factor, serve, sum_factor
+from unisono.benchmarks.peers.turns import Competitor, mean_factor, serve, sum_factor
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.options import ReduceOp

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import tempfile
@@ -11,9 +10,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from peers.crew import ask_all, dismiss
+from unisono.benchmarks.failure import BenchmarkError
+from unisono.benchmarks.peers.crew import ask_all, deaf_to_ctrl_c, dismiss
 
-_BENCHMARKS = Path(__file__).parents[1]
+_RANKS = Path(__file__).with_name("mpi_ranks.py")
 _START_S = 60.0
 
 
@@ -32,12 +32,14 @@ class Mpi:
             tempfile.TemporaryDirectory(prefix="unisono-mpi-") as folder,
             _listener(folder) as door,
         ):
-            program = [interpreter, "-m", "peers.mpi_ranks", door.getsockname()]
-            self._process = subprocess.Popen(
-                [*launcher, "-n", str(size), *program],
-                env=os.environ | {"PYTHONPATH": str(_BENCHMARKS)},
-                stdin=subprocess.DEVNULL,
-            )
+            program = [interpreter, str(_RANKS), door.getsockname()]
+            try:
+                with deaf_to_ctrl_c():
+                    self._process = subprocess.Popen(
+                        [*launcher, "-n", str(size), *program], stdin=subprocess.DEVNULL
+                    )
+            except OSError as error:
+                raise BenchmarkError(f"MPI: {launcher} cannot be started: {error}.") from None
             try:
                 self._let_in(door, size)
             except BaseException:
@@ -53,7 +55,7 @@ class Mpi:
             except TimeoutError:
                 if self._process.poll() is None and time.monotonic() < deadline:
                     continue
-                raise RuntimeError(
+                raise BenchmarkError(
                     f"{len(arrived)} of {size} MPI processes came before the launcher ended or "
                     f"{_START_S:g} s were over. See what it said, and try `--mpi` and `--mpirun` "
                     "by hand."

@@ -12,9 +12,9 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from peers.crew import DEADLINE_S
-from peers.models import Case, train_step
-from peers.trainers import Step, Trainers, serve_steps
+from unisono.benchmarks.peers.crew import DEADLINE_S
+from unisono.benchmarks.peers.models import Case, train_step
+from unisono.benchmarks.peers.trainers import Step, Trainers, serve_steps
 
 
 class Ddp(Trainers):

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from multiprocessing.connection import Connection
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from typing import Any
+
+from unisono.benchmarks.failure import BenchmarkError
 
 DEADLINE_S = 120.0
 
@@ -31,7 +35,8 @@ class Crew:
             worker = context.Process(
                 target=target, args=(rank, size, theirs, *arguments), daemon=True
             )
-            worker.start()
+            with deaf_to_ctrl_c():
+                worker.start()
             theirs.close()
             self._pipes.append(ours)
             self._workers.append(worker)
@@ -52,24 +57,47 @@ class Crew:
             pipe.close()
 
 
+@contextmanager
+def deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started here do not hear Ctrl-C; who started them does, and ends them."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def ask_all(name: str, pipes: Sequence[Connection], command: tuple[Any, ...]) -> list[Any]:
     """Sends a command into all pipes, and returns what comes back; an exception is raised."""
-    for pipe in pipes:
-        pipe.send(command)
-    answers = []
     for rank, pipe in enumerate(pipes):
-        if not pipe.poll(DEADLINE_S):
-            raise TimeoutError(
-                f"{name}: rank {rank} did not answer {command[0]!r} in {DEADLINE_S:g} s."
-            )
         try:
-            answer = pipe.recv()
-        except EOFError:
-            raise RuntimeError(f"{name}: rank {rank} died in {command[0]!r}.") from None
-        if isinstance(answer, Exception):
-            raise RuntimeError(f"{name}: rank {rank} failed in {command[0]!r}.") from answer
-        answers.append(answer)
-    return answers
+            pipe.send(command)
+        except OSError:
+            raise BenchmarkError(f"{name}: rank {rank} died before {command[0]!r}.") from None
+    waiting = {pipe.fileno(): rank for rank, pipe in enumerate(pipes)}
+    answers: dict[int, Any] = {}
+    end = time.monotonic() + DEADLINE_S
+    # All at once: the others wait for a rank that died, and would not answer before it is noticed.
+    while waiting:
+        ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
+        if not ready:
+            raise BenchmarkError(
+                f"{name}: ranks {sorted(waiting.values())} did not answer {command[0]!r} in "
+                f"{DEADLINE_S:g} s."
+            )
+        for rank in [waiting.pop(fd) for fd in ready if isinstance(fd, int)]:
+            answers[rank] = _answer(f"{name}: rank {rank}", pipes[rank], command[0])
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def _answer(who: str, pipe: Connection, command: str) -> Any:
+    try:
+        answer = pipe.recv()
+    except (EOFError, OSError):
+        raise BenchmarkError(f"{who} died in {command!r}.") from None
+    if isinstance(answer, Exception):
+        raise BenchmarkError(f"{who} failed in {command!r}:\n{answer}")
+    return answer
 
 
 def dismiss(pipes: Sequence[Connection]) -> None:

@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from peers.crew import Crew
-from peers.models import CASES, Case
+from unisono.benchmarks.peers.crew import Crew
+from unisono.benchmarks.peers.models import CASES, Case
 
 Step: TypeAlias = Callable[[], Tensor]
 

@@ -7,12 +7,12 @@ from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 
 import torch
-from peers.crew import DEADLINE_S
-from peers.models import Case, train_step
-from peers.trainers import Step, Trainers, serve_steps
 from torch import Tensor
 
 import unisono as uo
+from unisono.benchmarks.peers.crew import DEADLINE_S
+from unisono.benchmarks.peers.models import Case, train_step
+from unisono.benchmarks.peers.trainers import Step, Trainers, serve_steps
 from unisono.cluster_resolver import SimpleClusterResolver
 
 

@@ -1,9 +1,10 @@
 """An MPI process that reduces through mpi4py on request. Needs mpi4py and numpy, and no torch.
 
-    mpirun -n 2 python -m peers.mpi_ranks SOCKET
+    mpirun -n 2 python mpi_ranks.py SOCKET
 
 The benchmark listens at SOCKET; every process first says which rank it is. While others have their
-turn it sleeps there, where MPI itself would spin.
+turn it sleeps there, where MPI itself would spin. Its neighbour in this folder is imported without
+the package, which would bring torch along.
 """
 
 import sys
@@ -11,11 +12,11 @@ from multiprocessing.connection import Client
 
 import numpy as np
 from mpi4py import MPI  # type: ignore[import-not-found]
-
-from peers.turns import Competitor, serve, sum_factor
+from turns import Competitor, serve, sum_factor  # type: ignore[import-not-found]
 
 
 def main() -> None:
+    """Tells the benchmark which rank this is, and answers until the end."""
     world = MPI.COMM_WORLD
 
     def prepare(num_bytes: int) -> dict[str, Competitor]:

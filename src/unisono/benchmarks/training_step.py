@@ -1,0 +1,163 @@
+"""Training steps on two CPU replicas, in one process and in two, against DDP and TensorFlow.
+
+All competitors take turns of a few steps each until the time is up, so that a busy machine disturbs
+them alike. Ratios are those of medians: how many times the time of Unisono, one process under
+`MirroredStrategy`, the competitor needs.
+
+workers     MultiWorkerMirroredStrategy, one process a replica, all on one host
+DDP         DistributedDataParallel over Gloo, one process a replica
+TF graph    TensorFlow's MirroredStrategy on two logical CPUs, the step a tf.function
+limit       two copies of the model and its optimizer in two threads that never meet: 1.0 means that
+            communication costs nothing, less than 1.0 what is left to win
+
+Every replica has one thread and half of the batch, and the batch is there already; TensorFlow
+chooses its threads itself, unless TF_NUM_INTRAOP_THREADS is set. `nn.DataParallel` does not take
+part: on CPU it uses no second replica. Before a model is measured, the losses of its first steps
+with Unisono, with workers and with DDP are compared, and the run ends if they differ.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.benchmarks.failure import BenchmarkError
+from unisono.benchmarks.peers.coprocess import CoProcess
+from unisono.benchmarks.peers.ddp import Ddp
+from unisono.benchmarks.peers.in_process import Apart, Mirrored
+from unisono.benchmarks.peers.models import CASES
+from unisono.benchmarks.peers.trainers import Trainers
+from unisono.benchmarks.peers.workers import Workers
+from unisono.benchmarks.rows import Row
+from unisono.benchmarks.timing import Work, take_turns
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MODELS = tuple(CASES)
+QUICK_MODELS = ("MLP 256", "Embedding")
+NUM_REPLICAS = 2
+SEED = 0
+NUM_COMPARED = 5
+# Long enough that starting a turn, such as the message to DDP's processes, does not count.
+TURN_S = 0.03
+# What starts the processes of each competitor that has some.
+CREWS: Mapping[str, Callable[[int], Trainers]] = {"workers": Workers, "DDP": Ddp}
+
+
+@dataclass(frozen=True)
+class StepSweep:
+    """Training steps of small models on two CPU replicas.
+
+    Attributes:
+        models: The names of the models.
+        seconds: The time of one model.
+        tensorflow: An interpreter that has TensorFlow.
+    """
+
+    models: Sequence[str] = MODELS
+    seconds: float = 15.0
+    tensorflow: str | None = None
+    name: str = "training step"
+
+    @property
+    def num_measurements(self) -> int:
+        """See `Sweep`."""
+        return len(self.models)
+
+    @property
+    def left_out(self) -> Sequence[str]:
+        """See `Sweep`."""
+        return [] if self.tensorflow else ["TensorFlow (give --tensorflow PYTHON)"]
+
+    def measurements(self) -> Generator[Sequence[Row], None, None]:
+        """See `Sweep`."""
+        with ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(NUM_REPLICAS)
+            crews = {
+                name: stack.enter_context(closing(make(NUM_REPLICAS)))
+                for name, make in CREWS.items()
+            }
+            peer = None
+            if self.tensorflow:
+                peer = CoProcess("TensorFlow", self.tensorflow, "tensorflow_training.py")
+                stack.enter_context(closing(peer))
+            for model in self.models:
+                yield [self._measure(model, crews, peer)]
+
+    def _measure(self, model: str, crews: Mapping[str, Trainers], peer: CoProcess | None) -> Row:
+        case = CASES[model]
+        with (
+            closing(Mirrored(case, NUM_REPLICAS, SEED)) as mirrored,
+            closing(Apart(case, NUM_REPLICAS)) as apart,
+        ):
+            losses = mirrored.losses(NUM_COMPARED)
+            takers: dict[str, Callable[[int], object]] = {"unisono": mirrored.steps}
+            for name, crew in crews.items():
+                check_losses(model, losses, name, crew.prepare(model, SEED, NUM_COMPARED))
+                takers[name] = crew.steps
+            takers["limit"] = apart.steps
+            if peer is not None:
+                peer.ask({"case": model, "batch_size": case.batch_size})
+                takers["TF graph"] = lambda num_steps: _tensorflow_steps(peer, num_steps)
+            num_steps = _steps_per_turn(mirrored.steps)
+            works = {name: _steps_of(steps, num_steps) for name, steps in takers.items()}
+            series = take_turns(works, budget_s=self.seconds)
+        series = {name: [turn / num_steps for turn in turns] for name, turns in series.items()}
+        num_parameters = sum(parameter.numel() for parameter in case.make_model().parameters())
+        num_samples = NUM_REPLICAS * case.batch_size
+        return Row.compare(
+            {
+                "model": model,
+                "parameters": f"{num_parameters / 1e6:.2f} M",
+                "batch": f"{NUM_REPLICAS} x {case.batch_size}",
+            },
+            4 * num_parameters,
+            series.pop("unisono"),
+            series,
+            lambda seconds: {"samples/s": num_samples / seconds},
+        )
+
+    def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
+        """Draws the ratios as bars; longer than 1 is slower than Unisono."""
+        figure.set_size_inches(9, 4)
+        axis = figure.subplots()
+        names = list(rows[0].ratios)
+        width = 0.8 / len(names)
+        for place, name in enumerate(names):
+            positions = [i + (place - (len(names) - 1) / 2) * width for i in range(len(rows))]
+            axis.bar(positions, [row.ratios[name] for row in rows], width, label=name)
+        axis.axhline(1, color="black", linewidth=1)
+        axis.set_xticks(range(len(rows)), [str(row.case["model"]) for row in rows])
+        axis.set_ylabel("time of a step, unisono = 1")
+        axis.legend()
+
+
+def check_losses(model: str, own: list[float], name: str, others: list[float]) -> None:
+    """Raises if the first steps of the two differ by more than float32 may."""
+    if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(own, others, strict=True)):
+        raise BenchmarkError(f"{model}: the losses of unisono are {own}, those of {name} {others}.")
+
+
+def _steps_of(steps: Callable[[int], object], num_steps: int) -> Work:
+    return lambda: steps(num_steps)
+
+
+def _tensorflow_steps(peer: CoProcess, num_steps: int) -> None:
+    loss = peer.ask({"steps": num_steps})["loss"]
+    if not math.isfinite(loss):
+        raise BenchmarkError(f"TensorFlow's loss is {loss}.")
+
+
+def _steps_per_turn(steps: Callable[[int], None]) -> int:
+    steps(3)
+    start = time.perf_counter()
+    steps(3)
+    return max(1, round(TURN_S / ((time.perf_counter() - start) / 3)))

@@ -1,0 +1,71 @@
+"""Kinds of options that the commands share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+_UNITS = {"K": 2**10, "M": 2**20}
+
+
+def parse_bytes(text: str) -> int:
+    """Returns the bytes of a text such as 64, 4K or 256M."""
+    unit = _UNITS.get(text[-1:].upper(), 1)
+    number = text if unit == 1 else text[:-1]
+    if not number.isdecimal():
+        raise click.BadParameter(f"{text!r} is not a number of bytes such as 64, 4K or 256M.")
+    return int(number) * unit
+
+
+class OutputPath(click.Path):
+    """A file to write later, in a folder that must be there now.
+
+    Args:
+        suffixes: How its name may end; anyhow if empty.
+        allow_dash: Whether `-` stands for the standard output.
+    """
+
+    def __init__(self, *suffixes: str, allow_dash: bool = False) -> None:
+        super().__init__(dir_okay=False, writable=True, allow_dash=allow_dash, path_type=Path)
+        self._suffixes = suffixes
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """See `click.ParamType`."""
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"the folder {str(path.parent)!r} does not exist.", param, ctx)
+        if self._suffixes and path.suffix not in self._suffixes:
+            self.fail(f"{str(path)!r} must end in {' or '.join(self._suffixes)}.", param, ctx)
+        return path
+
+
+class ListCommand(click.Command):
+    """A command whose repeatable options also take several values at once: `--ranks 2 4 8`.
+
+    It must have no arguments, which would be taken for such values.
+    """
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """See `click.Command`."""
+        return super().parse_args(ctx, list(self._repeated(args)))
+
+    def _repeated(self, words: list[str]) -> Iterator[str]:
+        """The words with the name of a repeatable option before each of its values."""
+        repeatable = {
+            name
+            for parameter in self.params
+            if isinstance(parameter, click.Option) and parameter.multiple
+            for name in parameter.opts
+        }
+        option, has_value = "", False
+        for word in words:
+            if word.startswith("-") and word != "-":
+                option, has_value = word, False
+            elif option in repeatable and has_value:
+                yield option
+            else:
+                has_value = True
+            yield word
