@@ -27,13 +27,22 @@ _LAST_LINES = 20
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
-@click.option("-n", "num_workers", type=click.IntRange(min=1), help="Workers on this host.")
 @click.option(
-    "--nnodes", "num_hosts", type=click.IntRange(min=1), default=1, help="Hosts of the job."
+    "-n", "num_workers", metavar="N", type=click.IntRange(min=1), help="Workers on this host."
+)
+@click.option(
+    "--nnodes",
+    "num_hosts",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Hosts of the job.",
 )
 @click.option(
     "--node-rank",
     "host_rank",
+    metavar="N",
     type=click.IntRange(min=0),
     help="Which host this is. Without it the hosts are numbered as they come.",
 )
@@ -45,8 +54,10 @@ _LAST_LINES = 20
 )
 @click.option(
     "--max-restarts",
+    metavar="N",
     type=click.IntRange(min=0),
     default=0,
+    show_default=True,
     help="How often to start all workers anew after one has failed.",
 )
 @click.option(
