@@ -21,7 +21,7 @@ LAYERS = [
     ["engines", "variables", "input"],
     ["strategies"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
-    ["benchmarks"],
+    ["benchmarks", "demo"],
     ["cli"],
 ]
 LEVELS = {package: level for level, line in enumerate(LAYERS) for package in line}

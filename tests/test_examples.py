@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from unisono.cli import main as unisono
+
 # Sets environment variables when it is first imported, which must not happen within a test.
 with suppress(ImportError):
     import sklearn  # type: ignore[import-untyped]  # noqa: F401
@@ -36,6 +38,11 @@ def run(name: str, *arguments: object) -> Any:
     return main([str(argument) for argument in arguments])
 
 
+def demo(*arguments: object) -> Any:
+    """Runs what `examples/digits.py` does."""
+    return unisono([str(word) for word in ("demo", *arguments)], standalone_mode=False)
+
+
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
 def test_the_first_lines_say_how_to_run_it(path: Path) -> None:
     docstring = ast.get_docstring(ast.parse(path.read_text())) or ""
@@ -43,10 +50,10 @@ def test_the_first_lines_say_how_to_run_it(path: Path) -> None:
     assert f"python examples/{path.name}" in docstring
 
 
-def test_digits_are_learnt_to_97_percent() -> None:
+def test_digits_are_learnt_to_97_percent(tmp_path: Path) -> None:
     pytest.importorskip("sklearn")
 
-    (training,) = run("digits", "--replicas", 2)
+    (training,) = demo("--replicas", 2, "--plot", tmp_path / "digits.png")
 
     assert training.accuracies[-1] >= 0.97
 
@@ -55,7 +62,7 @@ def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> 
     pytest.importorskip("sklearn")
     picture = tmp_path / "digits.png"
 
-    trainings = run("digits", "--compare", "--epochs", 3, "--plot", picture)
+    trainings = demo("--epochs", 3, "--plot", picture)
 
     assert [one.num_replicas for one in trainings] == [1, 2, 4]
     for one in trainings[1:]:

@@ -6,8 +6,10 @@ from typing import Any
 
 import click
 
+import unisono
 from unisono.cli.bench import bench
 from unisono.cli.completion import completion
+from unisono.cli.demo import demo
 from unisono.cli.launch import launch
 
 
@@ -23,11 +25,12 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="unisono")
+@click.version_option(unisono.__version__)
 def main() -> None:
     """Synchronous data-parallel training for PyTorch."""
 
 
 main.add_command(bench)
 main.add_command(completion)
+main.add_command(demo)
 main.add_command(launch)
