@@ -17,7 +17,7 @@ PACKAGES = [
 ]
 
 each_module = pytest.mark.parametrize(
-    "name", [*PACKAGES, "unisono.cluster_resolver", "unisono.experimental"]
+    "name", [*PACKAGES, "unisono.cluster_resolver", "unisono.errors", "unisono.experimental"]
 )
 
 

@@ -34,6 +34,8 @@ from unisono.strategies import (
 from unisono.values import DistributedValues, Mirrored, PerReplica
 from unisono.variables import Variable, VariableSynchronization
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AutoShardPolicy",
     "CrossDeviceOps",

@@ -22,6 +22,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+__all__ = [
+    "BatchError",
+    "ClusterError",
+    "CommunicationError",
+    "ContextError",
+    "DestinationError",
+    "DeviceError",
+    "JobMismatchError",
+    "ReplicaMismatchError",
+    "UnequalCallsError",
+    "UnequalCollectivesError",
+    "UnisonoError",
+    "UnsupportedError",
+    "WorkerLostError",
+    "WorkerTimeoutError",
+]
+
 
 class UnisonoError(Exception):
     """The base of every error that Unisono raises itself."""
