@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from processes.programs import program, run
+from processes.programs import is_alive, program, run, wait_until_gone
 
 from unisono.benchmarks import BenchmarkError, Row
 from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
@@ -87,7 +87,7 @@ def test_all_reduce_between_hosts(rows_of: Any) -> None:
 
     rows = rows_of("all_reduce", "--bind", *arguments)
 
-    assert [row["R"] for row in rows] == [4, 4]
+    assert [row["ranks"] for row in rows] == [4, 4]
     assert all(set(row["ratios"]) == {"Gloo", "DDP bucket"} for row in rows)
 
 
@@ -132,20 +132,25 @@ def test_what_cannot_be_measured_is_a_usage_error(arguments: str, words: str) ->
 
 
 @pytest.mark.parametrize(
-    ("arguments", "package"), [([], "rich"), (["--plot", "out.png"], "matplotlib")]
+    ("words", "package", "extra"),
+    [
+        ("bench step", "rich", "bench"),
+        ("bench step --plot out.png", "matplotlib", "bench"),
+        ("demo", "sklearn", "demo"),
+    ],
 )
 def test_a_missing_package_is_named_with_its_extra(
-    monkeypatch: pytest.MonkeyPatch, arguments: list[str], package: str
+    monkeypatch: pytest.MonkeyPatch, words: str, package: str, extra: str
 ) -> None:
     pytest.importorskip("rich")
     monkeypatch.setitem(sys.modules, package, None)
 
-    result = CliRunner().invoke(main, ["bench", "step", *arguments])
+    result = CliRunner().invoke(main, words.split())
 
     assert result.exit_code == 3
     (line,) = result.output.splitlines()
     assert package in line
-    assert "pip install 'unisono[bench]'" in line
+    assert f"pip install 'unisono[{extra}]'" in line
 
 
 @pytest.mark.parametrize(
@@ -182,36 +187,32 @@ def test_ctrl_c_ends_all_processes_without_a_word_too_many() -> None:
     words = ["bench", "all-reduce", "--ranks", "2", "--sizes", "64", "--seconds", "60"]
 
     with program([*UNISONO, *words]) as process:
-        # The launcher, what watches its resources, and two ranks.
-        wait_for(lambda: len(members(process.pid)) == 4)
+        started = four_of_group(process.pid)
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=60)
 
     assert process.returncode == 130
     assert "Interrupted." in errors
     assert "Traceback" not in errors
-    wait_for(lambda: not members(process.pid))
+    assert wait_until_gone(started) == []
 
 
-def wait_for(condition: Any) -> None:
+def four_of_group(group: int) -> list[int]:
+    """The benchmark, what watches its resources and two ranks, as soon as all are there."""
     deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
+    while time.monotonic() < deadline:
+        everybody = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        found = [one for one in everybody if is_alive(one) and group_of(one) == group]
+        if len(found) == 4:
+            return found
         time.sleep(0.05)
+    raise AssertionError("The processes did not start in time.")
 
 
-def members(group: int) -> list[int]:
-    """The processes of a group that have not ended."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            _, _, after = (folder / "stat").read_text().rpartition(")")
-        except OSError:
-            continue
-        state, _, owner = after.split()[:3]
-        if int(owner) == group and state != "Z":
-            found.append(int(folder.name))
-    return found
+def group_of(process_id: int) -> int | None:
+    with suppress(ProcessLookupError):
+        return os.getpgid(process_id)
+    return None
 
 
 def test_a_row_has_the_percentiles_of_its_turns_and_ratios_of_medians() -> None:

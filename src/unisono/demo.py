@@ -135,8 +135,10 @@ def one_thread_a_replica() -> Iterator[None]:
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def summary(trainings: Sequence[Training]) -> Table:

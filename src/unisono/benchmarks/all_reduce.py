@@ -137,7 +137,7 @@ class AllReduceSweep:
         figure.set_size_inches(1 + 4 * len(self.ranks), 7)
         axes = figure.subplots(2, len(self.ranks), squeeze=False, sharex=True, sharey="row")
         for column, count in enumerate(self.ranks):
-            for name, points in _lines([row for row in rows if row.case["R"] == count]).items():
+            for name, points in _lines([row for row in rows if row.case["ranks"] == count]).items():
                 sizes, micros = zip(*points, strict=True)
                 factor = 2 * (count - 1) / count / 1e3
                 buses = [size / micro * factor for size, micro in points]
@@ -204,7 +204,7 @@ def _rows(num_bytes: int, size: int, series: dict[str, Series]) -> list[Row]:
 
     return [
         Row.compare(
-            {"size": spell_bytes(num_bytes), "R": size, "memory": memory},
+            {"size": spell_bytes(num_bytes), "ranks": size, "memory": memory},
             num_bytes,
             series[name],
             others,

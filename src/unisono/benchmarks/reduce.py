@@ -109,7 +109,7 @@ class ReduceSweep:
                 series.setdefault(name, []).extend(times)
         moved = num_bytes * (num_replicas + (num_replicas if into == "all" else 1))
         return Row.compare(
-            {"case": case, "R": num_replicas, "into": into},
+            {"case": case, "replicas": num_replicas, "into": into},
             num_bytes,
             series.pop("unisono"),
             series,
@@ -122,7 +122,7 @@ class ReduceSweep:
         axes = figure.subplots(1, 2, sharey=True)
         for axis, into in zip(axes, ("one", "all"), strict=True):
             for num_replicas in self.replicas:
-                case = {"R": num_replicas, "into": into}
+                case = {"replicas": num_replicas, "into": into}
                 line = [row for row in rows if case.items() <= row.case.items()]
                 line = [row for row in line if row.case["case"] not in BATCHES]
                 ratios = [row.ratios["add chain"] for row in line]

@@ -13,6 +13,8 @@ from typing import Any
 from unisono.benchmarks.failure import BenchmarkError
 
 DEADLINE_S = 120.0
+# How long a process may take to end when it is told so; one that still starts does not hear it.
+PATIENCE_S = 5.0
 
 
 class Crew:
@@ -46,10 +48,11 @@ class Crew:
         return ask_all(self._name, self._pipes, command)
 
     def close(self) -> None:
-        """Ends the processes, those that do not answer too."""
+        """Ends the processes, those that do not listen too."""
         dismiss(self._pipes)
+        end = time.monotonic() + PATIENCE_S
         for worker in self._workers:
-            worker.join(timeout=10)
+            worker.join(timeout=max(end - time.monotonic(), 0.0))
             if worker.is_alive():
                 worker.kill()
                 worker.join(timeout=10)
