@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unisono.benchmarks.failure import BenchmarkError
-from unisono.benchmarks.peers.crew import DEADLINE_S, deaf_to_ctrl_c
+from unisono.benchmarks.peers.crew import DEADLINE_S, PATIENCE_S, deaf_to_ctrl_c
 
 
 class CoProcess:
@@ -59,7 +59,7 @@ class CoProcess:
     def close(self) -> None:
         """Ends the program, which ends with its input."""
         try:
-            self._process.communicate(timeout=30)
+            self._process.communicate(timeout=PATIENCE_S)
         except (subprocess.TimeoutExpired, BrokenPipeError):
             self._process.kill()
             self._process.communicate(timeout=10)
