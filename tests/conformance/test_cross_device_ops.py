@@ -187,10 +187,19 @@ def test_a_value_that_is_sparse_on_one_replica_only_becomes_dense(ops: Any) -> N
         lambda t: t[::2, 1:],
         lambda t: t[:1].expand(4, 6),
         lambda t: t.reshape(1, 4, 6, 1).to(memory_format=torch.channels_last),
-        lambda t: torch._neg_view(t),
+        lambda t: torch.complex(t, t).conj().imag,
+        lambda t: torch.complex(t, t)[:1, :1].conj().imag,
         lambda t: t.requires_grad_(),
     ],
-    ids=["transposed", "strided", "expanded", "channels_last", "negative", "requires_grad"],
+    ids=[
+        "transposed",
+        "strided",
+        "expanded",
+        "channels_last",
+        "negative",
+        "one_negative",
+        "requires_grad",
+    ],
 )
 def test_any_view_is_reduced_like_its_copy(ops: Any, view: Callable[[Tensor], Tensor]) -> None:
     tensors = [view(torch.randn(4, 6)) for _ in range(3)]
