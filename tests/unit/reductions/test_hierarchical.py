@@ -2,10 +2,11 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_machines import on
 
 import unisono as uo
 from unisono.algorithms import Gather, Spread
-from unisono.devices import Device, cpu_slots, pretend
+from unisono.devices import Device, cpu_slots
 from unisono.testing import separate_memories
 
 SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
@@ -49,11 +50,11 @@ def test_the_schedule_is_two_level_over_halves() -> None:
     assert schedule == (Gather(1, (0,)), Gather(1, (2,)), Spread(1, (2,)), Spread(1, (0,)))
 
 
-def test_the_schedule_follows_the_links_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a % 2 == b % 2)
-    devices = tuple(Device("cuda", i) for i in range(4))
+def test_the_schedule_follows_the_links_of_the_machine() -> None:
+    # 0 and 1 are on one PCIe switch, 2 and 3 on another.
+    devices = tuple(Device("cuda", i) for i in (0, 2, 1, 3))
 
-    with pretend(gpus=tuple(torch.device("cuda", i) for i in range(4))):
+    with on("pcie_4"):
         schedule = uo.HierarchicalCopyAllReduce().all_reduce_schedule(devices, turn=0)
 
     assert schedule[:2] == (Gather(0, (2,)), Gather(1, (3,)))
