@@ -6,9 +6,7 @@ import json
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-import torch
-
-from unisono.devices import Machine, Topology, pretend
+from unisono.devices import Machine, Topology, as_recorded
 
 FOLDER = Path(__file__).parent / "topologies"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -20,6 +18,4 @@ def recorded(name: str) -> Topology:
 
 def on(name: str) -> AbstractContextManager[Machine]:
     """Within the block this host is said to be the recorded one."""
-    topology = recorded(name)
-    gpus = tuple(torch.device("cuda", i) for i in range(len(topology.gpus)))
-    return pretend(gpus=gpus, recorded=topology)
+    return as_recorded(recorded(name))

@@ -51,9 +51,11 @@ def choose_carrier(
         return CarrierChoice(Carrier.GLOO, "not every rank has a native core")
     if len(layout.hosts) == 1:
         return CarrierChoice(Carrier.SHARED_MEMORY, "all ranks are on one host")
-    if layout.is_regular and len(layout.hosts) < layout.size:
+    if len(layout.hosts) == layout.size:
+        return CarrierChoice(Carrier.GLOO, "no two ranks share a host")
+    if layout.is_regular:
         return CarrierChoice(Carrier.HIERARCHICAL, f"ranks by host are {layout}")
     return CarrierChoice(
         Carrier.GLOO,
-        f"ranks by host are {layout}, which is no equal number of neighbours on each",
+        f"ranks by host are {layout}, which is not as many on each, one host after the other",
     )

@@ -4,6 +4,7 @@ from unisono.devices.device import Device, DeviceLike, cpu_slots
 from unisono.devices.groups import Groups, halves, linked_groups, near_groups
 from unisono.devices.machine import (
     Machine,
+    as_recorded,
     default_devices,
     pretend,
     resolve,
@@ -20,6 +21,7 @@ __all__ = [
     "LinkKind",
     "Machine",
     "Topology",
+    "as_recorded",
     "cpu_slots",
     "default_devices",
     "halves",

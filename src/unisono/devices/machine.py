@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,6 +92,12 @@ def pretend(**changes: object) -> Iterator[Machine]:
     finally:
         with _lock:
             _pretended.remove(machine)
+
+
+def as_recorded(topology: Topology) -> AbstractContextManager[Machine]:
+    """Makes this process see the GPUs of a recording, to ask what would be chosen there."""
+    gpus = tuple(torch.device("cuda", index) for index in range(len(topology.gpus)))
+    return pretend(gpus=gpus, recorded=topology)
 
 
 def resolve(spec: DeviceLike) -> Device:

@@ -25,7 +25,7 @@ def read_topology() -> Topology:
     try:
         import pynvml
     except ImportError:
-        why_not = "nvidia-ml-py is not installed: pip install 'unisono[gpu]'"
+        why_not = "nvidia-ml-py is not there; pip install 'unisono[gpu]'"
     else:
         try:
             return read_nvml(pynvml)
@@ -52,7 +52,7 @@ def read_torch(why_not_nvml: str) -> Topology:
         )
         for a, properties in enumerate(found)
     )
-    return Topology(gpus, f"torch ({why_not_nvml})")
+    return Topology(gpus, f"torch: {why_not_nvml}")
 
 
 def read_nvml(nvml: Any, pci_devices: Path = _PCI_DEVICES) -> Topology:

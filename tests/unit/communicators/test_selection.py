@@ -4,6 +4,7 @@ from unisono.communicators import Carrier, Layout, choose_carrier
 from unisono.options import CommunicationImplementation
 
 NCCL, RING = CommunicationImplementation.NCCL, CommunicationImplementation.RING
+UNEVEN = ", which is not as many on each, one host after the other"
 
 
 @pytest.mark.parametrize(
@@ -13,9 +14,13 @@ NCCL, RING = CommunicationImplementation.NCCL, CommunicationImplementation.RING
         ("aaa", Carrier.SHARED_MEMORY, "all ranks are on one host"),
         ("aabb", Carrier.HIERARCHICAL, "ranks by host are 0, 1 | 2, 3"),
         ("aaabbb", Carrier.HIERARCHICAL, "ranks by host are 0, 1, 2 | 3, 4, 5"),
-        ("ab", Carrier.GLOO, "0 | 1, which is no equal number of neighbours on each"),
-        ("aab", Carrier.GLOO, "0, 1 | 2, which is no equal number of neighbours on each"),
-        ("abab", Carrier.GLOO, "0, 2 | 1, 3, which is no equal number of neighbours on each"),
+        ("ab", Carrier.GLOO, "no two ranks share a host"),
+        ("aab", Carrier.GLOO, f"0, 1 | 2{UNEVEN}"),
+        (
+            "abab",
+            Carrier.GLOO,
+            f"0, 2 | 1, 3{UNEVEN}",
+        ),
     ],
 )
 def test_where_the_ranks_are_decides(hosts: str, carrier: Carrier, reason: str) -> None:

@@ -12,6 +12,7 @@ from unisono.devices import (
     Link,
     Machine,
     Topology,
+    as_recorded,
     cpu_slots,
     default_devices,
     halves,
@@ -151,5 +152,4 @@ def joined(num_gpus: int, link: Callable[[int, int], str]) -> AbstractContextMan
         return tuple(Link.parse("X" if a == b else link(a, b)) for b in range(num_gpus))
 
     cards = tuple(Gpu(f"card {a}", 1 << 30, links(a)) for a in range(num_gpus))
-    devices = tuple(torch.device("cuda", a) for a in range(num_gpus))
-    return pretend(gpus=devices, recorded=Topology(cards, "the test"))
+    return as_recorded(Topology(cards, "the test"))
