@@ -51,7 +51,7 @@ def _versions(report: HostReport) -> Iterator[str]:
 def _engines(report: HostReport) -> Iterator[str]:
     for name, engine in report.engines.items():
         found = style("yes", fg="green") if engine.is_found else style("no ", fg="yellow")
-        first, *others = textwrap.wrap(engine.detail, _WIDTH - 19)
+        first, *others = textwrap.wrap(engine.detail, _WIDTH - 19) or [""]
         yield f"{name:12} {found} {first}"
         yield from (" " * 17 + line for line in others)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from recorded_machines import NAMES, recorded
 
+from unisono.devices import Gpu, Link, Topology
 from unisono.devices.reading import read_nvml, read_topology
 from unit.devices.fake_nvml import FakeNvml, torch_sees, write_numa_nodes
 
@@ -34,6 +35,32 @@ def test_nvml_on_a_recorded_machine_gives_the_recording(
 
     assert found == replace(topology, source="NVML")
     assert nvml.num_users == 0
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        # Every kind of path through PCIe, and a pair on a bridge of four NVLinks.
+        [
+            "X PIX PXB PHB* NODE",
+            "PIX X SYS* SYS* SYS*",
+            "PXB SYS* X NV4 NODE*",
+            "PHB* SYS* NV4 X NODE",
+            "NODE SYS* NODE* NODE X",
+        ],
+        # The last GPU has lost two of its links to the switch.
+        ["X NVS18 NVS16", "NVS18 X NVS16", "NVS16 NVS16 X"],
+    ],
+)
+def test_links_of_every_kind_are_read(
+    rows: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    links = [tuple(Link.parse(cell) for cell in row.split()) for row in rows]
+    gpus = tuple(Gpu("card", 1, row, f"0000:0{i}:00.0") for i, row in enumerate(links))
+    topology = Topology(gpus, "NVML")
+    torch_sees(topology, monkeypatch)
+
+    assert read_nvml(FakeNvml(topology), write_numa_nodes(topology, tmp_path)) == topology
 
 
 def test_a_numa_node_that_linux_does_not_know_is_left_open(
