@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import threading
 from collections.abc import Sequence
 from importlib import metadata
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.kernels.gpu.tables import Item, Table, read_tables
+from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
 from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
 
@@ -33,6 +35,8 @@ _MAX_TABLES = 256
 _tables: dict[tuple[int, int, bytes], Tensor] = {}
 _tables_lock = threading.Lock()
 
+_logger = logging.getLogger(__name__)
+
 
 class Triton(NamedTuple):
     """The kernels, if there is Triton, and in words what is used or why nothing is."""
@@ -43,11 +47,19 @@ class Triton(NamedTuple):
 
 @functools.cache
 def triton_status() -> Triton:
-    """Loads the kernels once."""
+    """Loads the kernels once. `UNISONO_TRITON=0` in the environment leaves them out."""
+    if os.environ.get("UNISONO_TRITON") == "0":
+        return Triton("torch: Triton is turned off by UNISONO_TRITON=0")
     try:
         from unisono.kernels.gpu import sums
     except ImportError as error:
         return Triton(f"torch: Triton is not installed ({error})")
+    try:
+        _try_out(sums)
+    except Exception as error:
+        # Most likely there is no C compiler, which Triton needs to start what it has compiled.
+        _logger.warning("Sums on GPUs go through torch, since Triton does not work here: %s", error)
+        return Triton(f"torch: Triton does not work here ({error})")
     return Triton(f"Triton {metadata.version('triton')}", sums)
 
 
@@ -57,8 +69,10 @@ def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) 
     Returns False, with nothing written, if not every item is taken as it is, if there is no Triton,
     or while a CUDA graph is captured: its replays would read a table that is no more.
     """
+    if torch.cuda.is_current_stream_capturing():
+        return False
     sums = triton_status().sums
-    if sums is None or torch.cuda.is_current_stream_capturing():
+    if sums is None:
         return False
     tables = read_tables(op, batch, outputs, sums.BLOCK)
     if tables is None or any(table.num_inputs > sums.MAX_REPLICAS for table in tables):
@@ -69,6 +83,13 @@ def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) 
             with torch.cuda.device(device):
                 launch(sums, op, table, _sent(table.rows, device))
     return True
+
+
+def _try_out(sums: Any) -> None:
+    tensor = torch.zeros(1, device="cuda")
+    tables = read_in_python(ReduceOp.SUM, [[tensor, tensor]], [[tensor]], sums.BLOCK)
+    assert tables is not None
+    launch(sums, ReduceOp.SUM, tables[0], _sent(tables[0].rows, tensor.device))
 
 
 def launch(sums: Any, op: ReduceOp, table: Table, rows: Tensor) -> None:
