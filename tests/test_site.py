@@ -8,8 +8,10 @@ import importlib.util
 import inspect
 import os
 import re
+import shlex
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from test_architecture import LAYERS
 
 import unisono as uo
+from unisono.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -59,7 +62,8 @@ TENSORFLOW_PAGES = {
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
     if importlib.util.find_spec("mkdocs") is None:
         pytest.skip("mkdocs is not installed; `pip install .[docs]` installs it")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir"]
+    # Not `--quiet`, which hides the warnings that strict mode counts.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
 
     built = subprocess.run(
         [*command, str(tmp_path)],
@@ -76,6 +80,29 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert len(html) > 20
     loaded = re.findall(r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]*)', "".join(html))
     assert loaded == []
+
+
+def test_shell_commands_can_be_read(tmp_path: Path) -> None:
+    script = tmp_path / "all.sh"
+    script.write_text("\n".join(shell_blocks()))
+
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+
+
+def test_every_command_of_ours_has_known_options(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in shell_blocks() for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("unisono ")]
+
+    assert commands
+    for _, name, *arguments in commands:
+        for file in (Path(word) for word in arguments if re.fullmatch(r"\w[\w/]*\.\w+", word)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        # Reads the arguments up to a pipe, and raises if it cannot; starts nothing.
+        main.commands[name].make_context(
+            name, list(takewhile(lambda w: w not in "|>&;", arguments))
+        )
 
 
 @pytest.mark.parametrize("name", [*PUBLIC, "unisono.testing"])
@@ -182,6 +209,13 @@ def test_the_program_of_the_readme_is_short() -> None:
 
     assert program is not None
     assert len([line for line in program[1].splitlines() if line]) <= 15
+
+
+def shell_blocks() -> list[str]:
+    """What the pages ask the reader to type."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    return re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
 def page_text(page: str) -> str:
