@@ -41,7 +41,7 @@ class Case(NamedTuple):
 
 CASES = {
     "ResNet-50": Case(gpu_models.resnet50, gpu_models.images, 256),
-    "GPT-2 small": Case(gpu_models.Gpt2, gpu_models.texts, 8),
+    "GPT-2 small": Case(gpu_models.Gpt2, gpu_models.texts, 16),
 }
 
 
