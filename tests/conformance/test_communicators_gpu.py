@@ -84,7 +84,8 @@ def through_nccl(store: Store, rank: int, size: int) -> list[str]:
     # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     gloo = TorchDistributedCommunicator(PrefixStore("gloo", store), rank, size)
-    with NcclCommunicator(gloo, PrefixStore("nccl", store), timeout_seconds=60) as communicator:
+    on_host = StagedCommunicator(gloo)
+    with NcclCommunicator(on_host, PrefixStore("nccl", store), timeout_seconds=60) as communicator:
         failed = [failure for failure in wrong(communicator) if "float" not in failure]
         # NCCL adds in an order of its own; two numbers have only one.
         failed += [failure for failure in wrong(communicator) if size == 2 and "float32" in failure]
