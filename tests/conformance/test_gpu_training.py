@@ -227,7 +227,7 @@ def test_mixed_precision_with_a_scaler_trains(
     assert losses[-1] < 0.5 * losses[0]
 
 
-@pytest.mark.filterwarnings("ignore:.*script_method")
+@pytest.mark.filterwarnings("ignore:.*script_method", "ignore:The .grad attribute of a Tensor")
 def test_a_compiled_model_trains_to_the_same_weights(gpus: Strategies) -> None:
     expected = Training(gpus(2)).weights()
 

@@ -27,7 +27,7 @@ from unisono.devices import (
     this_machine,
 )
 from unisono.errors import DeviceError
-from unisono.kernels import native_core
+from unisono.kernels import native_core, triton_status
 from unisono.reductions import choose_cross_device_ops
 
 NATIVE, NCCL = "native core", "NCCL"
@@ -184,10 +184,18 @@ def _engines() -> dict[str, Engine]:
     core = native_core()
     return {
         NATIVE: Engine(core.kernel is not None, core.status),
+        "GPU kernels": _gpu_kernels(),
         NCCL: _backend("for GPUs that are all different", is_found=distributed.is_nccl_available()),
         "Gloo": _backend("between hosts", is_found=distributed.is_gloo_available()),
         "MPI": _backend("where asked for", is_found=distributed.is_mpi_available()),
     }
+
+
+def _gpu_kernels() -> Engine:
+    if not torch.cuda.is_available():
+        return Engine(False, "torch sees no GPU")
+    triton = triton_status()
+    return Engine(triton.sums is not None, triton.status)
 
 
 def _backend(use: str, *, is_found: bool) -> Engine:

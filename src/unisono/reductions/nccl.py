@@ -88,6 +88,8 @@ class NcclAllReduce(AllReduce):
 
 
 def _why_not(op: ReduceOp, pack: Sequence[Tensor]) -> str | None:
+    if not all(tensor.is_cuda for tensor in pack):
+        return "some values are not on GPUs"
     if len({tensor.device for tensor in pack}) < len(pack):
         return "several replicas share a GPU"
     if pack[0].is_complex() and op is ReduceOp.PROD:
