@@ -193,7 +193,7 @@ def _engines() -> dict[str, Engine]:
 
 def _gpu_kernels() -> Engine:
     if not torch.cuda.is_available():
-        return Engine(False, "torch sees no GPU")
+        return Engine(is_found=False, detail="torch sees no GPU")
     triton = triton_status()
     return Engine(triton.sums is not None, triton.status)
 
