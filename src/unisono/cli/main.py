@@ -10,6 +10,7 @@ import unisono
 from unisono.cli.bench import bench
 from unisono.cli.completion import completion
 from unisono.cli.demo import demo
+from unisono.cli.info import info
 from unisono.cli.launch import launch
 
 
@@ -33,4 +34,5 @@ def main() -> None:
 main.add_command(bench)
 main.add_command(completion)
 main.add_command(demo)
+main.add_command(info)
 main.add_command(launch)

@@ -166,6 +166,7 @@ class StrategyExtended(VariableMethods):
         self.workers.communicator.close()
         self._gradients.close()
         self._runner.close()
+        self.cross_device_ops.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
