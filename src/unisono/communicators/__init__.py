@@ -5,11 +5,13 @@ from unisono.communicators.connect import connect
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
+from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
     "Communicator",
     "IdentityCommunicator",
+    "TracedCommunicator",
     "all_reduce_sparse",
     "connect",
     "slice_of",
