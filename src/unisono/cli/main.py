@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from unisono.cli.launch import launch
+from unisono.cli.trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,3 +15,4 @@ def main() -> None:
 
 
 main.add_command(launch)
+main.add_command(trace)

@@ -12,16 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.errors import UnisonoError
+from unisono.errors import TraceError
 from unisono.tracing.recorder import Clock, Lane
 from unisono.tracing.spans import Place
 
 _FORMAT = "unisono trace 1"
 _NAME = re.compile(r"worker-(\d+)\.jsonl")
-
-
-class TraceError(UnisonoError, ValueError):
-    """A folder or file that holds no trace, or not of one run."""
 
 
 class Event(NamedTuple):

@@ -5,20 +5,12 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 # Nanoseconds from anywhere, which never go back.
 Clock: TypeAlias = Callable[[], int]
-
-
-class RawEvent(NamedTuple):
-    """One span, as it is noted when it ends."""
-
-    start: int
-    end: int
-    category: str
-    name: str
-    arguments: dict[str, Any]
+# Start, end, category, name and arguments of a span. A plain tuple is made in a third of the time.
+RawEvent: TypeAlias = tuple[int, int, str, str, dict[str, Any]]
 
 
 class Lane:
@@ -63,7 +55,7 @@ class Recorder:
             lane: Lane = self._own.lane
         except AttributeError:
             lane = self._own.lane = self._lane(threading.current_thread())
-        lane.events.append(RawEvent(start, end, category, name, arguments))
+        lane.events.append((start, end, category, name, arguments))
         lane.count += 1
 
     def _lane(self, thread: threading.Thread) -> Lane:

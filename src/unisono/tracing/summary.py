@@ -7,7 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
-from unisono.tracing.files import TraceError, WorkerTrace
+from unisono.errors import TraceError
+from unisono.tracing.files import WorkerTrace
 from unisono.tracing.replicas import Spent, WorkerTime
 from unisono.tracing.segments import blocks
 
