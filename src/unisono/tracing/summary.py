@@ -160,19 +160,30 @@ def _shares(spent: Iterable[Spent]) -> Shares:
 
 
 def _straggler(waited_for: Counter[tuple[int, int | None]], num_local: int) -> Straggler | None:
-    if not waited_for:
+    blamed: Counter[tuple[int, int | None]] = Counter()
+    for (worker, local_id), waited in waited_for.items():
+        if local_id is None:
+            local_id = _slowest(waited_for, worker, num_local)
+        blamed[worker, local_id] += waited
+    if not blamed:
         return None
-    (worker, local_id), waited = waited_for.most_common(1)[0]
-    if local_id is None:
-        # Of that worker, the replica that its own replicas wait for most; the only one, if it is.
-        own = {
-            key[1]: time
-            for key, time in waited_for.items()
-            if key[0] == worker and key[1] is not None
-        }
-        local_id = 0 if num_local == 1 else max(own, key=own.__getitem__, default=None)
+    (worker, local_id), waited = blamed.most_common(1)[0]
     replica = None if local_id is None else worker * num_local + local_id
-    return Straggler(worker, replica, waited, waited / waited_for.total())
+    return Straggler(worker, replica, waited, waited / blamed.total())
+
+
+def _slowest(
+    waited_for: Counter[tuple[int, int | None]], worker: int, num_local: int
+) -> int | None:
+    """Returns the replica of a worker that its own replicas wait for most; its only one, if so."""
+    if num_local == 1:
+        return 0
+    own = {
+        local_id: waited
+        for (rank, local_id), waited in waited_for.items()
+        if rank == worker and local_id is not None
+    }
+    return max(own, key=own.__getitem__, default=None)
 
 
 def _many(number: int, noun: str) -> str:
