@@ -71,6 +71,9 @@ class WorkerTrace:
 def write(folder: Path, place: Place, clock: Clock, lanes: Iterable[Lane]) -> Path:
     """Writes the file of this worker, all of it or nothing, and returns where it is."""
     lanes = list(lanes)
+    # First, as a thread that is about to end a span may add to what is kept.
+    counts = [lane.count for lane in lanes]
+    kept = [list(lane.events()) for lane in lanes]
     header = {
         "format": _FORMAT,
         "rank": place.rank,
@@ -78,17 +81,15 @@ def write(folder: Path, place: Place, clock: Clock, lanes: Iterable[Lane]) -> Pa
         "host": socket.gethostname(),
         "process": os.getpid(),
         "clock": _clock_name(clock),
-        "num_dropped": sum(lane.num_dropped for lane in lanes),
+        "num_dropped": sum(max(0, n - len(own)) for n, own in zip(counts, kept, strict=True)),
         "threads": [lane.thread.name for lane in lanes],
     }
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"worker-{place.rank}.jsonl"
     unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
     with unfinished.open("w") as file:
         file.write(json.dumps(header) + "\n")
-        for number, lane in enumerate(lanes):
-            # A copy: other threads may still be about to end a span.
-            for event in lane.events.copy():
+        for number, events in enumerate(kept):
+            for event in events:
                 file.write(json.dumps([number, *event], default=str) + "\n")
     unfinished.replace(path)
     return path

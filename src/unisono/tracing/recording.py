@@ -19,8 +19,8 @@ from unisono.tracing.recorder import Clock, Recorder
 from unisono.tracing.summary import Summary, summarise
 from unisono.tracing.timeline import timeline
 
-# Of each thread. A step of two replicas makes about ten on each, so this is some 20,000 steps.
-MAX_EVENTS = 200_000
+# Of each thread: some 10,000 steps, and 40 MB.
+MAX_EVENTS = 100_000
 
 
 class Trace:
@@ -60,21 +60,25 @@ def record(
     """
     if max_events < 1:
         raise UnsupportedError(f"`max_events` must be 1 or more, got {max_events}.")
+    trace = Trace(folder)
+    # Now, because it is the wrong moment to fail when the training has ended.
+    trace.folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(clock, max_events)
     spans.start(recorder)
     try:
-        yield Trace(folder)
+        yield trace
     finally:
         spans.stop()
-        write(Path(folder), spans.place(), clock, recorder.lanes)
+        write(trace.folder, spans.place(), clock, recorder.lanes)
 
 
 @functools.cache
 def record_if_asked() -> None:
     """Records the whole program into the folder that UNISONO_TRACE names, if it is set."""
-    folder = os.environ.get("UNISONO_TRACE")
-    if not folder:
+    if not (name := os.environ.get("UNISONO_TRACE")):
         return
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(time.perf_counter_ns, MAX_EVENTS)
     spans.start(recorder)
     process = os.getpid()
@@ -83,6 +87,6 @@ def record_if_asked() -> None:
         spans.stop()
         # A launcher has nothing to tell, and a forked child nothing of its own.
         if recorder.lanes and os.getpid() == process:
-            write(Path(folder), spans.place(), time.perf_counter_ns, recorder.lanes)
+            write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
 
     atexit.register(end)

@@ -11,6 +11,7 @@ from unisono.tracing.segments import Block, Segments, split
 
 _KINDS = {
     "replica": "compute",
+    "compute": "compute",
     "merge": "compute",
     "reduce": "communication",
     "copy": "communication",

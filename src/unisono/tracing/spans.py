@@ -118,7 +118,8 @@ def span(
     """Returns what records a `with` block, if somebody records or profiles.
 
     Args:
-        category: Step, replica, merge, wait, reduce, copy, collective or input.
+        category: step, replica, merge, wait, reduce, copy, collective or input; compute for blocks
+            of a program's own.
         name: What is done.
         tensors: What is moved, of which the bytes are noted; a generator costs nothing when off.
         arguments: What else there is to know; nothing that should not be kept alive.

@@ -111,6 +111,20 @@ def test_replicas_packs_waits_copies_and_input_are_recorded(tmp_path: Path) -> N
     assert steps == [1, 2]
 
 
+def test_a_block_of_the_program_counts_as_computation(tmp_path: Path) -> None:
+    def augment(replica: int) -> None:
+        with span("compute", "augment", replica=replica):
+            time.sleep(SLEEP_S)
+
+    with training(num_replicas=2) as step, uo.tracing.record(tmp_path) as trace:
+        step(augment)
+
+    own = [event for event in events_of(trace) if event.name == "augment"]
+    assert sorted(event.arguments["replica"] for event in own) == [0, 1]
+    for shares in trace.summary().replicas.values():
+        assert shares.compute > SLEEP_S * 1e9
+
+
 def test_one_device_leaves_a_trace_too(tmp_path: Path) -> None:
     strategy = uo.OneDeviceStrategy("cpu:0")
     with uo.tracing.record(tmp_path) as trace:
@@ -164,7 +178,7 @@ def test_the_oldest_events_make_room_and_are_counted(tmp_path: Path) -> None:
             step()
 
     (worker,) = trace.workers()
-    assert all(len(thread.events) == 30 for thread in worker.threads)
+    assert all(15 <= len(thread.events) <= 30 for thread in worker.threads)
     assert worker.num_dropped > 0
     summary = trace.summary()
     assert 0 < summary.num_steps < 20
