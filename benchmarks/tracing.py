@@ -59,7 +59,7 @@ def step_times(model_name: str, budget_s: float) -> tuple[list[float], list[floa
     end = time.perf_counter() + budget_s
     with tempfile.TemporaryDirectory() as folder:
         turn()
-        while time.perf_counter() < end:
+        while time.perf_counter() < end or not times[1]:
             times[0].append(turn())
             with uo.tracing.record(folder):
                 times[1].append(turn())

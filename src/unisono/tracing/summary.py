@@ -20,7 +20,7 @@ class Shares:
     Attributes:
         compute: Its own work, and updates that are made once for all.
         communication: Reductions, copies and collectives during which it did nothing else.
-        waiting: Waiting for the slowest replica or worker.
+        waiting: Waiting for the slowest replica or worker, and waking up after it.
         input: Waiting for the next batch.
         other: Starting and ending the step.
     """
@@ -148,7 +148,7 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
             for one in spent:
                 if one.waited_for is not None:
                     waited_for[one.waited_for] += one.duration
-    summary.straggler = _straggler(waited_for, num_local)
+    summary.straggler = _straggler(waited_for, num_local, summary.total.waiting)
     return summary
 
 
@@ -159,7 +159,9 @@ def _shares(spent: Iterable[Spent]) -> Shares:
     return Shares(**totals)
 
 
-def _straggler(waited_for: Counter[tuple[int, int | None]], num_local: int) -> Straggler | None:
+def _straggler(
+    waited_for: Counter[tuple[int, int | None]], num_local: int, all_waiting: int
+) -> Straggler | None:
     blamed: Counter[tuple[int, int | None]] = Counter()
     for (worker, local_id), waited in waited_for.items():
         if local_id is None:
@@ -169,7 +171,7 @@ def _straggler(waited_for: Counter[tuple[int, int | None]], num_local: int) -> S
         return None
     (worker, local_id), waited = blamed.most_common(1)[0]
     replica = None if local_id is None else worker * num_local + local_id
-    return Straggler(worker, replica, waited, waited / blamed.total())
+    return Straggler(worker, replica, waited, waited / all_waiting)
 
 
 def _slowest(
