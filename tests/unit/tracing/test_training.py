@@ -146,7 +146,7 @@ def test_nothing_is_recorded_when_off() -> None:
         step()
 
     assert len(counts) == 2
-    assert all(count > 3 for count in counts)
+    assert all(count >= 3 for count in counts)
     assert [lane.count for lane in recorder.lanes] == counts
     assert span("step", "one") is span("wait", "another", replica=1)
 
