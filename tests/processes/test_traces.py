@@ -91,7 +91,7 @@ def test_the_slow_replica_of_another_worker_is_named_whatever_its_clock(
     )
     slept = NUM_STEPS * SLEEP_S * 1e9
     others = [shares for i, shares in summary.replicas.items() if i != slow_replica]
-    assert all(shares.waiting > slept / 2 for shares in others)
+    assert all(shares.waiting > slept / 4 for shares in others)
     assert summary.replicas[slow_replica].compute > slept
     apart = [next(one.events()).start for one in read_folder(tmp_path)]
     assert apart[1] - apart[0] > AHEAD_NS / 2
