@@ -9,6 +9,7 @@
     ├── ContextError          RuntimeError something called where it has no meaning
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
+    ├── TraceError            ValueError   a folder that holds no trace, or not of one run
     └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
@@ -57,6 +58,10 @@ class UnequalCallsError(UnisonoError, RuntimeError):
 
 class ClusterError(UnisonoError, ValueError):
     """An environment variable or a cluster spec that does not describe a usable cluster."""
+
+
+class TraceError(UnisonoError, ValueError):
+    """A folder or file that holds no trace, or not that of one run."""
 
 
 class CommunicationError(UnisonoError, RuntimeError):

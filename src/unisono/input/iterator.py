@@ -15,6 +15,7 @@ from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn, ReadAhead
 from unisono.input.splitting import Parts
+from unisono.tracing import span
 
 
 class EndOfInputError(UnisonoError, IndexError):
@@ -114,7 +115,8 @@ class DistributedIterator(Iterator[Any]):
         progress = self._opened.progress
         self._opened.note_first_draw()
         try:
-            placed = next(self._steps)
+            with span("input", "next"):
+                placed = next(self._steps)
         except StopIteration:
             self._end()
             raise
@@ -185,7 +187,10 @@ def _steps(deal: Deal, dataset: Dealt) -> Drawn[Placed]:
     placement = dataset.placement
 
     def draw() -> Placed:
-        return placement.place(deal.draw())
+        with span("input", "fetch"):
+            parts = deal.draw()
+        with span("input", "place"):
+            return placement.place(parts)
 
     size = dataset.options.experimental_per_replica_buffer_size
     opened = deal.opened
