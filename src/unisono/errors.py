@@ -7,6 +7,7 @@
     ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
     ├── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
     ├── ContextError          RuntimeError something called where it has no meaning
+    ├── EndOfInputError       IndexError   a step that is asked of an input that has none left
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
     ├── TraceError            ValueError   a folder that holds no trace, or not of one run
@@ -50,6 +51,10 @@ class UnsupportedError(UnisonoError, ValueError):
 
 class ContextError(UnisonoError, RuntimeError):
     """Something that was called in a context where it has no meaning."""
+
+
+class EndOfInputError(UnisonoError, IndexError):
+    """A distributed iterator that was asked for more steps than it has."""
 
 
 class UnequalCallsError(UnisonoError, RuntimeError):

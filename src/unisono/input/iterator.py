@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.contexts import current_replica
-from unisono.errors import ContextError, UnisonoError
+from unisono.errors import ContextError, EndOfInputError
 from unisono.input.context import InputOptions
 from unisono.input.in_step import InStep
 from unisono.input.passes import Pass, Progress
@@ -16,10 +16,6 @@ from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn, ReadAhead
 from unisono.input.splitting import Parts
 from unisono.tracing import span
-
-
-class EndOfInputError(UnisonoError, IndexError):
-    """`get_next` was called after the last step."""
 
 
 @dataclass(frozen=True)
