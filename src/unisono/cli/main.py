@@ -12,6 +12,7 @@ from unisono.cli.completion import completion
 from unisono.cli.demo import demo
 from unisono.cli.info import info
 from unisono.cli.launch import launch
+from unisono.cli.trace import trace
 
 
 class _Commands(click.Group):
@@ -36,3 +37,4 @@ main.add_command(completion)
 main.add_command(demo)
 main.add_command(info)
 main.add_command(launch)
+main.add_command(trace)
