@@ -101,6 +101,8 @@ def test_every_command_of_ours_has_known_options(tmp_path: Path, monkeypatch: An
     commands = [shlex.split(line, comments=True) for line in lines if line.startswith("unisono ")]
 
     assert commands
+    # The folder that the page on traces records into.
+    Path("my_trace").mkdir()
     for _, name, *arguments in commands:
         for file in (Path(word) for word in arguments if re.fullmatch(r"\w[\w/]*\.\w+", word)):
             file.parent.mkdir(parents=True, exist_ok=True)
