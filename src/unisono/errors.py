@@ -9,7 +9,8 @@
     ├── ContextError          RuntimeError something called where it has no meaning
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
-    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
+    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
+        │                                  to torch a `torch.distributed.DistBackendError`
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
         ├── UnequalCollectivesError        workers that call different collectives
@@ -21,6 +22,8 @@ Every message says what was asked, what was found and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from torch.distributed import DistBackendError
 
 
 class UnisonoError(Exception):
@@ -59,8 +62,8 @@ class ClusterError(UnisonoError, ValueError):
     """An environment variable or a cluster spec that does not describe a usable cluster."""
 
 
-class CommunicationError(UnisonoError, RuntimeError):
-    """Workers that cannot go on together.
+class CommunicationError(UnisonoError, DistBackendError):
+    """Workers that cannot go on together. It is what torch expects of its backends, too.
 
     Args:
         message: What was asked, what was found and what to do.
