@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import cluster_resolver, contrib, errors, experimental, testing, tracing
+from unisono import backend, cluster_resolver, contrib, errors, experimental, testing, tracing
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -59,6 +59,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "backend",
     "cluster_resolver",
     "contrib",
     "errors",

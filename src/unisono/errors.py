@@ -11,7 +11,8 @@
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
     ├── TraceError            ValueError   a folder that holds no trace, or not of one run
-    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
+    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
+        │                                  to torch a `torch.distributed.DistBackendError`
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
         ├── UnequalCollectivesError        workers that call different collectives
@@ -23,6 +24,8 @@ Every message says what was asked, what was found and what to do.
 from __future__ import annotations
 
 from collections.abc import Iterable
+
+from torch.distributed import DistBackendError
 
 
 class UnisonoError(Exception):
@@ -69,8 +72,8 @@ class TraceError(UnisonoError, ValueError):
     """A folder or file that holds no trace, or not that of one run."""
 
 
-class CommunicationError(UnisonoError, RuntimeError):
-    """Workers that cannot go on together.
+class CommunicationError(UnisonoError, DistBackendError):
+    """Workers that cannot go on together. It is what torch expects of its backends, too.
 
     Args:
         message: What was asked, what was found and what to do.

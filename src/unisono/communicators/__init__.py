@@ -6,11 +6,16 @@ from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
+from unisono.communicators.stores import (
+    DEFAULT_TIMEOUT_SECONDS,
+    STORE_ERRORS,
+    translated_store_errors,
+)
 from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
+    "STORE_ERRORS",
     "Carrier",
     "Communicator",
     "IdentityCommunicator",
