@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -42,8 +42,17 @@ class WorkerGradientReducer(GradientReducer):
         self._worker_packs: list[WorkerPack] = []
         self._sending = threading.Lock()
         self._sent: dict[Pass, list[Future[None]]] = {}
-        self._full: set[int] = set()
+        self._full: dict[Pass, set[int]] = {}
         self._sender: ThreadPoolExecutor | None = None
+
+    def begin(self, weights: Sequence[float]) -> None:
+        """Before a run: see `GradientReducer.begin`."""
+        # What a pass that failed has sent must not meet what the next one sends.
+        left = [future for sent in self._sent.values() for future in sent]
+        self._sent.clear()
+        self._full.clear()
+        self._settle(left)
+        super().begin(weights)
 
     def close(self) -> None:
         """Ends the thread that sends."""
@@ -74,24 +83,21 @@ class WorkerGradientReducer(GradientReducer):
             return
         with self._sending:
             sent = self._sent.setdefault(current, [])
-            self._full.add(pack)
-            while len(sent) in self._full:
+            full = self._full.setdefault(current, set())
+            full.add(pack)
+            while len(sent) in full:
                 number = len(sent)
-                self._full.discard(number)
                 self._fill(current, number)
-                sent.append(self._executor.submit(self._worker_packs[number].exchange))
+                before = sent[-1] if sent else None
+                sent.append(self._executor.submit(_exchange, self._worker_packs[number], before))
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         with self._sending:
             sent = self._sent.pop(current, [])
-            self._full.clear()
-        try:
-            for future in sent:
-                future.result()
-        except KeyboardInterrupt:
-            # Or the thread that sends would wait on, and the process could not end without it.
-            self._across.communicator.close()
-            raise
+            self._full.pop(current, None)
+        self._settle(sent)
+        for future in sent:
+            future.result()
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
             self._worker_packs[number].exchange()
@@ -103,6 +109,15 @@ class WorkerGradientReducer(GradientReducer):
                 for one in pack:
                     self._bring_back(one)
         return given
+
+    def _settle(self, futures: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged, or have failed."""
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            # Or the thread that sends would wait on, and the process could not end without it.
+            self._across.communicator.close()
+            raise
 
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
@@ -140,6 +155,13 @@ class WorkerGradientReducer(GradientReducer):
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="unisono-exchange")
         return self._sender
+
+
+def _exchange(pack: WorkerPack, before: Future[None] | None) -> None:
+    """Exchanges a pack. If the one before it failed it fails too: on all workers the same do."""
+    if before is not None:
+        before.result()
+    pack.exchange()
 
 
 def _no_rows(leaf: nn.Parameter) -> Tensor:

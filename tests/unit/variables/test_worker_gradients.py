@@ -1,0 +1,47 @@
+"""Gradients between workers, which here are threads: what a failed backward pass leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from worker_threads import on_strategies
+
+import unisono as uo
+
+
+class Refusal(torch.autograd.Function):
+    """Computes nothing, and has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise ArithmeticError("no gradient today")
+
+
+def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
+    def train(strategy: uo.Strategy) -> list[Any]:
+        with strategy.scope():
+            model = nn.ParameterList([nn.Parameter(torch.ones(1)) for _ in range(3)])
+
+        def step(*, fails: bool) -> None:
+            first, second, third = model
+            # What is used last has its gradient first, so at first the second pack fills alone.
+            branches = [Refusal.apply(third * 5), second * 7] if fails else [second * 7, third * 5]
+            (sum(branches) + first).sum().backward()
+
+        with pytest.raises(ArithmeticError):
+            strategy.run(step, kwargs={"fails": True})
+        model.zero_grad()
+        strategy.run(step, kwargs={"fails": False})
+        return [parameter.grad for parameter in model]
+
+    # Every parameter is a pack, and the last one made is the first to be sent.
+    options = uo.experimental.CommunicationOptions(bytes_per_pack=1)
+    for found in on_strategies(2, train, options=options):
+        assert found == [1.0, 7.0, 5.0]
