@@ -1,4 +1,4 @@
-"""Gradients between workers, which here are threads: what a failed backward pass leaves behind."""
+"""Gradients between workers, which here are threads."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
         def step(*, fails: bool) -> None:
             first, second, third = model
             # What is used last has its gradient first, so at first the second pack fills alone.
-            branches = [Refusal.apply(third * 5), second * 7] if fails else [second * 7, third * 5]
+            refuse: Any = Refusal.apply
+            branches = [refuse(third * 5), second * 7] if fails else [second * 7, third * 5]
             (sum(branches) + first).sum().backward()
 
         with pytest.raises(ArithmeticError):
@@ -45,3 +46,29 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
     options = uo.experimental.CommunicationOptions(bytes_per_pack=1)
     for found in on_strategies(2, train, options=options):
         assert found == [1.0, 7.0, 5.0]
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2, 3])
+@pytest.mark.parametrize(
+    "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64], ids=str
+)
+def test_gradients_of_every_dtype_cross(dtype: torch.dtype, num_replicas: int) -> None:
+    def train(strategy: uo.Strategy) -> list[Any]:
+        with strategy.scope():
+            model = nn.ParameterList([nn.Parameter(torch.ones(2, dtype=dtype)) for _ in range(2)])
+
+        def step() -> None:
+            context = uo.get_replica_context()
+            assert context is not None
+            (model[0].real * context.replica_id_in_sync_group).sum().backward()
+
+        for _ in range(2):
+            model.zero_grad()
+            strategy.run(step)
+        return [parameter.grad for parameter in model]
+
+    mean = (2 * num_replicas - 1) / 2
+    for used, unused in on_strategies(2, train, num_replicas=num_replicas):
+        assert unused is None
+        assert used.dtype == dtype
+        assert used.tolist() == [mean, mean]
