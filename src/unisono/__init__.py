@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import cluster_resolver, contrib, errors, experimental, testing
+from unisono import cluster_resolver, contrib, errors, experimental, hooks, testing
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -66,6 +66,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "has_strategy",
+    "hooks",
     "in_cross_replica_context",
     "testing",
 ]

@@ -16,14 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from unisono.devices import Device
+from unisono.hooks import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.gradients import BYTES_PER_PACK, GradientReducer, Pass, gradients_of
+from unisono.variables.hooked_packs import HookedPack
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.worker_packs import WorkerPack
+from unisono.variables.worker_packs import Pack, WorkerPack
 
 
 class WorkerGradientReducer(GradientReducer):
@@ -36,10 +38,12 @@ class WorkerGradientReducer(GradientReducer):
         ops: AcrossWorkers,
         reduce_op: ReduceOp,
         options: CommunicationOptions,
+        hook: CommHook | None = None,
     ) -> None:
         super().__init__(mirrors, devices, ops, reduce_op, options)
         self._across = ops
-        self._worker_packs: list[WorkerPack] = []
+        self._hook = hook
+        self._worker_packs: list[Pack] = []
         self._sending = threading.Lock()
         self._sent: dict[Pass, list[Future[None]]] = {}
         self._full: dict[Pass, set[int]] = {}
@@ -73,9 +77,16 @@ class WorkerGradientReducer(GradientReducer):
             for group in group_by_bytes([one.primary.nbytes for one in members], limit)
             if group
         ]
-        self._worker_packs = [WorkerPack(pack, self._across, self._op) for pack in packs]
+        self._worker_packs = [self._make_pack(packs, number) for number in range(len(packs))]
         # What has sparse gradients comes last, each on its own.
         return packs + [[one] for one in trained if self._mirrors.is_sparse(one)]
+
+    def _make_pack(self, packs: Sequence[Sequence[Leaves]], number: int) -> Pack:
+        given = packs[number], self._across, self._op
+        if self._hook is None:
+            return WorkerPack(*given)
+        is_last = number + 1 == len(packs)
+        return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
@@ -100,7 +111,7 @@ class WorkerGradientReducer(GradientReducer):
             future.result()
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
-            self._worker_packs[number].exchange()
+            self._exchange_rest(self._worker_packs[number])
         given = [one for pack in self._worker_packs for one in pack.give()]
         for (one,) in self._packs[len(self._worker_packs) :]:
             given += self._reduce_sparse(current, one)
@@ -118,6 +129,16 @@ class WorkerGradientReducer(GradientReducer):
             # Or the thread that sends would wait on, and the process could not end without it.
             self._across.communicator.close()
             raise
+
+    def _exchange_rest(self, pack: Pack) -> None:
+        """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
+        if self._hook is None:
+            pack.exchange()
+        else:
+            # A hook sees no replica: its random numbers, say, are those of the program.
+            future = self._executor.submit(pack.exchange)
+            self._settle([future])
+            future.result()
 
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
@@ -157,7 +178,7 @@ class WorkerGradientReducer(GradientReducer):
         return self._sender
 
 
-def _exchange(pack: WorkerPack, before: Future[None] | None) -> None:
+def _exchange(pack: Pack, before: Future[None] | None) -> None:
     """Exchanges a pack. If the one before it failed it fails too: on all workers the same do."""
     if before is not None:
         before.result()
