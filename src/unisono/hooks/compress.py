@@ -80,23 +80,29 @@ class Compress:
 
     def _rounded(self, exact: Tensor, residuals: dict[int, Tensor], index: int) -> Tensor:
         """Rounds what is exact and what was lost before, and keeps what is lost now."""
-        before = residuals.get(index)
+        kept = residuals.get(index)
         # After a change of the model the buckets are others, and nothing is known of them.
-        if before is not None and before.shape == exact.shape:
-            exact = exact + before.to(exact)
-        rounded = exact.to(self._dtype)
+        if kept is None or kept.shape != exact.shape:
+            kept = residuals[index] = torch.zeros_like(exact)
+        # In place, because fresh memory costs more than the sums.
+        kept += exact
+        rounded = kept.to(self._dtype)
         # What is infinite, or not a number, would stay so for ever.
-        residuals[index] = (exact - rounded).nan_to_num_(0.0, 0.0, 0.0)
+        kept.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
         return rounded
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the residuals of this worker, each worker has its own."""
-        return {"shares": dict(self._shares), "sums": dict(self._sums)}
+        """Returns the residuals of this worker; each worker has its own."""
+        return {"shares": _copied(self._shares), "sums": _copied(self._sums)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes over what `state_dict` of the same worker returned."""
-        self._shares = dict(state_dict["shares"])
-        self._sums = dict(state_dict["sums"])
+        self._shares = _copied(state_dict["shares"])
+        self._sums = _copied(state_dict["sums"])
+
+
+def _copied(residuals: Mapping[int, Tensor]) -> dict[int, Tensor]:
+    return {index: residual.clone() for index, residual in residuals.items()}
 
 
 def _communicator(group: object) -> Communicator:
