@@ -83,7 +83,9 @@ class Compress:
         kept = residuals.get(index)
         # After a change of the model the buckets are others, and nothing is known of them.
         if kept is None or kept.shape != exact.shape:
-            kept = residuals[index] = torch.zeros_like(exact)
+            kept = torch.zeros_like(exact)
+        # What a checkpoint brings may be on another device.
+        kept = residuals[index] = kept.to(exact.device)
         # In place, because fresh memory costs more than the sums.
         kept += exact
         rounded = kept.to(self._dtype)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 import torch
+from torch import Tensor
 
 from unisono.hooks import CommHook, GradBucket
 from unisono.options import ReduceOp
@@ -36,8 +37,7 @@ class HookedPack(Pack):
         is_last: bool,
     ) -> None:
         leaves = members[0].leaves
-        super().__init__(members, ops, leaves[0].dtype, len(leaves), ReduceOp.MEAN)
-        self._communicator = ops.communicator
+        super().__init__(members, ops, leaves[0].dtype, len(leaves))
         self._factor = 1 if op is ReduceOp.MEAN else len(leaves) * ops.communicator.size
         self._hook = hook
         self._index = index
@@ -62,4 +62,7 @@ class HookedPack(Pack):
                 flat.copy_(result.reshape(-1))
             if self._factor != 1:
                 flat.mul_(self._factor)
-        self._communicator.all_reduce(ReduceOp.SUM, [self._terms[0][self._num_used_at :]])
+        self._ops.communicator.all_reduce(ReduceOp.SUM, [self._terms[0][self._num_used_at :]])
+
+    def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
+        view.copy_(self._ops.mean_here(grads))

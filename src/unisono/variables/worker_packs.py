@@ -29,7 +29,6 @@ class Pack(ABC):
         ops: Connects the workers.
         dtype: What the gradients are kept in.
         together: How many replicas of this worker make a term.
-        combine: How the replicas of a term become one.
     """
 
     def __init__(
@@ -38,11 +37,10 @@ class Pack(ABC):
         ops: AcrossWorkers,
         dtype: torch.dtype,
         together: int,
-        combine: ReduceOp,
     ) -> None:
         self.members = members
+        self._ops = ops
         self._together = together
-        self._combine_op = combine
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
         place = ops.place(members[0].leaves[0].device)
@@ -77,18 +75,17 @@ class Pack(ABC):
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
                 first = number * self._together
-                self._combine(grads[first : first + self._together], view)
+                own = grads[first : first + self._together]
+                if len(own) > 1:
+                    self._combine(own, view)
+                elif own[0].data_ptr() != view.data_ptr():
+                    view.copy_(own[0])
         is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
         self._terms[:, self._num_used_at :] = is_new.to(self._terms.device)
 
+    @abstractmethod
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         """Writes what the replicas of one term make together where it is sent from."""
-        op = self._combine_op
-        if len(grads) == 1:
-            if grads[0].data_ptr() != view.data_ptr():
-                view.copy_(grads[0])
-        elif grads[0].dtype != view.dtype or not reduce_into(op, [grads], [[view]]):
-            view.copy_(tree_reduce(op, [grad.to(view.device, view.dtype) for grad in grads]))
 
     @torch.no_grad()
     def give(self) -> list[Leaves]:
@@ -110,15 +107,19 @@ class WorkerPack(Pack):
         # Partial sums of half precision are not rounded before the last.
         dtype = members[0].leaves[0].dtype
         dtype = wide_dtype(dtype) if together > 1 else dtype
-        super().__init__(members, ops, dtype, together, ReduceOp.SUM)
-        self._communicator = ops.communicator
+        super().__init__(members, ops, dtype, together)
         self._op = op
         self._count = num_replicas * ops.communicator.size
 
     def exchange(self) -> None:
         """All-reduces the pack with those of the other workers."""
         count = self._count if self._op is ReduceOp.MEAN else None
-        self._communicator.all_reduce(self._op, list(self._terms), count)
+        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
+
+    def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
+        if grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
+            here = [grad.to(view.device, view.dtype) for grad in grads]
+            view.copy_(tree_reduce(ReduceOp.SUM, here))
 
 
 def _set_gradients(one: Leaves, total: Tensor) -> None:

@@ -20,6 +20,7 @@ from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError, UnsupportedError
+from unisono.testing import virtual_gpus
 
 Register = Callable[[uo.Strategy], None]
 SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
@@ -236,6 +237,35 @@ def test_a_hook_sees_the_mean_of_its_worker_pack_by_pack() -> None:
     assert found == [[5.0, 5.0], 5.0]
 
 
+class Highest(uo.CrossDeviceOps):
+    """Takes the highest for the mean."""
+
+    def reduce_implementation(
+        self, reduce_op: uo.ReduceOp, per_replica_value: Any, destinations: Any, options: Any
+    ) -> Any:
+        highest = torch.stack(per_replica_value.values).amax(0)
+        return self.broadcast_implementation(highest, destinations)
+
+
+def test_a_reduction_of_ones_own_counts_between_the_replicas_of_a_worker(
+    mirrored: Callable[..., uo.MirroredStrategy],
+) -> None:
+    strategy = mirrored(3, cross_device_ops=Highest())
+    strategy.register_comm_hook(None, default_hooks.allreduce_hook)
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+
+    def step() -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        (model(torch.ones(1)) * context.replica_id_in_sync_group).backward()
+
+    for _ in range(2):
+        model.zero_grad()
+        strategy.run(step)
+        assert model.weight.grad == 2.0
+
+
 def test_a_hook_that_sends_nothing_leaves_each_worker_its_own_mean() -> None:
     def backward(strategy: uo.Strategy) -> Any:
         strategy.register_comm_hook(None, debugging_hooks.noop_hook)
@@ -358,3 +388,37 @@ def test_what_cannot_be_a_hook_is_refused(mirrored: Callable[..., uo.MirroredStr
     with pytest.raises(ContextError, match="There is no strategy here"):
         uo.get_strategy().register_comm_hook(None, default_hooks.allreduce_hook)
     assert not distributed.is_initialized()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "hook",
+    [uo.hooks.Compress(error_feedback=True), default_hooks.bf16_compress_hook],
+    ids=["ours", "torch"],
+)
+def test_a_bucket_is_on_the_gpu_of_the_first_replica(hook: Any) -> None:
+    places = []
+
+    def watched(state: Any, bucket: Any) -> Any:
+        places.append(bucket.buffer().device)
+        return hook(state, bucket)
+
+    with virtual_gpus(2), torch.cuda.stream(torch.cuda.Stream()):
+        strategy = uo.MirroredStrategy(["cuda:0", "cuda:1"])
+        strategy.register_comm_hook(None, watched)
+        with strategy.scope():
+            model = nn.Linear(1000, 1000)
+
+        def step() -> None:
+            context = uo.get_replica_context()
+            assert context is not None
+            factor = context.replica_id_in_sync_group + 1.0
+            model.zero_grad()
+            (model(torch.ones(8, 1000, device="cuda")) * factor).sum().backward()
+
+        for _ in range(2):
+            strategy.run(step)
+            assert model.weight.grad is not None
+            assert (model.weight.grad == 12.0).all()
+        strategy.close()
+    assert set(places) == {torch.device("cuda", 0)}
