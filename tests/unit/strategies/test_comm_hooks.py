@@ -75,6 +75,8 @@ def train(
 
         with strategy.no_sync():
             backward()
+        # The second adds to what is reduced already.
+        backward()
         backward()
         nn.utils.clip_grad_norm_(dense, 1.0)
         for optimizer in optimizers:
@@ -248,7 +250,7 @@ class Highest(uo.CrossDeviceOps):
 
 
 def test_a_reduction_of_ones_own_counts_between_the_replicas_of_a_worker(
-    mirrored: Callable[..., uo.MirroredStrategy],
+    mirrored: Callable[..., uo.MirroredStrategy], memories: str
 ) -> None:
     strategy = mirrored(3, cross_device_ops=Highest())
     strategy.register_comm_hook(None, default_hooks.allreduce_hook)
