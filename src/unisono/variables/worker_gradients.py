@@ -142,25 +142,18 @@ class WorkerGradientReducer(GradientReducer):
 
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
-        if self._op is not ReduceOp.MEAN:
-            for one in pack.members:
-                if one not in current.arrived:
-                    self._set_aside_all(one)
+        self._set_aside_all(pack.members)
         pack.fill(current.arrived)
-
-    def _set_aside_all(self, one: Leaves) -> None:
-        for leaf in one.leaves:
-            self._set_aside(leaf)
 
     def _kept(self, grad: Tensor) -> Tensor:
         return grad.clone()
 
     def _reduce_sparse(self, current: Pass, one: Leaves) -> list[Leaves]:
         """Reduces the sparse gradients of a parameter, of which a worker may have none."""
+        self._set_aside_all([one])
         if one in current.arrived:
             grads = gradients_of(one.leaves)
         else:
-            self._set_aside_all(one)
             grads = [_no_rows(leaf) for leaf in one.leaves]
         value = PerReplica.placed(tuple(grads), self._devices)
         result: Any = self._across.batch_reduce(self._op, [(value, value)], self._options)[0]

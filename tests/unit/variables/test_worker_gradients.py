@@ -72,3 +72,39 @@ def test_gradients_of_every_dtype_cross(dtype: torch.dtype, num_replicas: int) -
         assert unused is None
         assert used.dtype == dtype
         assert used.tolist() == [mean, mean]
+
+
+@pytest.mark.parametrize("op", [uo.ReduceOp.SUM, uo.ReduceOp.MEAN])
+@pytest.mark.parametrize(("num_workers", "num_replicas"), [(1, 2), (2, 1), (2, 2), (3, 2)])
+def test_what_one_replica_adds_is_added_once(
+    num_workers: int, num_replicas: int, op: uo.ReduceOp
+) -> None:
+    num_all = num_workers * num_replicas
+
+    def train(strategy: uo.Strategy) -> list[Any]:
+        with strategy.scope():
+            model = nn.ParameterList([nn.Parameter(torch.ones(())) for _ in range(2)])
+
+        def step() -> Any:
+            context = uo.get_replica_context()
+            assert context is not None
+            replica_id = context.replica_id_in_sync_group
+            (model[0] * (replica_id + 1)).backward()
+            # The second pass has something for the first parameter on the last replica only.
+            is_last = replica_id + 1 == num_all
+            (model[0] * 60 if is_last else model[1] * 60).backward()
+            return torch.stack(
+                [parameter.grad for parameter in model if parameter.grad is not None]
+            )
+
+        for _ in range(2):
+            model.zero_grad()
+            found = strategy.run(step)
+        return [*strategy.experimental_local_results(found)]
+
+    divisor = num_all if op is uo.ReduceOp.MEAN else 1
+    first, second = sum(range(1, num_all + 1)) + 60.0, 60.0 * (num_all - 1)
+    expected = torch.tensor([first, second]) / divisor
+    for found in on_strategies(num_workers, train, num_replicas=num_replicas, reduce_gradients=op):
+        for on_replica in found:
+            torch.testing.assert_close(on_replica, expected)
