@@ -83,7 +83,7 @@ def test_power_sgd_trains_through_the_hook_of_torch() -> None:
     assert first == second
     assert first["AUTO"] == first["RING"]
     learnt, rate = first["AUTO"]
-    assert learnt.losses[-1] < 0.2 * learnt.losses[0]
+    assert learnt.losses[-1] < 0.5 * learnt.losses[0]
     assert rate > 4
 
 
