@@ -36,6 +36,7 @@ def run(
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    # Between GPUs that do not reach each other's memory, CUDA itself goes through the host's.
     return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import click
 
+from unisono.cli.info import info
 from unisono.cli.launch import launch
 
 
@@ -13,4 +14,5 @@ def main() -> None:
     """Synchronous data-parallel training for PyTorch."""
 
 
+main.add_command(info)
 main.add_command(launch)

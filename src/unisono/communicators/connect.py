@@ -15,6 +15,7 @@ from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
@@ -40,13 +41,8 @@ def connect(
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
-        one rank                             nothing to connect
-        all ranks on one host                shared memory
-        several hosts with as many ranks     shared memory inside a host, Gloo between
-        otherwise, or without a native core  Gloo between all ranks
-
-    `RING` is Gloo between all ranks. GPU tensors travel through host memory, or with `NCCL` through
-    NCCL.
+    `choose_carrier` says what that is. GPU tensors travel through host memory, or with `NCCL`
+    through NCCL.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one call.
@@ -63,19 +59,15 @@ def connect(
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     patience = timeout if joining_seconds is None else joining_seconds
     layout, have_memory = _survey(store, rank, size, implementation, patience)
-    ring = CommunicationImplementation.RING
+    carrier, why = choose_carrier(
+        layout, has_native_core=have_memory, implementation=implementation
+    )
     link = _Link(store, rank, size, timeout, host)
-    if implementation is ring or not have_memory:
-        why = "asked for" if implementation is ring else "not every rank has a native core"
-        chosen: Communicator = link.flat()
-    elif len(layout.hosts) == 1:
-        why = "all ranks are on one host"
-        chosen = SharedMemoryCommunicator(store, rank, size, timeout_seconds=timeout)
-    elif layout.is_regular and len(layout.hosts) < size:
-        why = f"ranks by host are {layout}"
+    if carrier is Carrier.SHARED_MEMORY:
+        chosen: Communicator = SharedMemoryCommunicator(store, rank, size, timeout_seconds=timeout)
+    elif carrier is Carrier.HIERARCHICAL:
         chosen = link.hierarchical(layout)
     else:
-        why = f"ranks by host are {layout}, which is no equal number of neighbours on each"
         chosen = link.flat()
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)

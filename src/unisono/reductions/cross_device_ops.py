@@ -123,6 +123,13 @@ class CrossDeviceOps:
             )
         return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
 
+    def close(self) -> None:
+        """Gives back what is kept for the next call, such as NCCL's communicators.
+
+        A strategy that is closed closes its operations; they can be used again. Here nothing is
+        kept.
+        """
+
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,

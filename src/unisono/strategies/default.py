@@ -6,7 +6,7 @@ from unisono.contexts import ReplicaContext, set_outside
 from unisono.devices import Device
 from unisono.engines import ReplicaMeeting, Turns
 from unisono.errors import ContextError
-from unisono.hooks import HookFunction
+from unisono.hooks.hook import HookFunction
 from unisono.reductions import ReductionToOneDevice
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy

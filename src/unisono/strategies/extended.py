@@ -18,7 +18,8 @@ from unisono.contexts import (
 from unisono.devices import Device, this_machine
 from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
-from unisono.hooks import CommHook, HookFunction, WorkersGroup
+from unisono.hooks import WorkersGroup
+from unisono.hooks.hook import CommHook, HookFunction
 from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import AcrossWorkers, CrossDeviceOps, Workers, destinations_of
@@ -204,6 +205,7 @@ class StrategyExtended(VariableMethods):
         self.workers.communicator.close()
         self._gradients.close()
         self._runner.close()
+        self.cross_device_ops.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

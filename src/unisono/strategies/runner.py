@@ -49,7 +49,8 @@ class Runner:
         num_replicas = len(self._devices)
         places = [this_machine().torch_device(device) for device in self._devices]
         turns = OneByOne(num_replicas) if self._is_serial else Turns(num_replicas)
-        meeting = ReplicaMeeting(num_replicas, turns)
+        gpus = list(dict.fromkeys(place for place in places if place.type == "cuda"))
+        meeting = ReplicaMeeting(num_replicas, turns, gpus)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)

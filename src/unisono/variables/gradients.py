@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica
-from unisono.devices import Device
+from unisono.devices import Device, Trail
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
@@ -38,6 +38,8 @@ class Pass:
         self._lock = threading.Lock()
         self.missing = [size * num_replicas for size in pack_sizes]
         self.arrived: set[Leaves] = set()
+        # The streams that gradients came on, and those they were reduced on.
+        self.trail = Trail()
 
     def arrives(self, pack: int, one: Leaves) -> bool:
         """Counts a gradient, and returns whether it was the last of its pack."""
@@ -138,8 +140,12 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
+        current.trail.note(one.leaves[context.local_id].device)
         if current.arrives(pack, one):
+            current.trail.follow()
             self._pack_is_full(current, pack)
+            for leaf in one.leaves:
+                current.trail.note(leaf.device)
 
     def after_backward(self, context: ReplicaContext) -> None:
         """After every `backward()` of a replica: one that brought no gradient is a pass too."""
@@ -181,6 +187,7 @@ class GradientReducer:
         current = self._pass(context)
 
         def work(_: Any) -> list[None]:
+            current.trail.follow()
             for one in self._complete(current):
                 one.show_gradient()
             return [None] * len(self._devices)
@@ -188,6 +195,7 @@ class GradientReducer:
         number = context.notes.get("backwards", 0)
         context.notes.update({"pass": None, "backwards": number + 1, "has_finished": True})
         context.meeting.meet(context.local_id, f"backward() number {number}", None, work)
+        current.trail.follow()
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         """The last gradient of a pack has come."""

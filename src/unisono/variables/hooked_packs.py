@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
-from unisono.hooks import CommHook, GradBucket
+from unisono.hooks import GradBucket
+from unisono.hooks.hook import CommHook
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
 from unisono.variables.leaves import Leaves
@@ -42,27 +44,21 @@ class HookedPack(Pack):
         self._hook = hook
         self._index = index
         self._is_last = is_last
-        self._stream: torch.cuda.Stream | None = None
-
-    def fill(self, arrived: Collection[Leaves]) -> None:
-        """Takes in the gradients of this worker's replicas; of some there are new ones."""
-        super().fill(arrived)
-        if self._terms.is_cuda:
-            self._stream = torch.cuda.current_stream(self._terms.device)
-
-    @torch.no_grad()
-    def exchange(self) -> None:
-        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
-        flat = self._terms[0][: self._num_used_at]
-        parameters = [one.primary for one in self.members]
-        bucket = GradBucket(self._index, flat, parameters, is_last=self._is_last)
-        with torch.cuda.stream(self._stream):
-            result = self._hook(bucket)
-            if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
-                flat.copy_(result.reshape(-1))
-            if self._factor != 1:
-                flat.mul_(self._factor)
-        self._ops.communicator.all_reduce(ReduceOp.SUM, [self._terms[0][self._num_used_at :]])
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         view.copy_(self._ops.mean_here(grads))
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
+        flat, is_new = self._terms[0].split([self._num_used_at, len(self.members)])
+        parameters = [one.primary for one in self.members]
+        bucket = GradBucket(self._index, flat, parameters, is_last=self._is_last)
+        is_on_gpu = self._place.type == "cuda"
+        with torch.cuda.device(self._place) if is_on_gpu else nullcontext():
+            result = self._hook(bucket)
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            flat.copy_(result.reshape(-1))
+        if self._factor != 1:
+            flat.mul_(self._factor)
+        self._ops.communicator.all_reduce(ReduceOp.SUM, [is_new])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.devices import Device
-from unisono.hooks import CommHook
+from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers

@@ -8,6 +8,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from unisono.devices import Trail
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers, replicas_in_a_term
@@ -32,24 +33,21 @@ class Pack(ABC):
     """
 
     def __init__(
-        self,
-        members: Sequence[Leaves],
-        ops: AcrossWorkers,
-        dtype: torch.dtype,
-        together: int,
+        self, members: Sequence[Leaves], ops: AcrossWorkers, dtype: torch.dtype, together: int
     ) -> None:
         self.members = members
         self._ops = ops
         self._together = together
+        self._trail = Trail()
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
-        place = ops.place(members[0].leaves[0].device)
+        self._place = ops.place(members[0].leaves[0].device)
         num_terms = len(members[0].leaves) // together
         num_bytes = num_terms * length * dtype.itemsize
-        if place.type == "cpu":
+        if self._place.type == "cpu":
             memory = ops.communicator.allocate(num_bytes)
         else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
         self._terms = memory.view(dtype).view(num_terms, length)
         sizes = [one.primary.numel() for one in members]
         self._views = [
@@ -59,10 +57,6 @@ class Pack(ABC):
             ]
             for term in self._terms
         ]
-
-    @abstractmethod
-    def exchange(self) -> None:
-        """Reduces the pack with those of the other workers, into the first term."""
 
     @torch.no_grad()
     def fill(self, arrived: Collection[Leaves]) -> None:
@@ -81,15 +75,27 @@ class Pack(ABC):
                 elif own[0].data_ptr() != view.data_ptr():
                     view.copy_(own[0])
         is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
-        self._terms[:, self._num_used_at :] = is_new.to(self._terms.device)
+        self._terms[:, self._num_used_at :] = is_new.to(self._place)
+        self._trail.note(self._place)
 
     @abstractmethod
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         """Writes what the replicas of one term make together where it is sent from."""
 
+    def exchange(self) -> None:
+        """Reduces the pack with those of the other workers."""
+        self._trail.follow()
+        self._reduce()
+        self._trail.note(self._place)
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Reduces the terms of all workers into the first of each."""
+
     @torch.no_grad()
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
+        self._trail.follow()
         is_used = (self._terms[0][self._num_used_at :] != 0).tolist()
         given = [one for one, used in zip(self.members, is_used, strict=True) if used]
         for one, view, used in zip(self.members, self._views[0], is_used, strict=True):
@@ -111,15 +117,14 @@ class WorkerPack(Pack):
         self._op = op
         self._count = num_replicas * ops.communicator.size
 
-    def exchange(self) -> None:
-        """All-reduces the pack with those of the other workers."""
-        count = self._count if self._op is ReduceOp.MEAN else None
-        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
-
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         if grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
             here = [grad.to(view.device, view.dtype) for grad in grads]
             view.copy_(tree_reduce(ReduceOp.SUM, here))
+
+    def _reduce(self) -> None:
+        count = self._count if self._op is ReduceOp.MEAN else None
+        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
 
 
 def _set_gradients(one: Leaves, total: Tensor) -> None:
