@@ -180,6 +180,11 @@ class StrategyExtended(VariableMethods):
                 "A communication hook must be registered before anything is made in the scope. "
                 "Call `register_comm_hook` right after the strategy is made."
             )
+        if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
+            raise UnsupportedError(
+                "A communication hook gives the mean of gradients, of which a sum can be made, but "
+                f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
+            )
         communicator = self.workers.communicator
         self._gradients = WorkerGradientReducer(
             self.mirrors,

@@ -387,6 +387,8 @@ def test_what_cannot_be_a_hook_is_refused(mirrored: Callable[..., uo.MirroredStr
         strategy.register_comm_hook(None, 5)  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match=r"Give it `strategy\.process_group`"):
         strategy.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    with pytest.raises(UnsupportedError, match=r"`reduce_gradients` is ReduceOp\.MAX"):
+        mirrored(2, reduce_gradients=uo.ReduceOp.MAX).register_comm_hook(None, print)
     with pytest.raises(ContextError, match="There is no strategy here"):
         uo.get_strategy().register_comm_hook(None, default_hooks.allreduce_hook)
     assert not distributed.is_initialized()
