@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import cluster_resolver, contrib, errors, experimental, hooks, testing
+from unisono import cluster_resolver, contrib, errors, experimental, hooks, testing, tracing
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -69,4 +69,7 @@ __all__ = [
     "hooks",
     "in_cross_replica_context",
     "testing",
+    "tracing",
 ]
+
+tracing.record_if_asked()

@@ -6,6 +6,7 @@ import click
 
 from unisono.cli.info import info
 from unisono.cli.launch import launch
+from unisono.cli.trace import trace
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -16,3 +17,4 @@ def main() -> None:
 
 main.add_command(info)
 main.add_command(launch)
+main.add_command(trace)

@@ -7,6 +7,7 @@ from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
+from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
@@ -14,6 +15,7 @@ __all__ = [
     "Communicator",
     "IdentityCommunicator",
     "Layout",
+    "TracedCommunicator",
     "all_reduce_sparse",
     "choose_carrier",
     "connect",

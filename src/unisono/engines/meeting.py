@@ -12,6 +12,7 @@ from unisono.devices import Trail, lend
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import UnequalCallsError
+from unisono.tracing import span
 from unisono.values import tensors_of
 
 _NOTHING = object()
@@ -76,14 +77,15 @@ class ReplicaMeeting:
     ) -> Any:
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
         if self._num_replicas == 1:
-            return work([given])[0]
+            with span("merge", what):
+                return work([given])[0]
         self._guards[replica_id].cover()
         self._note(self._given)
         with self._lock:
             self._arrivals[replica_id] = _Arrival(what, given, work)
             self._check_calls()
         self._turns.changed()
-        share = self._lead() if replica_id == 0 else self._follow(replica_id)
+        share = self._lead(what) if replica_id == 0 else self._follow(replica_id, what)
         self._guards[replica_id].expose()
         return share
 
@@ -100,7 +102,9 @@ class ReplicaMeeting:
             own = self._calls.pop(0)
         self._turns.changed()
         own()
-        self._wait(0, lambda: len(self._answers) == self._num_replicas)
+        with span("wait", "answers", replica=0) as waiting:
+            self._wait(0, lambda: len(self._answers) == self._num_replicas)
+            waiting.note(last=next(reversed(self._answers)))
         with self._lock:
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
@@ -132,11 +136,14 @@ class ReplicaMeeting:
             raise
         return result
 
-    def _lead(self) -> Any:
-        self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+    def _lead(self, what: str) -> Any:
+        with span("wait", what, replica=0) as waiting:
+            self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+            waiting.note(last=next(reversed(self._arrivals)))
         arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
         self._given.follow()
-        shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        with span("merge", what):
+            shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
         self._note(self._done)
         with self._lock:
             self._arrivals.clear()
@@ -145,9 +152,13 @@ class ReplicaMeeting:
         self._turns.changed()
         return own
 
-    def _follow(self, replica_id: int) -> Any:
+    def _follow(self, replica_id: int, what: str) -> Any:
+        def is_over() -> bool:
+            return replica_id in self._shares or replica_id in self._calls
+
         while True:
-            self._wait(replica_id, lambda: replica_id in self._shares or replica_id in self._calls)
+            with span("wait", what, replica=replica_id):
+                self._wait(replica_id, is_over)
             with self._lock:
                 share = self._shares.pop(replica_id, _NOTHING)
                 call = None if share is not _NOTHING else self._calls.pop(replica_id)

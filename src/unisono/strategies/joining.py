@@ -15,12 +15,14 @@ from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
     IdentityCommunicator,
+    TracedCommunicator,
     connect,
     slice_of,
     translated_store_errors,
 )
 from unisono.devices import Device, default_devices
 from unisono.options import CommunicationOptions
+from unisono.tracing import join_workers
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
         own = PrefixStore(f"join/{number}", joined.store)
         left = max(_LEAST_SECONDS, deadline - time.monotonic())
         meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
-        communicator = connect(
+        connected = connect(
             PrefixStore("connect", own),
             membership.rank,
             membership.size,
@@ -68,6 +70,8 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
             # All have just met, so who does not come now has ended since.
             joining_seconds=max(_LEAST_SECONDS, deadline - time.monotonic()),
         )
+    join_workers(membership.rank, membership.size)
+    communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
     return communicator

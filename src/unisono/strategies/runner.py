@@ -21,6 +21,7 @@ from unisono.engines import (
     draw_seed,
 )
 from unisono.errors import add_note
+from unisono.tracing import span
 from unisono.values import regroup, select_replica
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ class Runner:
             for replica_id, weight in enumerate(weights)
         ]
         if strategy.extended.mirrors.is_single:
-            with entered(contexts[0]), _on_device(places[0]):
+            with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
@@ -79,7 +80,11 @@ class Runner:
                     )
                     raise
 
-            return lambda: meeting.attend(replica_id, on_device)
+            def traced() -> Any:
+                with span("replica", "replica", replica=replica_id):
+                    return meeting.attend(replica_id, on_device)
+
+            return traced
 
         with self._lock:
             results = self._threads.run([call(context) for context in contexts], meeting)

@@ -23,6 +23,7 @@ from unisono.devices import Device, Trail
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
+from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
@@ -199,12 +200,14 @@ class GradientReducer:
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         """The last gradient of a pack has come."""
-        self._reduce(current, [self._packs[pack]])
+        with span("reduce", "pack", (one.primary for one in self._packs[pack]), pack=pack):
+            self._reduce(current, [self._packs[pack]])
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
         left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
-        self._reduce(current, left)
+        with span("reduce", "packs left", (one.primary for pack in left for one in pack)):
+            self._reduce(current, left)
         return current.arrived
 
     def _reduce(self, current: Pass, packs: Sequence[Sequence[Leaves]]) -> None:

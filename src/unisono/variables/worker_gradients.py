@@ -20,6 +20,7 @@ from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
+from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.gradients import BYTES_PER_PACK, GradientReducer, Pass, gradients_of
 from unisono.variables.hooked_packs import HookedPack
@@ -100,19 +101,21 @@ class WorkerGradientReducer(GradientReducer):
                 number = len(sent)
                 self._fill(current, number)
                 before = sent[-1] if sent else None
-                sent.append(self._executor.submit(_exchange, self._worker_packs[number], before))
+                sent.append(self._executor.submit(self._exchange, number, before))
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         with self._sending:
             sent = self._sent.pop(current, [])
             self._full.pop(current, None)
-        self._settle(sent)
+        with span("reduce", "packs under way", packs=len(sent)):
+            self._settle(sent)
         for future in sent:
             future.result()
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
-            self._exchange_rest(self._worker_packs[number])
-        given = [one for pack in self._worker_packs for one in pack.give()]
+            self._exchange_rest(number)
+        with span("copy", "give packs"):
+            given = [one for pack in self._worker_packs for one in pack.give()]
         for (one,) in self._packs[len(self._worker_packs) :]:
             given += self._reduce_sparse(current, one)
         if self._op is not ReduceOp.MEAN:
@@ -130,20 +133,28 @@ class WorkerGradientReducer(GradientReducer):
             self._across.communicator.close()
             raise
 
-    def _exchange_rest(self, pack: Pack) -> None:
+    def _exchange_rest(self, number: int) -> None:
         """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
         if self._hook is None:
-            pack.exchange()
+            self._exchange(number)
         else:
             # A hook sees no replica: its random numbers, say, are those of the program.
-            future = self._executor.submit(pack.exchange)
+            future = self._executor.submit(self._exchange, number)
             self._settle([future])
             future.result()
 
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
-        self._set_aside_all(pack.members)
-        pack.fill(current.arrived)
+        with span("copy", "fill pack", (one.primary for one in pack.members), pack=number):
+            self._set_aside_all(pack.members)
+            pack.fill(current.arrived)
+
+    def _exchange(self, number: int, before: Future[None] | None = None) -> None:
+        """Exchanges a pack. If the one before it failed, it does: the same do on all workers."""
+        if before is not None:
+            before.result()
+        with span("reduce", "exchange pack", pack=number):
+            self._worker_packs[number].exchange()
 
     def _kept(self, grad: Tensor) -> Tensor:
         return grad.clone()
@@ -169,13 +180,6 @@ class WorkerGradientReducer(GradientReducer):
         if self._sender is None:
             self._sender = ThreadPoolExecutor(1, thread_name_prefix="unisono-exchange")
         return self._sender
-
-
-def _exchange(pack: Pack, before: Future[None] | None) -> None:
-    """Exchanges a pack. If the one before it failed it fails too: on all workers the same do."""
-    if before is not None:
-        before.result()
-    pack.exchange()
 
 
 def _no_rows(leaf: nn.Parameter) -> Tensor:
