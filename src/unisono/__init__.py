@@ -1,6 +1,15 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import backend, cluster_resolver, contrib, errors, experimental, testing, tracing
+from unisono import (
+    backend,
+    cluster_resolver,
+    contrib,
+    errors,
+    experimental,
+    hooks,
+    testing,
+    tracing,
+)
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -67,6 +76,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "has_strategy",
+    "hooks",
     "in_cross_replica_context",
     "testing",
     "tracing",

@@ -23,6 +23,7 @@ Every message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 
 from torch.distributed import DistBackendError
@@ -99,3 +100,9 @@ class UnequalCollectivesError(CommunicationError):
 
 class JobMismatchError(CommunicationError):
     """A worker that belongs to another job, runs another script or counts other workers."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds to an error where it was raised, as far as Python can."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
