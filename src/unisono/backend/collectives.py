@@ -8,24 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from unisono.communicators import Communicator, all_reduce_sparse
+from unisono.communicators import Communicator, all_reduce_sparse, own_op
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
-_OPS = {
-    distributed.ReduceOp.SUM: ReduceOp.SUM,
-    distributed.ReduceOp.AVG: ReduceOp.MEAN,
-    distributed.ReduceOp.MIN: ReduceOp.MIN,
-    distributed.ReduceOp.MAX: ReduceOp.MAX,
-    distributed.ReduceOp.PRODUCT: ReduceOp.PROD,
-}
 
-
-def own_op(
+def reducible_op(
     op: distributed.ReduceOp, tensors: Sequence[Tensor], *, or_sparse: bool
 ) -> ReduceOp | None:
     """Returns our name for `op`, or None where communicators do not reduce the tensors so."""
-    own = _OPS.get(op.op)  # type: ignore[attr-defined]
+    own = own_op(op)
     if own is None or not all(_can_reduce(own, one, or_sparse=or_sparse) for one in tensors):
         return None
     return own

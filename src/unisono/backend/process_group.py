@@ -254,7 +254,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         or_sparse: bool = False,
     ) -> Work:
         """Does `call`, or where it cannot be done here, what others call `name(*args)`."""
-        op = collectives.own_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)
+        op = collectives.reducible_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)
         if op is None:
             return self._pass_on(name, *args)
         return self._begin(lambda: call(self._communicator, op), outputs, name, args[-1])

@@ -11,6 +11,7 @@ from unisono.communicators.stores import (
     STORE_ERRORS,
     translated_store_errors,
 )
+from unisono.communicators.torch_ops import own_op
 from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "all_reduce_sparse",
     "choose_carrier",
     "connect",
+    "own_op",
     "slice_of",
     "translated_store_errors",
 ]

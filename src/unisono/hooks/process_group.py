@@ -8,17 +8,9 @@ import torch
 from torch import Tensor, distributed
 from torch._C._distributed_c10d import Work
 
-from unisono.communicators import Communicator
+from unisono.communicators import Communicator, own_op
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
-
-_OPS: dict[Any, ReduceOp] = {
-    distributed.ReduceOp.SUM: ReduceOp.SUM,
-    distributed.ReduceOp.AVG: ReduceOp.MEAN,
-    distributed.ReduceOp.MIN: ReduceOp.MIN,
-    distributed.ReduceOp.MAX: ReduceOp.MAX,
-    distributed.ReduceOp.PRODUCT: ReduceOp.PROD,
-}
 
 
 class WorkersGroup(distributed.ProcessGroup):
@@ -87,11 +79,12 @@ class _Done(Work):
 
 
 def _op(op: Any) -> ReduceOp:
-    for theirs, ours in _OPS.items():
-        if op == theirs:
-            return ours
-    known = ", ".join(theirs.name for theirs in _OPS)
-    raise UnsupportedError(f"Workers reduce with one of {known}, got {getattr(op, 'op', op)}.")
+    own = own_op(op)
+    if own is None:
+        raise UnsupportedError(
+            f"Workers reduce with SUM, AVG, MIN, MAX or PRODUCT, got {getattr(op, 'op', op)}."
+        )
+    return own
 
 
 def _only(tensors: Any) -> Tensor:
