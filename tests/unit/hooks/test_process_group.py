@@ -75,5 +75,5 @@ def test_an_operation_that_workers_do_not_know_is_refused() -> None:
         group = WorkersGroup(workers.communicator)
         distributed.all_reduce(torch.ones(1, dtype=torch.int64), OPS.BAND, group)
 
-    with pytest.raises(UnsupportedError, match=r"SUM, AVG, MIN, MAX, PRODUCT, got .*BAND"):
+    with pytest.raises(UnsupportedError, match=r"SUM, AVG, MIN, MAX or PRODUCT, got .*BAND"):
         on_workers(1, reduce)
