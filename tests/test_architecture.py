@@ -16,7 +16,7 @@ LAYERS = [
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
     ["communicators"],
-    ["reductions", "cluster"],
+    ["reductions", "cluster", "backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
     ["strategies"],

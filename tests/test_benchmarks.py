@@ -104,7 +104,7 @@ def test_training_steps(rows_of: Any) -> None:
     rows = rows_of("training_step", "--quick", "--seconds", "0.1")
 
     assert [row["model"] for row in rows] == ["MLP 256", "Embedding"]
-    assert all(set(row["ratios"]) == {"workers", "DDP", "limit"} for row in rows)
+    assert all(set(row["ratios"]) == {"workers", "DDP", "DDP uo", "limit"} for row in rows)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
     ├── TraceError            ValueError   a folder that holds no trace, or not of one run
-    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
+    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
+        │                                  to torch a `torch.distributed.DistBackendError`
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
         ├── UnequalCollectivesError        workers that call different collectives
@@ -22,7 +23,10 @@ Every message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+
+from torch.distributed import DistBackendError
 
 __all__ = [
     "BatchError",
@@ -41,6 +45,7 @@ __all__ = [
     "UnsupportedError",
     "WorkerLostError",
     "WorkerTimeoutError",
+    "add_note",
 ]
 
 
@@ -88,8 +93,8 @@ class TraceError(UnisonoError, ValueError):
     """A folder or file that holds no trace, or not that of one run."""
 
 
-class CommunicationError(UnisonoError, RuntimeError):
-    """Workers that cannot go on together.
+class CommunicationError(UnisonoError, DistBackendError):
+    """Workers that cannot go on together. It is what torch expects of its backends, too.
 
     Args:
         message: What was asked, what was found and what to do.
@@ -115,3 +120,9 @@ class UnequalCollectivesError(CommunicationError):
 
 class JobMismatchError(CommunicationError):
     """A worker that belongs to another job, runs another script or counts other workers."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds to an error where it was raised, as far as Python can."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)

@@ -6,6 +6,7 @@ them alike. Ratios are those of medians: how many times the time of Unisono, one
 
 workers     MultiWorkerMirroredStrategy, one process a replica, all on one host
 DDP         DistributedDataParallel over Gloo, one process a replica
+DDP uo      the same program over the backend "unisono"
 TF graph    TensorFlow's MirroredStrategy on two logical CPUs, the step a tf.function
 limit       two copies of the model and its optimizer in two threads that never meet: 1.0 means that
             communication costs nothing, less than 1.0 what is left to win
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -48,7 +50,11 @@ NUM_COMPARED = 5
 # Long enough that starting a turn, such as the message to DDP's processes, does not count.
 TURN_S = 0.03
 # What starts the processes of each competitor that has some.
-CREWS: Mapping[str, Callable[[int], Trainers]] = {"workers": Workers, "DDP": Ddp}
+CREWS: Mapping[str, Callable[[int], Trainers]] = {
+    "workers": Workers,
+    "DDP": partial(Ddp, backend="gloo"),
+    "DDP uo": partial(Ddp, backend="unisono"),
+}
 
 
 @dataclass(frozen=True)

@@ -168,9 +168,9 @@ def all_reduce(*, quick: bool, sizes: tuple[int, ...], **options: Any) -> Sweep:
 def step(*, quick: bool, seconds: float, tensorflow: str | None) -> Sweep:
     """Whole training steps on two CPU replicas.
 
-    Six small models in one process, in two under MultiWorkerMirroredStrategy, in two under DDP, in
-    TensorFlow, and in two threads that never meet. The losses must agree before anything is timed.
-    About two minutes; two models alone with --quick.
+    Six small models in one process, in two under MultiWorkerMirroredStrategy, in two under DDP over
+    Gloo and over Unisono, in TensorFlow, and in two threads that never meet. The losses must agree
+    before anything is timed. About two minutes; two models alone with --quick.
     """
     from unisono.benchmarks.training_step import MODELS, QUICK_MODELS, StepSweep
 
