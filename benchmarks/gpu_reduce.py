@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import Work, interleaved
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -35,24 +35,12 @@ SIZES = [2**26, 2**27, 2**28]
 REPLICAS = [2, 4, 8]
 BATCHES = {"300 x 4 KB": [1024] * 300, "ResNet-50": RESNET50}
 
-Work = Callable[[], object]
 Item = Sequence[Tensor]
 
 
-def interleaved(works: dict[str, Work], *, rounds: int = 9, calls: int = 20) -> dict[str, float]:
-    """Returns the median microseconds of each, all taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            work()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(calls):
-                work()
-            end.record()
-            end.synchronize()
-            times[name].append(1e3 * begin.elapsed_time(end) / calls)
-    return {name: statistics.median(series) for name, series in times.items()}
+def microseconds(works: dict[str, Work]) -> dict[str, float]:
+    times = interleaved(works, rounds=9, calls=20)
+    return {name: 1e3 * milliseconds for name, milliseconds in times.items()}
 
 
 def check(batch: Sequence[Item], outputs: Sequence[Item], expected: Sequence[Tensor]) -> None:
@@ -81,7 +69,7 @@ def large(num_bytes: int, num_replicas: int) -> dict[str, Any]:
         for one in item[2:]:
             output.add_(one)
 
-    times = interleaved(
+    times = microseconds(
         {
             "copy": lambda: output.copy_(item[0]),
             "unisono": lambda: reduce_into(ReduceOp.SUM, [item], [[output]]),
@@ -118,7 +106,7 @@ def batch(name: str, num_replicas: int) -> dict[str, Any]:
         ),
         "foreach on the GPU": replayed(foreach),
     }
-    return {"batch": name, "replicas": num_replicas, "us": interleaved(works)}
+    return {"batch": name, "replicas": num_replicas, "us": microseconds(works)}
 
 
 def replayed(work: Work) -> Work:

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import gpu_models
 import torch
+from gpu_timing import Work, interleaved
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -29,7 +29,6 @@ import unisono as uo
 from unisono.benchmarks.rows import machine
 
 Batch = tuple[Tensor, Tensor]
-Work = Callable[[], object]
 
 
 class Case(NamedTuple):
@@ -101,22 +100,6 @@ class Unisono:
         return loss
 
 
-def interleaved(works: dict[str, Work], *, rounds: int, steps: int) -> dict[str, float]:
-    """Returns the median milliseconds of each, all taken in turn."""
-    times: dict[str, list[float]] = {name: [] for name in works}
-    for _ in range(rounds):
-        for name, work in works.items():
-            work()
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            for _ in range(steps):
-                work()
-            end.record()
-            end.synchronize()
-            times[name].append(begin.elapsed_time(end) / steps)
-    return {name: statistics.median(series) for name, series in times.items()}
-
-
 def largest_difference(case: Case, batches: Sequence[Batch]) -> float:
     """Returns by how much the weights differ after a step, in parts of how far they went."""
     plain, ours = Plain(case, batches), Unisono(case, batches)
@@ -154,7 +137,7 @@ def main() -> None:
                     raise SystemExit(f"{name}, {replicas} replicas: {difference:.3g} apart.")
                 plain, ours = Plain(case, batches), Unisono(case, batches)
                 works: dict[str, Work] = {"limit": plain.step, "unisono": ours.step}
-                times = interleaved(works, rounds=options.rounds, steps=options.steps)
+                times = interleaved(works, rounds=options.rounds, calls=options.steps)
                 ours.strategy.close()
             rows.append({"model": name, "replicas": replicas, "apart": difference, **times})
     table = Table("model", "replicas", "limit ms", "unisono ms", "unisono / limit", "apart")
