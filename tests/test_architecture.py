@@ -15,6 +15,7 @@ LAYERS = [
     ["options", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
+    ["costs"],
     ["communicators"],
     ["reductions", "cluster"],
     ["contexts"],

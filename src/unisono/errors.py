@@ -9,6 +9,7 @@
     ├── ContextError          RuntimeError something called where it has no meaning
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
+    ├── TuningError           ValueError   constants of the cost model that cannot be used
     └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
@@ -57,6 +58,10 @@ class UnequalCallsError(UnisonoError, RuntimeError):
 
 class ClusterError(UnisonoError, ValueError):
     """An environment variable or a cluster spec that does not describe a usable cluster."""
+
+
+class TuningError(UnisonoError, ValueError):
+    """Constants of the cost model that are broken, of another machine, or cannot be fitted."""
 
 
 class CommunicationError(UnisonoError, RuntimeError):

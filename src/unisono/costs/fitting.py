@@ -1,0 +1,96 @@
+"""Constants from measured times: least squares that count errors in percent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from unisono.costs.links import Link
+from unisono.costs.rounds import Phase, loads_of
+from unisono.errors import TuningError
+
+# The link has at least this part of what a byte costs, however fast the sum was without it.
+_LEAST_LINK_SHARE = 0.1
+
+
+class Sample(NamedTuple):
+    """A reduction that was measured.
+
+    Attributes:
+        phases: How it went, all ranks on one kind of link.
+        num_bytes: The size of one rank's tensor.
+        seconds: How long it took, the median of many.
+    """
+
+    phases: tuple[Phase, ...]
+    num_bytes: int
+    seconds: float
+
+
+def fit_link(samples: Sequence[Sample], memory_rate: float) -> Link:
+    """Returns the link that explains the samples best.
+
+    The time to add up at `memory_rate` is known, and taken off first.
+    """
+    loads = [loads_of(sample.phases, _ALL_ON_ONE_HOST) for sample in samples]
+    steps = [sum(load.times for load in own) for own in loads]
+    further = [sum(load.times * (load.inside_messages - 1) for load in own) for own in loads]
+    carried = [
+        sample.num_bytes * sum(load.times * load.inside_share for load in own)
+        for sample, own in zip(samples, loads, strict=True)
+    ]
+    left = [
+        max(
+            sample.seconds * _LEAST_LINK_SHARE,
+            sample.seconds
+            - sample.num_bytes * sum(load.times * load.combined for load in own) / memory_rate,
+        )
+        for sample, own in zip(samples, loads, strict=True)
+    ]
+    latency, overhead, per_byte = fit_positive([steps, further, carried], left)
+    if per_byte == 0:
+        raise TuningError(_too_noisy(samples))
+    return Link(latency, 1 / per_byte, overhead) if any(further) else Link(latency, 1 / per_byte)
+
+
+def fit_memory(sizes: Sequence[tuple[int, float]]) -> Link:
+    """Returns the latency and rate of sums, given bytes read and written with their seconds."""
+    touched, seconds = zip(*sizes, strict=True)
+    latency, per_byte = fit_positive([[1] * len(sizes), touched], seconds)
+    if per_byte == 0:
+        raise TuningError(_too_noisy(sizes))
+    return Link(latency, 1 / per_byte, overhead=0.0)
+
+
+def fit_positive(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
+    """Returns factors of 0 or more with which the columns add up to the seconds, about.
+
+    Errors count in percent, so a microsecond of the shortest weighs as much as a millisecond of
+    the longest. A column that would get a negative factor is left out.
+    """
+    weights = 1 / np.asarray(seconds, dtype=np.float64)
+    matrix: npt.NDArray[np.float64] = np.asarray(columns, dtype=np.float64).T * weights[:, None]
+    used = [i for i in range(len(columns)) if matrix[:, i].any()]
+    factors = np.zeros(len(columns))
+    while used:
+        # Columns differ by many powers of ten, which would cost digits.
+        scales = np.linalg.norm(matrix[:, used], axis=0)
+        found = np.linalg.lstsq(matrix[:, used] / scales, np.ones(len(weights)), rcond=None)[0]
+        if found.min() >= 0:
+            factors[used] = found / scales
+            break
+        used.pop(int(found.argmin()))
+    return tuple(map(float, factors))
+
+
+def _too_noisy(samples: Sequence[tuple[object, ...]]) -> str:
+    return (
+        f"{len(samples)} sizes were measured, and larger ones did not take longer: {list(samples)}."
+        " Measure again when the machine is less busy."
+    )
+
+
+_ALL_ON_ONE_HOST = 1 << 30
