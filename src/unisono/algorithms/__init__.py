@@ -1,7 +1,7 @@
 """Who sends what to whom, as data, and what it comes to on given devices."""
 
 from unisono.algorithms.doubling import doubling, halving
-from unisono.algorithms.exchange import all_gather, exchange, one_step, spread
+from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread
 from unisono.algorithms.execution import run
 from unisono.algorithms.one_device import one_device
 from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan
@@ -25,6 +25,7 @@ __all__ = [
     "all_gather",
     "doubling",
     "exchange",
+    "gather",
     "halving",
     "make_plan",
     "num_steps",

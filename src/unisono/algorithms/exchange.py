@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from unisono.algorithms.rounds import Round, Rounds, Send
+from unisono.algorithms.rounds import Round, Rounds, Send, at
 
 
 def exchange(num_ranks: int) -> Rounds:
@@ -45,6 +45,14 @@ def spread(num_ranks: int) -> Rounds:
     if num_ranks == 1:
         return Rounds(1, ())
     return Rounds(num_ranks, (Round((Send((0,), range(1, num_ranks), Fraction(1)),)),))
+
+
+def gather(num_ranks: int) -> Rounds:
+    """Sends all that everybody has to the first rank."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    sends = tuple(Send((rank,), at(-rank), Fraction(1)) for rank in range(1, num_ranks))
+    return Rounds(num_ranks, (Round(sends),))
 
 
 def _to_all(num_ranks: int, share: Fraction) -> tuple[Send, ...]:

@@ -3,6 +3,7 @@
 from unisono.costs.between_workers import (
     algorithms_for,
     first_bytes_for_parts,
+    hierarchical_for,
     one_step_pays,
     phases_of,
     step_bytes,
@@ -29,6 +30,7 @@ __all__ = [
     "first_bytes_for_parts",
     "fit_link",
     "fit_memory",
+    "hierarchical_for",
     "line_of",
     "num_steps",
     "one_step_pays",

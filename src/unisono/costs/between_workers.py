@@ -1,8 +1,9 @@
 """The algorithms between workers, on hosts of several ranks.
 
-Flat ones treat all ranks alike. The two that Unisono has for several hosts add up inside each host
+Flat ones treat all ranks alike. Those that Unisono has for several hosts add up inside each host
 first: `leaders`, where the first rank of a host carries all of it to the others, and `parts`, where
-each rank of a host carries its part.
+each rank of a host carries its part. The sum of a host is a whole branch of the tree of all terms
+only if it has 2, 4, 8, ... ranks. Otherwise its first rank carries all `terms`, one by one.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from unisono.algorithms import (
     all_gather,
     doubling,
     exchange,
+    gather,
     halving,
     one_step,
     ring,
@@ -38,11 +40,14 @@ def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phas
     """Returns an algorithm of `algorithms_for`, as phases of rounds."""
     if algorithm in _FLAT:
         return (Phase(_FLAT[algorithm](num_hosts * ranks_per_host)),)
-    inside = Phase(exchange(ranks_per_host))
-    between = exchange(num_hosts)
+    inside, between = Phase(exchange(ranks_per_host)), exchange(num_hosts)
+    back = Phase(spread(ranks_per_host))
     if algorithm == "leaders":
-        back = Phase(spread(ranks_per_host))
         return inside, Phase(between, stride=ranks_per_host), back
+    if algorithm == "terms":
+        all_terms = Fraction(ranks_per_host)
+        carried = Phase(between, stride=ranks_per_host, share=all_terms)
+        return Phase(gather(ranks_per_host)), carried, back
     part = Fraction(1, ranks_per_host)
     carried = Phase(between, stride=ranks_per_host, groups=ranks_per_host, share=part)
     return inside, carried, Phase(all_gather(ranks_per_host))
@@ -50,8 +55,19 @@ def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phas
 
 def algorithms_for(num_hosts: int, ranks_per_host: int) -> list[str]:
     """Returns the names of the algorithms that differ on such a cluster."""
-    are_levels = num_hosts > 1 and ranks_per_host > 1
-    return [*_FLAT, *(("leaders", "parts") if are_levels else ())]
+    return [*_FLAT, *_by_host(num_hosts, ranks_per_host)]
+
+
+def hierarchical_for(num_hosts: int, ranks_per_host: int) -> str:
+    """Returns the name of what Unisono does with large tensors by host, and then between hosts."""
+    return _by_host(num_hosts, ranks_per_host)[-1]
+
+
+def _by_host(num_hosts: int, ranks_per_host: int) -> list[str]:
+    if num_hosts == 1 or ranks_per_host == 1:
+        return []
+    is_branch = ranks_per_host & (ranks_per_host - 1) == 0
+    return ["leaders", "parts"] if is_branch else ["terms"]
 
 
 def one_step_pays(num_ranks: int, num_bytes: int, step_bytes: float) -> bool:

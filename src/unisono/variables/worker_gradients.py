@@ -20,7 +20,7 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.values import DistributedValues, PerReplica
-from unisono.variables.gradients import BYTES_PER_PACK, GradientReducer, Pass, gradients_of
+from unisono.variables.gradients import GradientReducer, Pass, gradients_of
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.worker_packs import WorkerPack
@@ -37,7 +37,7 @@ class WorkerGradientReducer(GradientReducer):
         reduce_op: ReduceOp,
         options: CommunicationOptions,
     ) -> None:
-        super().__init__(mirrors, devices, ops, reduce_op, options)
+        super().__init__(mirrors, devices, ops, reduce_op, options, ops.communicator.cost)
         self._across = ops
         self._worker_packs: list[WorkerPack] = []
         self._sending = threading.Lock()
@@ -57,7 +57,7 @@ class WorkerGradientReducer(GradientReducer):
         by_dtype: dict[torch.dtype, list[Leaves]] = {}
         for one in dense:
             by_dtype.setdefault(one.primary.dtype, []).append(one)
-        limit = self._options.bytes_per_pack or BYTES_PER_PACK
+        limit = self._bytes_per_pack([one.primary.nbytes for one in dense])
         packs = [
             [members[i] for i in group]
             for members in by_dtype.values()

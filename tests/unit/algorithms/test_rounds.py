@@ -13,6 +13,7 @@ from unisono.algorithms import (
     all_gather,
     doubling,
     exchange,
+    gather,
     halving,
     one_step,
     ring,
@@ -49,8 +50,9 @@ def test_one_rank_sends_nothing(algorithm: Callable[[int], Rounds]) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 10))
-def test_the_spread_tells_all_of_the_first_rank(num_ranks: int) -> None:
+def test_the_parts_of_an_all_reduce_reach_whom_they_should(num_ranks: int) -> None:
     assert all(0 in own for own in heard(spread(num_ranks)))
+    assert heard(gather(num_ranks))[0] == set(range(num_ranks))
     assert heard(all_gather(num_ranks)) == [set(range(num_ranks))] * num_ranks
 
 

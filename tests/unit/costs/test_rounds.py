@@ -54,7 +54,9 @@ def test_one_rank_costs_nothing(name: str) -> None:
     assert seconds_of(phases_of(name, 1, 1), one_host(1), N) == 0
 
 
-@pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), (1, 5), (2, 2), (3, 2), (2, 3), (4, 4)])
+@pytest.mark.parametrize(
+    ("hosts", "ranks"), [(2, 1), (1, 5), (2, 2), (3, 2), (2, 3), (3, 5), (4, 4)]
+)
 def test_loads_are_those_of_the_busiest_rank_and_host(hosts: int, ranks: int) -> None:
     for name in algorithms_for(hosts, ranks):
         phases = phases_of(name, hosts, ranks)
