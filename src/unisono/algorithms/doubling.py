@@ -1,7 +1,7 @@
 """All-reduce between pairs at distances 1, 2, 4, ...: few steps for many ranks.
 
 doubling    pairs swap all of their sums: right for small tensors
-halving     pairs at the farthest distance swap halves, then quarters, ...; and back with the sums
+halving     neighbours swap halves, then pairs at distance 2 quarters, ...; and back with the sums
 
             steps          bytes from each rank, for P a power of two
 doubling    log2 P         log2 P times the tensor
@@ -37,13 +37,11 @@ def halving(num_ranks: int) -> Rounds:
     """Lets pairs share the sum of half as much each time, and gather the sums back."""
 
     def middle(core: int) -> list[Round]:
-        levels = range(core.bit_length() - 1)
-        swaps = {level: Fraction(1 << level, core) for level in levels}
-        down = [
-            Round(_swap(core, 1 << level, swaps[level]), pairwise_sum(swaps[level]))
-            for level in reversed(levels)
-        ]
-        return down + [Round(_swap(core, 1 << level, swaps[level])) for level in levels]
+        # The largest parts go to the nearest ranks, which are often on the same host.
+        shares = {1 << i: Fraction(1, 2 << i) for i in range(core.bit_length() - 1)}
+        swaps = {distance: _swap(core, distance, share) for distance, share in shares.items()}
+        out = [Round(swaps[distance], pairwise_sum(shares[distance])) for distance in shares]
+        return out + [Round(swaps[distance]) for distance in reversed(shares)]
 
     return _folded(num_ranks, middle)
 

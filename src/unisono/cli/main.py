@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 
 from unisono.cli.launch import launch
+from unisono.cli.plan import plan
+from unisono.cli.tune import tune
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -14,3 +16,5 @@ def main() -> None:
 
 
 main.add_command(launch)
+main.add_command(plan)
+main.add_command(tune)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from unisono.communicators.hosts import Layout
 from unisono.costs import (
     BYTES_PER_PACK,
+    STEP_BYTES,
     Cluster,
     Line,
     Link,
@@ -31,8 +32,6 @@ from unisono.options import CommunicationImplementation
 
 # From here on every rank carries its part between hosts; below, the first rank carries all.
 PARTS_BYTES = 1 << 20
-# What one step may send more than two. Below, a step costs more than these bytes.
-STEP_BYTES = 64 << 10
 
 
 class Carrier(enum.Enum):

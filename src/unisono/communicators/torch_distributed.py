@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.choice import STEP_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.exchange import Exchange, as_bytes
 from unisono.communicators.gloo import make_gloo_group, make_mpi_group
@@ -27,7 +26,7 @@ from unisono.communicators.headers import Header
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
-from unisono.costs import one_step_pays
+from unisono.costs import STEP_BYTES, one_step_pays
 from unisono.errors import JobMismatchError, UnsupportedError
 from unisono.kernels import divide
 from unisono.options import ReduceOp

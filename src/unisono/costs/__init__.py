@@ -1,6 +1,7 @@
 """What algorithms cost: constants, what they come to, and the file that keeps them."""
 
 from unisono.costs.between_workers import (
+    STEP_BYTES,
     algorithms_for,
     first_bytes_for_parts,
     hierarchical_for,
@@ -10,6 +11,7 @@ from unisono.costs.between_workers import (
 )
 from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
+from unisono.costs.measured import Measured, fitted_links, predicted_seconds
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
 from unisono.costs.rounds import Phase, busiest_share, line_of, num_steps, seconds_of
 from unisono.costs.schedules import schedule_line, schedule_seconds
@@ -17,9 +19,11 @@ from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_pat
 
 __all__ = [
     "BYTES_PER_PACK",
+    "STEP_BYTES",
     "Cluster",
     "Line",
     "Link",
+    "Measured",
     "Phase",
     "Sample",
     "Tuning",
@@ -30,11 +34,13 @@ __all__ = [
     "first_bytes_for_parts",
     "fit_link",
     "fit_memory",
+    "fitted_links",
     "hierarchical_for",
     "line_of",
     "num_steps",
     "one_step_pays",
     "phases_of",
+    "predicted_seconds",
     "read_tuning",
     "schedule_line",
     "schedule_seconds",

@@ -25,6 +25,8 @@ from unisono.algorithms import (
 from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, line_of
 
+# Without constants: what one step may send more than two. Below, a step costs more than that.
+STEP_BYTES = 64 << 10
 _FLAT = {
     "one step": one_step,
     "exchange": exchange,

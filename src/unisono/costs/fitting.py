@@ -52,7 +52,7 @@ def fit_link(samples: Sequence[Sample], memory_rate: float) -> Link:
     ]
     latency, overhead, per_byte = fit_positive([steps, further, carried], left)
     if per_byte == 0:
-        raise TuningError(_too_noisy(samples))
+        raise _too_noisy([(sample.num_bytes, sample.seconds) for sample in samples])
     return Link(latency, 1 / per_byte, overhead) if any(further) else Link(latency, 1 / per_byte)
 
 
@@ -61,7 +61,7 @@ def fit_memory(sizes: Sequence[tuple[int, float]]) -> Link:
     touched, seconds = zip(*sizes, strict=True)
     latency, per_byte = fit_positive([[1] * len(sizes), touched], seconds)
     if per_byte == 0:
-        raise TuningError(_too_noisy(sizes))
+        raise _too_noisy(sizes)
     return Link(latency, 1 / per_byte, overhead=0.0)
 
 
@@ -86,10 +86,11 @@ def fit_positive(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -
     return tuple(map(float, factors))
 
 
-def _too_noisy(samples: Sequence[tuple[object, ...]]) -> str:
-    return (
-        f"{len(samples)} sizes were measured, and larger ones did not take longer: {list(samples)}."
-        " Measure again when the machine is less busy."
+def _too_noisy(sizes: Sequence[tuple[int, float]]) -> TuningError:
+    told = ", ".join(f"{1e6 * seconds:.3g} us for {num_bytes} B" for num_bytes, seconds in sizes)
+    return TuningError(
+        f"Of {len(sizes)} sizes that were measured, larger ones did not take longer: {told}. "
+        "Measure again when the machine is less busy."
     )
 
 

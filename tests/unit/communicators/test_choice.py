@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.communicators.choice import PARTS_BYTES, STEP_BYTES, Carrier, Choice, choose
+from unisono.communicators.choice import PARTS_BYTES, Carrier, Choice, choose
 from unisono.communicators.hosts import Layout
-from unisono.costs import Link, Tuning, best_bytes_per_pack
+from unisono.costs import STEP_BYTES, Link, Tuning, best_bytes_per_pack
 from unisono.options import CommunicationImplementation
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING

@@ -1,0 +1,45 @@
+"""Links from measurements, and measurements from links."""
+
+from __future__ import annotations
+
+import pytest
+
+from unisono.costs import Link, Measured, fitted_links, predicted_seconds
+
+LINKS = {
+    "memory": Link(2e-6, 2e10, 0.0),
+    "devices": Link(1e-6, 1e10, 0.0),
+    "inside": Link(5e-6, 8e9, 1e-6),
+    "loopback": Link(1e-4, 1e9, 2e-5),
+    "between": Link(5e-5, 1e8, 1e-5),
+}
+
+
+def exact() -> list[Measured]:
+    """What a machine with these links, and no noise, would measure."""
+    return [
+        one._replace(seconds=predicted_seconds(one, LINKS[name], LINKS["memory"]))
+        for name in LINKS
+        for num_ranks in ((1,) if name in ("memory", "devices") else (2, 4))
+        for one in (Measured(name, num_ranks, 4**power, 0.0) for power in range(4, 13))
+    ]
+
+
+def test_the_links_of_a_quiet_machine_are_found() -> None:
+    found = fitted_links(exact())
+
+    assert {name: vars(link) for name, link in found.items()} == {
+        name: pytest.approx(vars(link)) for name, link in LINKS.items()
+    }
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_one_measurement_that_was_disturbed_does_not_count_much(name: str) -> None:
+    rows = exact()
+    index = next(i for i, one in enumerate(rows) if one.link == name and one.num_bytes == 4**8)
+    rows[index] = rows[index]._replace(seconds=50 * rows[index].seconds)
+
+    found = fitted_links(rows)[name]
+
+    assert found.latency == pytest.approx(LINKS[name].latency, rel=0.15)
+    assert found.bandwidth == pytest.approx(LINKS[name].bandwidth, rel=0.15)
