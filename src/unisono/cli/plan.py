@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
+from unisono.cli.plan_constants import Constants, constants_of
 from unisono.cli.predictions import crossovers, curves, predictions, sizes_up_to
 from unisono.cli.tables import show_table, spell_bytes, spell_rate, spell_seconds
 from unisono.cli.tune import LINK_NAMES, Extent, measure_here, num_measurements, with_progress
@@ -19,38 +19,17 @@ from unisono.costs import (
     Measured,
     Tuning,
     best_bytes_per_pack,
+    current_tuning,
     hierarchical_for,
     line_of,
     phases_of,
     predicted_seconds,
     read_tuning,
-    tuning_path,
 )
-from unisono.costs.tuning import TUNING
 from unisono.errors import UnisonoError
 
-# A cluster of today: GPUs with fast links in a host, 400 Gbit/s between hosts.
-_INSIDE = Link(5e-6, 200e9)
-_BETWEEN = Link(15e-6, 50e9)
-_MEMORY_RATE = 1e12
 # Between the sizes that `unisono tune` fits.
-_CHECKED = Extent([2 * 4**power for power in range(4, 12)], 0.2)
-
-
-class Constants(NamedTuple):
-    """What a plan is made with, and where it is from.
-
-    Attributes:
-        inside: The link of a rank inside its host.
-        between: The link of a host.
-        memory_rate: Bytes a second that a sum reads and writes.
-        sources: In words where each is from: a file, an option, an assumption.
-    """
-
-    inside: Link
-    between: Link
-    memory_rate: float
-    sources: dict[str, str]
+_CHECKED = Extent([2 * 4**power for power in range(4, 12)], 0.1)
 
 
 @click.command()
@@ -108,9 +87,9 @@ def plan(
     try:
         if num_hosts * gpus == 1:
             raise click.UsageError("One GPU has nobody to talk to: give more --gpus or --hosts.")
-        here = _tuning_here()
+        here = current_tuning()
         tuning = here if file is None else read_tuning(file)
-        constants = _constants(given, tuning)
+        constants = constants_of(given, tuning)
         cluster = Cluster(num_hosts, gpus, *constants[:3])
         result = _result(cluster, constants, model_bytes)
         if measure and here is None:
@@ -125,36 +104,6 @@ def plan(
         click.echo(json.dumps(result, indent=1))
     else:
         _show(cluster, constants, result)
-
-
-def _tuning_here() -> Tuning | None:
-    path = tuning_path()
-    return read_tuning(path) if path.exists() and os.environ.get(TUNING) != "off" else None
-
-
-def _constants(given: dict[str, float | None], tuning: Tuning | None) -> Constants:
-    sources: dict[str, str] = {}
-
-    def constant(option: str, tuned: float | None, assumed: float) -> float:
-        found = {"given": given[option], "tuned": tuned, "assumed": assumed}
-        sources[option] = next(source for source, value in found.items() if value is not None)
-        return float(found[sources[option]] or 0.0)
-
-    def link(prefix: str, tuned: Link | None, assumed: Link) -> Link:
-        constants = [
-            constant(prefix + name, None if tuned is None else getattr(tuned, name), value)
-            for name, value in (("latency", assumed.latency), ("bandwidth", assumed.bandwidth))
-        ]
-        if tuned is not None and sources[f"{prefix}latency"] == "tuned":
-            constants.append(tuned.overhead)
-        return Link(*constants)
-
-    return Constants(
-        link("inside_", None if tuning is None else tuning.inside, _INSIDE),
-        link("", None if tuning is None else tuning.between, _BETWEEN),
-        constant("memory_rate", None if tuning is None else tuning.memory.bandwidth, _MEMORY_RATE),
-        sources,
-    )
 
 
 def _result(cluster: Cluster, constants: Constants, model_bytes: float) -> dict[str, Any]:

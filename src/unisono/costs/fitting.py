@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
@@ -84,6 +85,21 @@ def fit_positive(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -
             break
         used.pop(int(found.argmin()))
     return tuple(map(float, factors))
+
+
+def never_less(seconds: Sequence[float]) -> list[float]:
+    """Returns times by size such that none is less than one before it.
+
+    A larger tensor does not take less time. Where it did, something else took it, and the times
+    that contradict each other are replaced by their median.
+    """
+    groups: list[list[float]] = []
+    for one in seconds:
+        groups.append([one])
+        while len(groups) > 1 and median(groups[-2]) > median(groups[-1]):
+            last = groups.pop()
+            groups[-1] += last
+    return [median(group) for group in groups for _ in group]
 
 
 def _too_noisy(sizes: Sequence[tuple[int, float]]) -> TuningError:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from unisono.costs.between_workers import STEP_BYTES, one_step_pays, phases_of
-from unisono.costs.fitting import Sample, fit_link, fit_memory
+from unisono.costs.fitting import Sample, fit_link, fit_memory, never_less
 from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, seconds_of
 
@@ -32,14 +32,23 @@ class Measured(NamedTuple):
 
 def fitted_links(measured: Iterable[Measured]) -> dict[str, Link]:
     """Returns the links that explain what was measured, by name."""
-    by_link: dict[str, list[Measured]] = {}
+    by_group: dict[tuple[str, int], list[Measured]] = {}
     for one in measured:
-        by_link.setdefault(one.link, []).append(one)
+        by_group.setdefault((one.link, one.num_ranks), []).append(one)
+    by_link: dict[str, list[Measured]] = {}
+    for (name, _), rows in by_group.items():
+        by_link.setdefault(name, []).extend(_smoothed(rows))
     memory = fit_memory([(_TOUCHED * one.num_bytes, one.seconds) for one in by_link["memory"]])
     return {
         name: memory if name == "memory" else _fitted(name, rows, memory)
         for name, rows in by_link.items()
     }
+
+
+def _smoothed(rows: Sequence[Measured]) -> list[Measured]:
+    in_order = sorted(rows, key=lambda one: one.num_bytes)
+    seconds = never_less([one.seconds for one in in_order])
+    return [one._replace(seconds=s) for one, s in zip(in_order, seconds, strict=True)]
 
 
 def predicted_seconds(one: Measured, link: Link, memory: Link) -> float:
