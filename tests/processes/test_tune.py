@@ -18,7 +18,7 @@ from processes.programs import clean_environment, run_together
 from processes.test_multi_worker import free_port
 from unisono.cli import main
 from unisono.cli.rank_sweeps import rank_sweeps
-from unisono.costs import Link, Measured, Tuning, fitted_links, predicted_seconds, read_tuning
+from unisono.costs import Link, Measured, Tuning, fitted, predicted_seconds, read_tuning
 from unisono.kernels import native_core
 
 INSIDE = {"inside"} if native_core().kernel is not None else set()
@@ -60,7 +60,7 @@ def check_that_a_plan_compares(tuning: Tuning) -> None:
     assert {row["link"] for row in rows} == {"memory", "devices", "loopback", *INSIDE}
     for row in rows:
         one = Measured(*(row[field] for field in Measured._fields))
-        predicted = predicted_seconds(one, getattr(tuning, one.link), tuning.memory)
+        predicted = predicted_seconds(one, getattr(tuning, one.link), tuning.sum_rate)
         assert row["predicted_seconds"] == pytest.approx(predicted)
         assert row["error_percent"] == pytest.approx(100 * (predicted / one.seconds - 1))
 
@@ -109,6 +109,7 @@ def test_hosts_are_measured_by_their_first_ranks() -> None:
     assert {one.link for one in second} == {one.link for one in fourth} == {"loopback", *INSIDE}
     memory = [Measured("memory", 1, size, size / 1e10) for size in (1 << 10, 1 << 20)]
     rows = [one for one in first if one.link == "between"]
-    bandwidth = fitted_links([*rows, *memory])["between"].bandwidth
+    copies = [one._replace(link="devices") for one in memory]
+    bandwidth = fitted([*rows, *memory, *copies]).links["between"].bandwidth
     # 25 MB/s, and what the switch lets through at once; a busy machine can only be slower.
     assert bandwidth < 100e6

@@ -68,7 +68,7 @@ def counted(communicator: Communicator) -> list[int]:
 @pytest.mark.skipif(native_core().kernel is None, reason="workers of one host share no memory")
 def test_the_tuning_of_rank_0_counts_for_all_workers(tmp_path: Path) -> None:
     link = Link(1e-7, 1e10)
-    tuning = Tuning(link, link, link, None, None, this_machine_in_words(), "today", "0")
+    tuning = Tuning(link, link, link, None, None, 1e10, this_machine_in_words(), "today", "0")
     (tmp_path / "tuning.json").write_text(tuning.to_text())
     # Rank 1 has none, and would refuse to begin if it looked.
     files = [str(tmp_path / "tuning.json"), str(tmp_path / "missing.json")]

@@ -29,7 +29,7 @@ from unisono.costs import (
 from unisono.errors import UnisonoError
 
 # Between the sizes that `unisono tune` fits.
-_CHECKED = Extent([2 * 4**power for power in range(4, 12)], 0.1)
+_CHECKED = Extent([3 * 4**power for power in range(4, 12)], 0.1)
 
 
 @click.command()
@@ -139,7 +139,7 @@ def _compared(tuning: Tuning) -> list[dict[str, Any]]:
     for one in measured:
         link: Link | None = getattr(tuning, one.link)
         if link is not None:
-            predicted = predicted_seconds(one, link, tuning.memory)
+            predicted = predicted_seconds(one, link, tuning.sum_rate)
             rows.append(_comparison(one, predicted))
     return sorted(rows, key=lambda row: list(LINK_NAMES).index(row["link"]))
 

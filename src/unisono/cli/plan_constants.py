@@ -49,6 +49,6 @@ def constants_of(given: dict[str, float | None], tuning: Tuning | None) -> Const
     return Constants(
         link("inside_", None if tuning is None else tuning.inside, _INSIDE),
         link("", None if tuning is None else tuning.between, _BETWEEN),
-        constant("memory_rate", None if tuning is None else tuning.memory.bandwidth, _MEMORY_RATE),
+        constant("memory_rate", None if tuning is None else tuning.sum_rate, _MEMORY_RATE),
         sources,
     )

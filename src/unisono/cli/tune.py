@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import os
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
@@ -20,8 +19,8 @@ from unisono.costs import (
     Link,
     Measured,
     Tuning,
-    fitted_links,
-    predicted_seconds,
+    errors_between,
+    fitted,
     read_tuning,
     tuning_path,
 )
@@ -48,8 +47,8 @@ class Extent(NamedTuple):
     seconds: float
 
 
-FULL = Extent([4**power for power in range(4, 13)], 0.25)
-QUICK = Extent([4**power for power in range(5, 12)], 0.04)
+FULL = Extent([2**power for power in range(8, 25)], 0.15)
+QUICK = Extent([2**power for power in range(10, 23)], 0.03)
 
 
 @click.command()
@@ -141,17 +140,18 @@ def _tune(measured: Iterable[Measured], output: Path | None, count: int | None =
     path = output or tuning_path()
     before = _former(path)
     rows = with_progress(measured, count)
-    found = fitted_links(rows)
+    found, sum_rate = fitted(rows)
     kept = {} if before is None else {name: getattr(before, name) for name in LINKS}
     links: dict[str, Link | None] = {name: found.get(name, kept.get(name)) for name in LINKS}
     tuning = Tuning(
         **links,  # type: ignore[arg-type]
+        sum_rate=sum_rate,
         machine=this_machine_in_words(),
         date=datetime.date.today().isoformat(),
         version=library_version(),
     )
     _write(path, tuning)
-    _report(before, tuning, _errors(rows, found))
+    _report(before, tuning, errors_between(rows))
     click.echo(f"Written to {path}.")
     if os.environ.get(TUNING) == "off":
         click.echo(f"{TUNING}=off is set: no run reads it.")
@@ -174,15 +174,6 @@ def _write(path: Path, tuning: Tuning) -> None:
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(tuning.to_text())
     fresh.replace(path)
-
-
-def _errors(rows: Iterable[Measured], links: dict[str, Link]) -> dict[str, float]:
-    """Returns for each link by how much it misses the times it was made from, in the median."""
-    errors: dict[str, list[float]] = {}
-    for one in rows:
-        predicted = predicted_seconds(one, links[one.link], links["memory"])
-        errors.setdefault(one.link, []).append(abs(predicted / one.seconds - 1))
-    return {name: statistics.median(own) for name, own in errors.items()}
 
 
 def _report(before: Tuning | None, tuning: Tuning, errors: dict[str, float]) -> None:

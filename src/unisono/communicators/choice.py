@@ -144,4 +144,4 @@ def _cost(
 
 def _cluster(layout: Layout, inside: Link, between: Link, tuning: Tuning) -> Cluster:
     num_hosts = len(layout.hosts)
-    return Cluster(num_hosts, layout.size // num_hosts, inside, between, tuning.memory.bandwidth)
+    return Cluster(num_hosts, layout.size // num_hosts, inside, between, tuning.sum_rate)

@@ -11,7 +11,7 @@ from unisono.costs.between_workers import (
 )
 from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
-from unisono.costs.measured import Measured, fitted_links, predicted_seconds
+from unisono.costs.measured import Measured, errors_between, fitted, predicted_seconds
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
 from unisono.costs.rounds import Phase, busiest_share, line_of, num_steps, seconds_of
 from unisono.costs.schedules import schedule_line, schedule_seconds
@@ -31,10 +31,11 @@ __all__ = [
     "best_bytes_per_pack",
     "busiest_share",
     "current_tuning",
+    "errors_between",
     "first_bytes_for_parts",
     "fit_link",
     "fit_memory",
-    "fitted_links",
+    "fitted",
     "hierarchical_for",
     "line_of",
     "num_steps",

@@ -13,8 +13,10 @@ from unisono.costs.links import Link
 from unisono.costs.rounds import Phase, loads_of
 from unisono.errors import TuningError
 
-# The link has at least this part of what a byte costs, however fast the sum was without it.
-_LEAST_LINK_SHARE = 0.1
+# Sums take at most this part of what a byte costs between ranks, however slow they were alone.
+_MOST_FOR_SUMS = 0.5
+# The error that is left halves with each.
+_ITERATIONS = 40
 
 
 class Sample(NamedTuple):
@@ -31,30 +33,66 @@ class Sample(NamedTuple):
     seconds: float
 
 
-def fit_link(samples: Sequence[Sample], memory_rate: float) -> Link:
-    """Returns the link that explains the samples best.
+def fit_link(samples: Sequence[Sample], sum_rate: float) -> Link:
+    """Returns the link that explains the samples best, where ranks add up at `sum_rate`.
 
-    The time to add up at `memory_rate` is known, and taken off first.
+    A byte costs the link b, and the sum 1 / `sum_rate` for each byte that it reads or writes. The
+    sum is counted as that many more bytes on the link, which depends on b: so b is found by and by.
     """
-    loads = [loads_of(sample.phases, _ALL_ON_ONE_HOST) for sample in samples]
-    steps = [sum(load.times for load in own) for own in loads]
-    further = [sum(load.times * (load.inside_messages - 1) for load in own) for own in loads]
-    carried = [
-        sample.num_bytes * sum(load.times * load.inside_share for load in own)
-        for sample, own in zip(samples, loads, strict=True)
-    ]
-    left = [
-        max(
-            sample.seconds * _LEAST_LINK_SHARE,
-            sample.seconds
-            - sample.num_bytes * sum(load.times * load.combined for load in own) / memory_rate,
-        )
-        for sample, own in zip(samples, loads, strict=True)
-    ]
-    latency, overhead, per_byte = fit_positive([steps, further, carried], left)
-    if per_byte == 0:
+    per_byte = _fit(samples, 0.0).per_byte
+    for _ in range(_ITERATIONS):
+        fit = _fit(samples, 1 / (sum_rate * per_byte))
+        per_byte = fit.per_byte
+    have_further = any(own.further for own in map(_columns, samples))
+    overhead = (fit.overhead,) if have_further else ()
+    return Link(fit.latency, 1 / per_byte, *overhead)
+
+
+def least_sum_rate(samples: Sequence[Sample]) -> float:
+    """Returns the bytes a second that sums of these samples must at least have run at."""
+    columns = [_columns(sample) for sample in samples]
+    touched = sum(own.touched for own in columns) / sum(own.carried for own in columns)
+    return touched / (_MOST_FOR_SUMS * _fit(samples, 0.0).per_byte)
+
+
+class _Columns(NamedTuple):
+    """How often a sample pays the latency and the overhead, and for how many bytes."""
+
+    steps: int
+    further: int
+    carried: float
+    touched: float
+
+
+class _Fit(NamedTuple):
+    latency: float
+    overhead: float
+    per_byte: float
+
+
+def _columns(sample: Sample) -> _Columns:
+    loads = loads_of(sample.phases, _ALL_ON_ONE_HOST)
+    return _Columns(
+        sum(load.times for load in loads),
+        sum(load.times * (load.inside_messages - 1) for load in loads),
+        sample.num_bytes * sum(load.times * load.inside_share for load in loads),
+        sample.num_bytes * sum(load.times * load.combined for load in loads),
+    )
+
+
+def _fit(samples: Sequence[Sample], touched_as_carried: float) -> _Fit:
+    columns = [_columns(sample) for sample in samples]
+    found = fit_positive(
+        [
+            [own.steps for own in columns],
+            [own.further for own in columns],
+            [own.carried + touched_as_carried * own.touched for own in columns],
+        ],
+        [sample.seconds for sample in samples],
+    )
+    if found[-1] == 0:
         raise _too_noisy([(sample.num_bytes, sample.seconds) for sample in samples])
-    return Link(latency, 1 / per_byte, overhead) if any(further) else Link(latency, 1 / per_byte)
+    return _Fit(*found)
 
 
 def fit_memory(sizes: Sequence[tuple[int, float]]) -> Link:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import platform
 from collections.abc import Mapping
@@ -32,6 +33,7 @@ class Tuning:
         inside: Between processes of one host, through shared memory.
         loopback: Between processes of one host, through Gloo.
         between: Between hosts, through Gloo.
+        sum_rate: Bytes a second that a process reads and writes when it adds up for others.
         machine: What was measured.
         date: When.
         version: By which version of Unisono.
@@ -42,6 +44,7 @@ class Tuning:
     inside: Link | None
     loopback: Link | None
     between: Link | None
+    sum_rate: float
     machine: Mapping[str, Any]
     date: str
     version: str
@@ -61,6 +64,9 @@ class Tuning:
             content = json.loads(text)
             found = content.pop("format")
             links = {name: content.pop(name) for name in LINKS}
+            rate = content["sum_rate"]
+            if not (isinstance(rate, float) and 0 < rate < math.inf):
+                raise ValueError(f"a rate of sums of {rate!r} B/s")
             if found != _FORMAT or links["memory"] is None or links["devices"] is None:
                 raise ValueError(f"format {found}, where this version reads {_FORMAT}")
             made = {name: None if one is None else Link(**one) for name, one in links.items()}

@@ -53,7 +53,7 @@ def test_crossovers_are_where_the_fastest_changes() -> None:
 
 def test_constants_are_those_given_then_those_of_the_file_then_assumed(tmp_path: Path) -> None:
     link = Link(7e-6, 3e9, 2e-6)
-    elsewhere = Tuning(link, link, link, None, None, {"cpu": "another"}, "today", "0")
+    elsewhere = Tuning(link, link, link, None, None, 3e9, {"cpu": "another"}, "today", "0")
     (tmp_path / "other.json").write_text(elsewhere.to_text())
 
     plan = planned(*CLUSTER, "--tuning", str(tmp_path / "other.json"), "--inside-bandwidth", "5e9")

@@ -21,7 +21,7 @@ APART = Layout(((0,), (1,), (2,)))
 def tuned(
     inside: Link | None = FAST, between: Link | None = SLOW, loopback: Link | None = FAST
 ) -> Tuning:
-    return Tuning(FAST, FAST, inside, loopback, between, {}, "2026-11-15", "0.1.0")
+    return Tuning(FAST, FAST, inside, loopback, between, 2e10, {}, "2026-11-15", "0.1.0")
 
 
 def chosen(

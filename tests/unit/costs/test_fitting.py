@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from unisono.costs import Cluster, Link, Sample, fit_link, fit_memory, phases_of, seconds_of
+from unisono.costs.fitting import least_sum_rate
 from unisono.costs.links import OVERHEAD_SHARE
 from unisono.errors import TuningError
 
@@ -44,11 +45,12 @@ def test_of_pairs_alone_the_overhead_is_a_share_of_the_latency() -> None:
     assert found.overhead == pytest.approx(OVERHEAD_SHARE * LINK.latency)
 
 
-def test_a_sum_that_was_slower_alone_leaves_the_link_a_share() -> None:
-    found = fit_link(samples(2), memory_rate=1e8)
+def test_sums_had_at_least_the_rate_with_which_they_take_half_the_time() -> None:
+    # 1.5 bytes are touched for each that is carried; both together take 1 / 3e9 + 1.5 / 2e10 s.
+    least = least_sum_rate(samples(2))
 
-    assert found.bandwidth > LINK.bandwidth
-    assert found.latency >= 0
+    assert least == pytest.approx(1.5 / (0.5 * (1 / 3e9 + 1.5 / 2e10)), rel=0.01)
+    assert fit_link(samples(2), least).bandwidth == pytest.approx(least / 1.5, rel=0.01)
 
 
 def test_the_memory_rate_is_found() -> None:

@@ -19,6 +19,7 @@ HERE = Tuning(
     inside=Link(3e-6, 4e9),
     loopback=None,
     between=None,
+    sum_rate=1e10,
     machine=this_machine_in_words(),
     date="2026-11-15",
     version="0.1.0",

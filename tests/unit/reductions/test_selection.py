@@ -47,7 +47,7 @@ def test_a_device_that_is_absent_is_refused() -> None:
 def tuned(latency: float, bandwidth: float) -> Tuning:
     link = Link(latency, bandwidth, 0.0)
     memory = Link(1e-6, 1e11, 0.0)
-    return Tuning(memory, link, None, None, None, {}, "2026-11-15", "0.1.0")
+    return Tuning(memory, link, None, None, None, 1e11, {}, "2026-11-15", "0.1.0")
 
 
 @pytest.mark.parametrize("num_devices", [4, 6, 8])

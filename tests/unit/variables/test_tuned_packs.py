@@ -52,7 +52,7 @@ def gradients(num_replicas: int) -> tuple[int, list[Tensor]]:
 def write(path: Path, memory: Link, *, cpu: str | None = None) -> None:
     machine = this_machine_in_words()
     machine["cpu"] = cpu or machine["cpu"]
-    path.write_text(Tuning(memory, memory, None, None, None, machine, "today", "0").to_text())
+    path.write_text(Tuning(memory, memory, None, None, None, 1e10, machine, "today", "0").to_text())
 
 
 @pytest.mark.parametrize("num_replicas", [2, 3])
