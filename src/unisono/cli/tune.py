@@ -13,7 +13,7 @@ import click
 
 from unisono.cli.rank_sweeps import local_rank_sweeps, rank_sweeps
 from unisono.cli.sweeps import local_sweep
-from unisono.cli.tables import change_in_words, show_table, spell_rate, spell_seconds
+from unisono.cli.tables import change_in_words, show_table, spell_bytes, spell_rate, spell_seconds
 from unisono.cluster import Membership, detect, open_store
 from unisono.costs import (
     Link,
@@ -117,6 +117,8 @@ def with_progress(measured: Iterable[Measured], count: int | None) -> list[Measu
         length=count,
         label="Measuring",
         item_show_func=_in_words,
+        # Starting the processes takes longest, and the bar would take all to be as slow.
+        show_eta=False,
         file=sys.stderr,
     ) as found:
         return list(found)
@@ -197,4 +199,4 @@ def _report(before: Tuning | None, tuning: Tuning, errors: dict[str, float]) -> 
 
 
 def _in_words(one: Measured | None) -> str:
-    return "" if one is None else f"{LINK_NAMES[one.link]}, {one.num_bytes} bytes"
+    return "" if one is None else f"{LINK_NAMES[one.link]}, {spell_bytes(one.num_bytes)}"
