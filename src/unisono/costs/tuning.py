@@ -64,11 +64,13 @@ class Tuning:
             content = json.loads(text)
             found = content.pop("format")
             links = {name: content.pop(name) for name in LINKS}
+            if found != _FORMAT:
+                raise ValueError(f"format {found}, where this version reads {_FORMAT}")
+            if links["memory"] is None or links["devices"] is None:
+                raise ValueError("sums and copies were not measured")
             rate = content["sum_rate"]
             if not (isinstance(rate, float) and 0 < rate < math.inf):
                 raise ValueError(f"a rate of sums of {rate!r} B/s")
-            if found != _FORMAT or links["memory"] is None or links["devices"] is None:
-                raise ValueError(f"format {found}, where this version reads {_FORMAT}")
             made = {name: None if one is None else Link(**one) for name, one in links.items()}
             return Tuning(**made, **content)  # type: ignore[arg-type]
         except (ValueError, TypeError, KeyError, AttributeError, TuningError) as error:

@@ -65,6 +65,7 @@ BROKEN = {
     "later format": changed(format=2),
     "no memory": changed(memory=None),
     "negative": changed(inside={"latency": -1, "bandwidth": 1, "overhead": 0}),
+    "no rate": changed(sum_rate=0.0),
     "more": changed(colour="red"),
     "foreign": changed(machine={"cpu": "another", "cores": 3, "gpus": []}),
 }
