@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 
 #include "bell.h"
+#include "gpu_reader.h"
 #include "host_kernel.h"
 #include "instruction_set.h"
 #include "memory.h"
@@ -40,6 +41,11 @@ NB_MODULE(_native, m) {
       .def("reduce_into", &unisono::HostKernel::reduceInto, "op"_a, "batch"_a, "outputs"_a,
            "mean"_a, "threads"_a,
            "Reduces each item of `batch` into its `outputs`, which may be its inputs.");
+
+  nb::class_<unisono::GpuReader>(m, "GpuReader", "Reads where tensors are in GPU memory.")
+      .def(nb::init<nb::type_object>(), "tensor_type"_a)
+      .def("tables", &unisono::GpuReader::tables, "op"_a, "batch"_a, "outputs"_a, "mean"_a,
+           "block"_a, "Returns the tables of a batch; None if an item is not taken.");
 
   nb::class_<unisono::Bell>(m, "Bell", "A bell that threads wait for.")
       .def(nb::init<int>(), "looks"_a)

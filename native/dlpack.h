@@ -10,7 +10,7 @@ struct Version {
   std::uint32_t minor;
 };
 
-enum class DeviceType : std::int32_t { cpu = 1 };
+enum class DeviceType : std::int32_t { cpu = 1, cuda = 2 };
 
 struct Device {
   DeviceType type;

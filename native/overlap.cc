@@ -40,7 +40,7 @@ std::optional<std::size_t> findOverlap(std::span<const Item> items) {
 
   // The outputs are now apart or equal, so they are sorted by their ends too.
   for (std::size_t i = 0; i < items.size(); ++i) {
-    if (items[i].num_elements == 0) continue;
+    if (items[i].num_elements == 0 || items[i].inputs.data() == items[i].outputs.data()) continue;
     for (const void* data : items[i].inputs) {
       const Interval input = intervalOf(data, items[i], i);
       auto output = std::ranges::upper_bound(outputs, input.begin, {}, &Interval::end);

@@ -16,6 +16,7 @@ namespace unisono {
 // Borrowed: good while the tensor lives and keeps its shape.
 struct TensorView {
   void* data;
+  std::int32_t device;  // its index among those of its type
   dlpack::DataType stored_dtype;
   std::span<const std::int64_t> shape;
   DType dtype;               // of what is reduced: the parts of complex numbers
@@ -27,7 +28,9 @@ struct TensorView {
 
 class TensorExchange {
  public:
-  explicit TensorExchange(nanobind::type_object tensor_type);
+  // Reads tensors on devices of one type, and no others.
+  explicit TensorExchange(nanobind::type_object tensor_type,
+                          dlpack::DeviceType device_type = dlpack::DeviceType::cpu);
 
   // Fills `view` and returns nullptr, or returns what is wrong with `object`.
   const char* read(nanobind::handle object, TensorView& view) const;
@@ -43,6 +46,7 @@ class TensorExchange {
   bool isTrue(nanobind::handle method, nanobind::handle object) const;
 
   const dlpack::ExchangeTable* table_;
+  dlpack::DeviceType device_type_;
   nanobind::object tensor_type_;
   nanobind::object parameter_type_;
   nanobind::object is_neg_;

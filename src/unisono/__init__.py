@@ -1,6 +1,6 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import cluster_resolver, contrib, errors, experimental, testing
+from unisono import cluster_resolver, contrib, errors, experimental, testing, tracing
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -68,4 +68,7 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "testing",
+    "tracing",
 ]
+
+tracing.record_if_asked()

@@ -38,6 +38,20 @@ class HostKernel:
     ) -> None:
         """Reduces each item of `batch` into its `outputs`, which may be its inputs."""
 
+class GpuReader:
+    """Reads where tensors are in GPU memory."""
+
+    def __init__(self, tensor_type: type) -> None: ...
+    def tables(
+        self,
+        op: str,
+        batch: Sequence[Sequence[Tensor]],
+        outputs: Sequence[Sequence[Tensor]],
+        mean: bool,
+        block: int,
+    ) -> list[tuple[str, int, int, int, int, int, bool, bytes]] | None:
+        """Returns the tables of a batch; None if an item is not taken."""
+
 class Bell:
     """A bell that threads wait for."""
 

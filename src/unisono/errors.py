@@ -7,8 +7,10 @@
     ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
     ├── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
     ├── ContextError          RuntimeError something called where it has no meaning
+    ├── EndOfInputError       IndexError   a step that is asked of an input that has none left
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
+    ├── TraceError            ValueError   a folder that holds no trace, or not of one run
     ├── TuningError           ValueError   constants of the cost model that cannot be used
     └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
         ├── WorkerLostError                a worker that has ended or cannot be reached
@@ -52,12 +54,20 @@ class ContextError(UnisonoError, RuntimeError):
     """Something that was called in a context where it has no meaning."""
 
 
+class EndOfInputError(UnisonoError, IndexError):
+    """A distributed iterator that was asked for more steps than it has."""
+
+
 class UnequalCallsError(UnisonoError, RuntimeError):
     """Replicas that do not meet: one makes a call that another does not make."""
 
 
 class ClusterError(UnisonoError, ValueError):
     """An environment variable or a cluster spec that does not describe a usable cluster."""
+
+
+class TraceError(UnisonoError, ValueError):
+    """A folder or file that holds no trace, or not that of one run."""
 
 
 class TuningError(UnisonoError, ValueError):

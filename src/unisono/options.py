@@ -37,7 +37,11 @@ class ReduceOp(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the values that the replicas write to a variable become one."""
+    """How the values that the replicas write to a variable become one.
+
+    `SUM` and `MEAN` combine them, `ONLY_FIRST_REPLICA` takes that of replica 0. With `NONE` nothing
+    is combined: each replica keeps its own value.
+    """
 
     NONE = "none"
     SUM = "sum"
@@ -46,7 +50,11 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries a collective: chosen for you, a ring on the host, or NCCL."""
+    """Who carries a collective between workers.
+
+    `AUTO` takes shared memory inside a host and Gloo between hosts. `RING` is Gloo alone, between
+    all workers. `NCCL` is for GPU tensors, one GPU a worker.
+    """
 
     AUTO = "AUTO"
     RING = "RING"
@@ -67,7 +75,8 @@ class CommunicationOptions:
     Args:
         bytes_per_pack: Reduce a batch in packs of a little more than this many bytes. 0 leaves
             the packing to the cross-device operation.
-        timeout_seconds: How long a collective between workers may wait for the others.
+        timeout_seconds: How long a collective between workers may wait for the others. None means
+            five minutes.
         implementation: Who carries a collective between workers; a member or its name.
     """
 

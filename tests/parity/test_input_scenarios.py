@@ -14,11 +14,10 @@ from worker_threads import on_workers
 
 import unisono as uo
 from unisono.devices import cpu_slots
-from unisono.errors import UnsupportedError
+from unisono.errors import EndOfInputError, UnsupportedError
 from unisono.input import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
-    EndOfInputError,
     fixed_sizes,
     legacy_sizes,
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 from unisono.algorithms.plan import Combine, Copy, Plan
 from unisono.kernels import divide, reduce_batch, wide_dtype
 from unisono.options import ReduceOp
+from unisono.tracing import span
 
 
 def run(
@@ -27,7 +28,8 @@ def run(
     dtypes = [item[0].dtype for item in batch]
     for step in plan.steps:
         if isinstance(step, Copy):
-            held[step.target] = _copied(held[step.source], places[step.place])
+            with span("copy", "copy", held[step.source], to=places[step.place]):
+                held[step.target] = _copied(held[step.source], places[step.place])
         else:
             items = list(zip(*(held[source] for source in step.sources), strict=True))
             written = _combined(step, op, items, dtypes, plan.num_replicas)
@@ -36,6 +38,7 @@ def run(
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    # Between GPUs that do not reach each other's memory, CUDA itself goes through the host's.
     return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import click
 
+from unisono.cli.info import info
 from unisono.cli.launch import launch
 from unisono.cli.plan import plan
+from unisono.cli.trace import trace
 from unisono.cli.tune import tune
 
 
@@ -15,6 +17,8 @@ def main() -> None:
     """Synchronous data-parallel training for PyTorch."""
 
 
+main.add_command(info)
 main.add_command(launch)
+main.add_command(trace)
 main.add_command(plan)
 main.add_command(tune)

@@ -2,15 +2,22 @@
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
+from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
+from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
+    "Carrier",
     "Communicator",
     "IdentityCommunicator",
+    "Layout",
+    "TracedCommunicator",
     "all_reduce_sparse",
+    "choose_carrier",
     "connect",
     "slice_of",
     "translated_store_errors",

@@ -1,20 +1,16 @@
-"""Which communicator suits the ranks of a job, and what it will cost: a choice, before it is made.
-
-one rank                             nothing to connect
-all ranks on one host                shared memory
-several hosts with as many ranks     shared memory inside a host, Gloo between
-otherwise, or without a native core  Gloo between all ranks
+"""What carries the collectives of a job, by links that were measured, and what that will cost.
 
 Where the links were measured (`unisono tune`), hosts with as many ranks have what is predicted to
-be faster, and the sizes at which communicators go another way are those of the links.
+be faster, and the sizes at which communicators go another way are those of the links. Otherwise it
+is what `choose_carrier` says.
 """
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, replace
 
 from unisono.communicators.hosts import Layout
+from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.costs import (
     BYTES_PER_PACK,
     STEP_BYTES,
@@ -32,14 +28,6 @@ from unisono.options import CommunicationImplementation
 
 # From here on every rank carries its part between hosts; below, the first rank carries all.
 PARTS_BYTES = 1 << 20
-
-
-class Carrier(enum.Enum):
-    """What carries collectives."""
-
-    SHARED_MEMORY = "shared memory"
-    HIERARCHICAL = "hierarchical"
-    FLAT = "flat"
 
 
 @dataclass(frozen=True)
@@ -64,30 +52,27 @@ class Choice:
 def choose(
     layout: Layout,
     *,
-    have_memory: bool,
+    has_native_core: bool,
     implementation: CommunicationImplementation,
     tuning: Tuning | None,
 ) -> Choice:
     """Chooses for ranks on given hosts.
 
     Args:
-        layout: The ranks by host.
-        have_memory: Whether all ranks of a host can share memory.
-        implementation: What the user asks for.
+        layout: Where the ranks are.
+        has_native_core: Whether every rank has the native core, which memory is shared through.
+        implementation: What was asked for.
         tuning: The constants of the links, the same on all ranks.
     """
-    if implementation is CommunicationImplementation.RING:
-        return _flat(layout, "asked for", tuning)
-    if not have_memory:
-        return _flat(layout, "not every rank has a native core", tuning)
-    if len(layout.hosts) == 1:
-        inside = None if tuning is None else tuning.inside
-        cost = _cost("exchange", layout, inside, inside, tuning)
-        return Choice(Carrier.SHARED_MEMORY, "all ranks are on one host", cost)
-    if not layout.is_regular or len(layout.hosts) == layout.size:
-        why = f"ranks by host are {layout}, which is no equal number of neighbours on each"
+    carrier, why = choose_carrier(
+        layout, has_native_core=has_native_core, implementation=implementation
+    )
+    if carrier is Carrier.GLOO:
         return _flat(layout, why, tuning)
-    return _faster(_hierarchical(layout, tuning), _flat(layout, "", tuning), layout)
+    if carrier is Carrier.HIERARCHICAL:
+        return _faster(_hierarchical(layout, why, tuning), _flat(layout, why, tuning), layout)
+    inside = None if tuning is None else tuning.inside
+    return Choice(carrier, why, _cost("exchange", layout, inside, inside, tuning))
 
 
 def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:
@@ -104,8 +89,7 @@ def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:
     return replace(flat, why=why)
 
 
-def _hierarchical(layout: Layout, tuning: Tuning | None) -> Choice:
-    why = f"ranks by host are {layout}"
+def _hierarchical(layout: Layout, why: str, tuning: Tuning | None) -> Choice:
     if tuning is None or tuning.inside is None or tuning.between is None:
         return Choice(Carrier.HIERARCHICAL, why)
     cluster = _cluster(layout, tuning.inside, tuning.between, tuning)
@@ -121,12 +105,12 @@ def _hierarchical(layout: Layout, tuning: Tuning | None) -> Choice:
 
 def _flat(layout: Layout, why: str, tuning: Tuning | None) -> Choice:
     if tuning is None:
-        return Choice(Carrier.FLAT, why)
+        return Choice(Carrier.GLOO, why)
     slowest = tuning.loopback if len(layout.hosts) == 1 else tuning.between
     # Two ranks swap all they have, which is as much as parts and sums, in one step.
     algorithm = "one step" if layout.size == 2 else "exchange"
     return Choice(
-        Carrier.FLAT,
+        Carrier.GLOO,
         why,
         _cost(algorithm, layout, tuning.loopback or slowest, slowest, tuning),
         step_bytes=STEP_BYTES if slowest is None else step_bytes(slowest),

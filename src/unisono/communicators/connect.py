@@ -9,13 +9,14 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.choice import Carrier, Choice, choose
+from unisono.communicators.choice import Choice, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.selection import Carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
@@ -43,9 +44,7 @@ def connect(
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
-    What that is says `unisono.communicators.choice`.
-    `RING` is Gloo between all ranks. GPU tensors travel through host memory, or with `NCCL` through
-    NCCL.
+    `choose` says what that is. GPU tensors travel through host memory, or with `NCCL` through NCCL.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one call.
@@ -63,7 +62,9 @@ def connect(
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     patience = timeout if joining_seconds is None else joining_seconds
     layout, have_memory = _survey(store, rank, size, implementation, patience)
-    choice = choose(layout, have_memory=have_memory, implementation=implementation, tuning=tuning)
+    choice = choose(
+        layout, has_native_core=have_memory, implementation=implementation, tuning=tuning
+    )
     chosen = _Link(store, rank, size, timeout, host).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -111,7 +112,7 @@ class _Link:
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
         """Makes what was chosen."""
-        if choice.carrier is Carrier.FLAT:
+        if choice.carrier is Carrier.GLOO:
             return self._flat(choice)
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)

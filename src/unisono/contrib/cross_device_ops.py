@@ -73,6 +73,10 @@ class DelegatingOps(ContribOps):
     def __init__(self, ops: CrossDeviceOps) -> None:
         self._ops = ops
 
+    def close(self) -> None:
+        """See `CrossDeviceOps.close`."""
+        self._ops.close()
+
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,

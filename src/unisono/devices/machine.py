@@ -5,12 +5,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 
 from unisono.devices.device import Device, DeviceLike
+from unisono.devices.reading import read_topology
+from unisono.devices.topology import Link, LinkKind, Topology
 from unisono.errors import DeviceError
 
 
@@ -21,10 +23,12 @@ class Machine:
     Attributes:
         gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
         is_host_shared: Whether all CPU devices share one memory, as they really do.
+        recorded: The topology, if it is another one than that of this host.
     """
 
     gpus: tuple[torch.device, ...]
     is_host_shared: bool = True
+    recorded: Topology | None = None
 
     def torch_device(self, device: Device) -> torch.device:
         """Returns where torch keeps the tensors of `device`."""
@@ -43,6 +47,19 @@ class Machine:
         if device.type == "cpu" and not self.is_host_shared:
             return device
         return self.torch_device(device)
+
+    @property
+    def topology(self) -> Topology:
+        """What joins the GPUs, by the index of their torch device."""
+        return read_topology() if self.recorded is None else self.recorded
+
+    def link(self, a: Device, b: Device) -> Link:
+        """Returns what joins two devices."""
+        if self.memory(a) == self.memory(b):
+            return Link(LinkKind.SAME)
+        if a.type != "cuda" or b.type != "cuda":
+            return Link(LinkKind.UNKNOWN, is_peer=False)
+        return self.topology.link(self.torch_device(a).index, self.torch_device(b).index)
 
 
 _CPU = torch.device("cpu")
@@ -75,6 +92,12 @@ def pretend(**changes: object) -> Iterator[Machine]:
     finally:
         with _lock:
             _pretended.remove(machine)
+
+
+def as_recorded(topology: Topology) -> AbstractContextManager[Machine]:
+    """Makes this process see the GPUs of a recording, to ask what would be chosen there."""
+    gpus = tuple(torch.device("cuda", index) for index in range(len(topology.gpus)))
+    return pretend(gpus=gpus, recorded=topology)
 
 
 def resolve(spec: DeviceLike) -> Device:

@@ -68,6 +68,10 @@ class Ambient:
     def _is_plain(self) -> bool:
         return not (self.is_inference or self.autocasts or self.default_device)
 
+    def _others(self, place: torch.device) -> list[torch.cuda.Stream]:
+        others = (stream for gpu, stream in self.streams.items() if gpu != place)
+        return [one for one in others if one != torch.cuda.current_stream(one.device)]
+
     @contextmanager
     def _entered(self, place: torch.device) -> Iterator[None]:
         with ExitStack() as stack:
@@ -75,6 +79,9 @@ class Ambient:
             if place.type == "cuda":
                 # A device that counts as current already would leave a new thread without it.
                 torch.cuda.set_device(place)
+                # Also those of other GPUs, where this thread may reduce what others have computed.
+                for stream in self._others(place):
+                    enter(torch.cuda.stream(stream))
                 enter(torch.cuda.stream(self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())

@@ -6,9 +6,16 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
+
+from unisono.devices import Trail, lend
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import UnequalCallsError
+from unisono.tracing import span
+from unisono.values import tensors_of
+
+_NOTHING = object()
 
 
 class _Arrival(NamedTuple):
@@ -23,13 +30,21 @@ class ReplicaMeeting:
     Replicas wait in `meet` until all have come. Replica 0 then does the work, so it does not
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
+    Work on `gpus` is in the order of the meetings, whatever streams the replicas use.
     """
 
     def __init__(
-        self, num_replicas: int, turns: Turns, guards: Sequence[Guard] | None = None
+        self,
+        num_replicas: int,
+        turns: Turns,
+        gpus: Sequence[torch.device] = (),
+        guards: Sequence[Guard] | None = None,
     ) -> None:
         self._num_replicas = num_replicas
         self._turns = turns
+        self._gpus = gpus
+        # The streams on which replicas had started what they gave, and replica 0 its work.
+        self._given, self._done = Trail(), Trail()
         self._guards = guards or [Guard() for _ in range(num_replicas)]
         self._lock = threading.Lock()
         self._arrivals: dict[int, _Arrival] = {}
@@ -62,13 +77,15 @@ class ReplicaMeeting:
     ) -> Any:
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
         if self._num_replicas == 1:
-            return work([given])[0]
+            with span("merge", what):
+                return work([given])[0]
         self._guards[replica_id].cover()
+        self._note(self._given)
         with self._lock:
             self._arrivals[replica_id] = _Arrival(what, given, work)
             self._check_calls()
         self._turns.changed()
-        share = self._lead() if replica_id == 0 else self._follow(replica_id)
+        share = self._lead(what) if replica_id == 0 else self._follow(replica_id, what)
         self._guards[replica_id].expose()
         return share
 
@@ -77,7 +94,7 @@ class ReplicaMeeting:
 
         Replica 0, which does the work, makes its call too.
         """
-        inner = ReplicaMeeting(self._num_replicas, self._turns, self._guards)
+        inner = ReplicaMeeting(self._num_replicas, self._turns, self._gpus, self._guards)
         if self._num_replicas == 1:
             return [calls[0](inner)]
         with self._lock:
@@ -85,7 +102,9 @@ class ReplicaMeeting:
             own = self._calls.pop(0)
         self._turns.changed()
         own()
-        self._wait(0, lambda: len(self._answers) == self._num_replicas)
+        with span("wait", "answers", replica=0) as waiting:
+            self._wait(0, lambda: len(self._answers) == self._num_replicas)
+            waiting.note(last=next(reversed(self._answers)))
         with self._lock:
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
@@ -117,10 +136,15 @@ class ReplicaMeeting:
             raise
         return result
 
-    def _lead(self) -> Any:
-        self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+    def _lead(self, what: str) -> Any:
+        with span("wait", what, replica=0) as waiting:
+            self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+            waiting.note(last=next(reversed(self._arrivals)))
         arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
-        shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        self._given.follow()
+        with span("merge", what):
+            shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+        self._note(self._done)
         with self._lock:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
@@ -128,14 +152,25 @@ class ReplicaMeeting:
         self._turns.changed()
         return own
 
-    def _follow(self, replica_id: int) -> Any:
+    def _follow(self, replica_id: int, what: str) -> Any:
+        def is_over() -> bool:
+            return replica_id in self._shares or replica_id in self._calls
+
         while True:
-            self._wait(replica_id, lambda: replica_id in self._shares or replica_id in self._calls)
+            with span("wait", what, replica=replica_id):
+                self._wait(replica_id, is_over)
             with self._lock:
-                if replica_id in self._shares:
-                    return self._shares.pop(replica_id)
-                call = self._calls.pop(replica_id)
+                share = self._shares.pop(replica_id, _NOTHING)
+                call = None if share is not _NOTHING else self._calls.pop(replica_id)
+            if call is None:
+                if self._done.follow():
+                    lend(tensors_of(share))
+                return share
             call()
+
+    def _note(self, trail: Trail) -> None:
+        for gpu in self._gpus:
+            trail.note(gpu)
 
     def _answered(
         self, call: Callable[[ReplicaMeeting], Any], replica_id: int, inner: ReplicaMeeting

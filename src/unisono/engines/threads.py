@@ -13,6 +13,7 @@ import torch
 
 from unisono.engines.bell import make_bell
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.tracing import span
 
 Call: TypeAlias = Callable[[], Any]
 Outcomes: TypeAlias = dict[int, Any]
@@ -70,7 +71,9 @@ class ReplicaThreads:
             self._board.has_new.ring()
             torch.set_num_threads(num_intraop)
             outcomes[0] = calls[0]()
-            self._collect(outcomes, meeting)
+            with span("wait", "return", replica=0) as waiting:
+                self._collect(outcomes, meeting)
+                waiting.note(last=next(reversed(outcomes)))
         except BaseException as error:
             # Of replica 0, or Ctrl-C: the others end at their next instruction, or where they wait.
             meeting.fail(error)

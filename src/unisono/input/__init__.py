@@ -10,7 +10,7 @@ from unisono.input.context import (
 )
 from unisono.input.dataset import DistributedDataset
 from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
-from unisono.input.iterator import DistributedIterator, EndOfInputError, OptionalElement
+from unisono.input.iterator import DistributedIterator, OptionalElement
 from unisono.input.sharding import (
     AutoShardPolicy,
     filled_slices,
@@ -27,7 +27,6 @@ __all__ = [
     "DistributedDataset",
     "DistributedDatasetsFromFunction",
     "DistributedIterator",
-    "EndOfInputError",
     "InputContext",
     "InputOptions",
     "InputReplicationMode",

@@ -61,7 +61,7 @@ class ValueContext:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often an input function is called: once a worker, or once a replica."""
+    """How often an input function is called: `PER_WORKER`, once a worker, or `PER_REPLICA`."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"

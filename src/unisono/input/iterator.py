@@ -8,17 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.contexts import current_replica
-from unisono.errors import ContextError, UnisonoError
+from unisono.errors import ContextError, EndOfInputError
 from unisono.input.context import InputOptions
 from unisono.input.in_step import InStep
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn, ReadAhead
 from unisono.input.splitting import Parts
-
-
-class EndOfInputError(UnisonoError, IndexError):
-    """`get_next` was called after the last step."""
+from unisono.tracing import span
 
 
 @dataclass(frozen=True)
@@ -114,7 +111,8 @@ class DistributedIterator(Iterator[Any]):
         progress = self._opened.progress
         self._opened.note_first_draw()
         try:
-            placed = next(self._steps)
+            with span("input", "next"):
+                placed = next(self._steps)
         except StopIteration:
             self._end()
             raise
@@ -185,7 +183,10 @@ def _steps(deal: Deal, dataset: Dealt) -> Drawn[Placed]:
     placement = dataset.placement
 
     def draw() -> Placed:
-        return placement.place(deal.draw())
+        with span("input", "fetch"):
+            parts = deal.draw()
+        with span("input", "place"):
+            return placement.place(parts)
 
     size = dataset.options.experimental_per_replica_buffer_size
     opened = deal.opened

@@ -1,7 +1,8 @@
 """Combining the tensors of several replicas inside one memory."""
 
-from unisono.kernels.batch import reduce_batch, reduce_into, reduce_native
+from unisono.kernels.batch import reduce_batch, reduce_fused, reduce_into
 from unisono.kernels.checks import check_replicas
+from unisono.kernels.gpu import triton_status
 from unisono.kernels.native import NativeCore, native_core
 from unisono.kernels.tree import divide, result_dtype, tree_reduce, wide_dtype
 
@@ -11,9 +12,10 @@ __all__ = [
     "divide",
     "native_core",
     "reduce_batch",
+    "reduce_fused",
     "reduce_into",
-    "reduce_native",
     "result_dtype",
     "tree_reduce",
+    "triton_status",
     "wide_dtype",
 ]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unisono.kernels.checks import check_replicas
+from unisono.kernels.gpu import reduce_on_gpu
 from unisono.kernels.native import native_core
 from unisono.kernels.tree import tree_reduce
 from unisono.options import ReduceOp
@@ -23,7 +24,7 @@ def reduce_batch(
     The tensors of an item are dense, one a replica, and in one memory. Raises before anything is
     computed through torch if the tensors of an item do not go together.
     """
-    results = reduce_native(op, batch, copies)
+    results = reduce_fused(op, batch, copies)
     left = [i for i, result in enumerate(results) if result is None]
     for i in left:
         check_replicas(op, batch[i], "The value" if len(batch) == 1 else f"Value {i} of the batch")
@@ -32,13 +33,38 @@ def reduce_batch(
     return results  # type: ignore[return-value]
 
 
-def reduce_native(
+def reduce_fused(
     op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
 ) -> list[tuple[Tensor, ...] | None]:
-    """Reduces what the native core takes as it is, and returns None for every other item.
+    """Reduces in one pass what our kernels take as it is, and returns None for every other item.
 
-    It takes contiguous host tensors that go together, so what it takes needs no other check.
+    They take contiguous tensors that go together, so what they take needs no other check. The
+    batch is in one memory: on a GPU it is taken whole or not at all.
     """
+    if batch and _is_on_gpu(batch[0]):
+        return _reduce_on_gpu(op, batch, copies)
+    return _reduce_on_host(op, batch, copies)
+
+
+def _is_on_gpu(item: Item) -> bool:
+    return isinstance(item[0], Tensor) and item[0].is_cuda
+
+
+def _reduce_on_gpu(
+    op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
+) -> list[tuple[Tensor, ...] | None]:
+    if not all(_is_on_gpu(item) and item[0].layout is torch.strided for item in batch):
+        return [None] * len(batch)
+    outputs = [
+        tuple(torch.empty_like(item[0], requires_grad=False) for _ in range(count))
+        for item, count in zip(batch, copies, strict=True)
+    ]
+    return [*outputs] if reduce_on_gpu(op, batch, outputs) else [None] * len(batch)
+
+
+def _reduce_on_host(
+    op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
+) -> list[tuple[Tensor, ...] | None]:
     kernel = native_core().kernel
     if kernel is None:
         return [None] * len(batch)
@@ -59,23 +85,27 @@ def _is_sparse(item: Item) -> bool:
     return isinstance(first, Tensor) and first.layout is not torch.strided
 
 
-def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[Tensor]]) -> bool:
+def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
     """Writes results into tensors that are there, which may be the inputs themselves.
 
-    Returns False, with nothing written, if the native core does not take every item. Tensors that
-    share an unusual order, such as channels_last, it takes.
+    Returns False, with nothing written, if our kernels do not take every item. Tensors that share
+    an unusual order, such as channels_last, they take.
     """
+    if not batch:
+        return True
+    into = reduce_on_gpu if _is_on_gpu(batch[0]) else _reduce_into_on_host
+    if into(op, batch, outputs):
+        return True
+    reordered = _reordered(batch, outputs)
+    return reordered is not None and into(op, *reordered)
+
+
+def _reduce_into_on_host(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
     kernel = native_core().kernel
     if kernel is None or any(_is_sparse(item) for item in batch):
         return False
     is_mean = op is ReduceOp.MEAN
     name = "sum" if is_mean else op.value
-    for i, item in enumerate(batch):
-        order = _memory_order((*item, *outputs[i]))
-        if order is not None:
-            batch, outputs = list(batch), list(outputs)
-            batch[i] = [tensor.permute(order) for tensor in item]
-            outputs[i] = [tensor.permute(order) for tensor in outputs[i]]
     try:
         kernel.reduce_into(name, batch, outputs, is_mean, torch.get_num_threads())
     except ValueError:
@@ -83,12 +113,32 @@ def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Sequence[
     return True
 
 
+def _reordered(
+    batch: Sequence[Item], outputs: Sequence[Item]
+) -> tuple[list[Item], list[Item]] | None:
+    """Returns views that are contiguous where the tensors are not; None if that changes nothing."""
+    if any(_is_sparse(item) for item in batch):
+        return None
+    orders = [_memory_order((*item, *own)) for item, own in zip(batch, outputs, strict=True)]
+    if not any(orders):
+        return None
+    inputs = _permuted(batch, orders)
+    return inputs, inputs if outputs is batch else _permuted(outputs, orders)
+
+
+def _permuted(batch: Sequence[Item], orders: Sequence[list[int] | None]) -> list[Item]:
+    return [
+        item if order is None else tuple(tensor.permute(order) for tensor in item)
+        for item, order in zip(batch, orders, strict=True)
+    ]
+
+
 def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, ...]:
     order = _memory_order(tensors)
     if order is not None:
         # Dense tensors that share an unusual order, such as channels_last, are plain if permuted.
         permuted = [tuple(tensor.permute(order) for tensor in tensors)]
-        results = reduce_native(op, permuted, [num_copies])[0]
+        results = reduce_fused(op, permuted, [num_copies])[0]
         if results is not None:
             back = sorted(range(len(order)), key=order.__getitem__)
             return tuple(result.permute(back) for result in results)

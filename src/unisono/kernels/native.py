@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from unisono._native import Bell, HostKernel
+    from unisono._native import Bell, GpuReader, HostKernel
 
 
 class NativeCore(NamedTuple):
@@ -18,6 +18,7 @@ class NativeCore(NamedTuple):
     status: str
     kernel: HostKernel | None = None
     bell: type[Bell] | None = None
+    gpu_reader: GpuReader | None = None
 
 
 @functools.cache
@@ -31,6 +32,7 @@ def native_core() -> NativeCore:
         return NativeCore(f"torch: the native core is not installed ({error})")
     try:
         kernel = _native.HostKernel(torch.Tensor)
+        reader = _native.GpuReader(torch.Tensor)
     except RuntimeError as error:
         return NativeCore(f"torch: the native core does not fit torch ({error})")
-    return NativeCore(f"native, {_native.instruction_set()}", kernel, _native.Bell)
+    return NativeCore(f"native, {_native.instruction_set()}", kernel, _native.Bell, reader)

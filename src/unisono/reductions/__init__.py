@@ -8,7 +8,11 @@ from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
 from unisono.reductions.scheduled import Ends, ScheduledOps
-from unisono.reductions.selection import predicted_cost, select_cross_device_ops
+from unisono.reductions.selection import (
+    choose_cross_device_ops,
+    predicted_cost,
+    select_cross_device_ops,
+)
 from unisono.reductions.workers import Workers
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "Result",
     "ScheduledOps",
     "Workers",
+    "choose_cross_device_ops",
     "destinations_of",
     "is_all_reduce",
     "listed_pairs",

@@ -39,6 +39,10 @@ class AcrossWorkers(CrossDeviceOps):
         self.communicator = communicator
         self._devices = devices
 
+    def close(self) -> None:
+        """See `CrossDeviceOps.close`."""
+        self._local.close()
+
     def reduce_implementation(
         self,
         reduce_op: ReduceOp,

@@ -12,6 +12,7 @@ from unisono.errors import BatchError, ReplicaMismatchError
 from unisono.kernels import check_replicas, tree_reduce
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions.destinations import Destinations, destinations_of
+from unisono.tracing import span
 from unisono.values import (
     DistributedValues,
     Mirrored,
@@ -80,7 +81,8 @@ class CrossDeviceOps:
             value = _checked(op, value, "The value")
             if _is_alone(value, targets):
                 return _copy_alone(op, value)
-        return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
+        with span("reduce", "reduce", op=op):
+            return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
 
     def batch_reduce(
         self,
@@ -100,6 +102,12 @@ class CrossDeviceOps:
             for value, targets in listed_pairs(value_destination_pairs)
         ]
         options = options or DEFAULT_OPTIONS
+        with span("reduce", "batch_reduce", op=op, values=len(pairs)):
+            return self._batch_reduce(op, pairs, options)
+
+    def _batch_reduce(
+        self, op: ReduceOp, pairs: list[Pair], options: CommunicationOptions
+    ) -> list[Result]:
         if self.reads_values:
             return self.batch_reduce_implementation(op, pairs, options)
         pairs = [
@@ -121,7 +129,15 @@ class CrossDeviceOps:
                 f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
                 f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."
             )
-        return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+        with span("copy", "broadcast"):
+            return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+
+    def close(self) -> None:
+        """Gives back what is kept for the next call, such as NCCL's communicators.
+
+        A strategy that is closed closes its operations; they can be used again. Here nothing is
+        kept.
+        """
 
     def reduce_implementation(
         self,

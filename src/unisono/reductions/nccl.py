@@ -3,32 +3,20 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.cuda import nccl
 
+from unisono.errors import CommunicationError
 from unisono.kernels import divide
 from unisono.options import ReduceOp
 from unisono.packing import PackingRule
 from unisono.reductions.all_reduce import AllReduce
+from unisono.reductions.nccl_group import NcclGroup, nccl_takes
 from unisono.reductions.scheduled import Ends
 
 _logger = logging.getLogger(__name__)
-
-# The numbers that `torch.cuda.nccl` takes for its operations.
-_NCCL_OPS = {
-    ReduceOp.SUM: 0,
-    ReduceOp.MEAN: 0,
-    ReduceOp.PROD: 1,
-    ReduceOp.MAX: 2,
-    ReduceOp.MIN: 3,
-}
-
-# NCCL allows one thread at a time to start work on the devices of a process.
-_launch_lock = threading.Lock()
 
 
 class NcclAllReduce(AllReduce):
@@ -37,7 +25,7 @@ class NcclAllReduce(AllReduce):
     NCCL adds in an order of its own, so results may differ in the last bit from the other
     reductions. Where NCCL cannot run (values on the CPU, replicas that share a GPU, a torch
     without NCCL, a dtype it does not know), the values meet on one device instead; the log says so
-    once.
+    once. Its communicators are kept for each set of GPUs until `close`.
 
     Args:
         num_packs: How many packs the values of a batch are cut into; 0 reduces each on its own.
@@ -47,6 +35,8 @@ class NcclAllReduce(AllReduce):
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False
+        # By the GPUs; None where NCCL has failed to connect them.
+        self._groups: dict[tuple[int, ...], NcclGroup | None] = {}
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[object, ...]], ends: Ends
@@ -62,11 +52,33 @@ class NcclAllReduce(AllReduce):
     ) -> list[tuple[Tensor, ...]]:
         """See `AllReduce.reduce_packs`."""
         why_not = next((why for pack in packs if (why := _why_not(op, pack))), None)
-        if why_not is not None:
-            self._fall_back(why_not)
+        group = None if why_not else self._group(tuple(one.device.index for one in packs[0]))
+        if group is None:
+            self._fall_back(why_not or "NCCL has failed")
             return super().reduce_packs(op, packs, ends)
         order = [ends.sources.index(device) for device in ends.destinations]
-        return [tuple(_all_reduce(op, pack)[i] for i in order) for pack in packs]
+        totals = [_all_reduce(group, op, pack) for pack in packs]
+        return [tuple(total[i] for i in order) for total in totals]
+
+    def close(self) -> None:
+        """See `CrossDeviceOps.close`."""
+        with self._lock:
+            groups, self._groups = self._groups, {}
+        for group in groups.values():
+            if group is not None:
+                group.close()
+
+    def _group(self, gpus: tuple[int, ...]) -> NcclGroup | None:
+        """Returns the communicators of these GPUs, made once; None if NCCL cannot make them."""
+        with self._lock:
+            if gpus in self._groups:
+                return self._groups[gpus]
+            try:
+                self._groups[gpus] = NcclGroup(gpus)
+            except CommunicationError as error:
+                self._groups[gpus] = None
+                _logger.warning("NcclAllReduce reduces on one device: %s", error)
+            return self._groups[gpus]
 
     def _fall_back(self, why: str) -> None:
         with self._lock:
@@ -76,21 +88,23 @@ class NcclAllReduce(AllReduce):
 
 
 def _why_not(op: ReduceOp, pack: Sequence[Tensor]) -> str | None:
+    if not all(tensor.is_cuda for tensor in pack):
+        return "some values are not on GPUs"
     if len({tensor.device for tensor in pack}) < len(pack):
         return "several replicas share a GPU"
-    if not nccl.is_available(pack):
-        return "this torch has no NCCL"
     if pack[0].is_complex() and op is ReduceOp.PROD:
         return "NCCL does not multiply complex numbers"
+    if not pack[0].is_complex() and not nccl_takes(pack[0].dtype):
+        return f"NCCL does not know {pack[0].dtype}"
     return None
 
 
-def _all_reduce(op: ReduceOp, pack: Sequence[Tensor]) -> list[Tensor]:
+def _all_reduce(group: NcclGroup, op: ReduceOp, pack: Sequence[Tensor]) -> list[Tensor]:
     dtype = pack[0].dtype
     parts = [torch.view_as_real(t) if t.is_complex() else t for t in pack]
-    totals = [torch.empty_like(part) for part in parts]
-    with _launch_lock:
-        nccl.all_reduce([part.contiguous() for part in parts], totals, op=_NCCL_OPS[op])
+    inputs = [part.detach().contiguous() for part in parts]
+    totals = [torch.empty_like(part) for part in inputs]
+    group.all_reduce(op, inputs, totals)
     if dtype.is_complex:
         totals = [torch.view_as_complex(total) for total in totals]
     if op is not ReduceOp.MEAN:

@@ -12,7 +12,7 @@ from torch import Tensor
 from unisono.algorithms import Plan, Schedule, make_plan, run
 from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, Machine, this_machine
-from unisono.kernels import check_replicas, reduce_into, reduce_native
+from unisono.kernels import check_replicas, reduce_fused, reduce_into
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
@@ -163,7 +163,7 @@ class ScheduledOps(CrossDeviceOps):
         plan = self.route(ends).plan
         if not plan.is_one_sum:
             return [None] * len(batch)
-        return reduce_native(op, batch, [len(plan.outputs)] * len(batch))
+        return reduce_fused(op, batch, [len(plan.outputs)] * len(batch))
 
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]

@@ -1,39 +1,66 @@
-"""Which reduction suits which devices."""
+"""Which reduction suits which devices, and why."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch.distributed
 
 from unisono.costs import BYTES_PER_PACK, Line, Tuning
-from unisono.devices import Device, DeviceLike, resolve, this_machine
+from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
 from unisono.reductions.cross_device_ops import CrossDeviceOps
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import ReductionToOneDevice
 from unisono.reductions.scheduled import Ends, ScheduledOps
 
+_logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """What reduces, and in words why."""
+
+    ops: CrossDeviceOps
+    reason: str
+
 
 def select_cross_device_ops(
     devices: Sequence[DeviceLike], tuning: Tuning | None = None
 ) -> CrossDeviceOps:
-    """Returns NCCL for different GPUs, and the reduction on one device for everything else.
+    """Returns the reduction that suits `devices`; `choose_cross_device_ops` says why too."""
+    ops, reason = choose_cross_device_ops(devices, tuning=tuning)
+    _logger.info("%s reduces: %s.", type(ops).__name__, reason)
+    return ops
 
-    Where links were measured and values have to travel, the hierarchical copy takes the place of
-    the reduction on one device if a pack of gradients is predicted to take less time by it.
+
+def choose_cross_device_ops(
+    devices: Sequence[DeviceLike], *, has_nccl: bool | None = None, tuning: Tuning | None = None
+) -> Choice:
+    """Returns the reduction that suits `devices`, and why.
+
+        GPUs that are all different         NCCL
+        the same without NCCL, and
+        GPUs of which replicas share some   the hierarchical copy, by the links of the machine
+        one memory, or GPUs and host        the reduction on one device
+
+    Where links were measured and every replica has a memory of its own, what is not NCCL is the one
+    of the two that is predicted to be faster.
+
+    Args:
+        devices: One a replica.
+        has_nccl: Whether there is NCCL; what this torch has if not given.
+        tuning: What the links were measured to cost; None if they were not.
     """
-    machine = this_machine()
     resolved = tuple(map(resolve, devices))
-    places = [machine.torch_device(device) for device in resolved]
-    are_gpus = all(place.type == "cuda" for place in places)
-    if are_gpus and 1 < len(places) == len(set(places)):
-        return NcclAllReduce()
-    one_device = ReductionToOneDevice()
-    num_memories = len({machine.memory(device) for device in resolved})
-    if tuning is None or num_memories < max(3, len(resolved)):
-        # Between two devices there is one way only.
-        return one_device
-    candidates = (one_device, HierarchicalCopyAllReduce())
-    return min(candidates, key=lambda ops: _pack_seconds(ops, resolved, tuning))
+    choice = _by_kind(resolved, has_nccl)
+    num_memories = len({this_machine().memory(device) for device in resolved})
+    is_nccl = isinstance(choice.ops, NcclAllReduce)
+    # Between two devices there is one way only.
+    if tuning is None or is_nccl or num_memories < max(3, len(resolved)):
+        return choice
+    return _faster(resolved, tuning)
 
 
 def predicted_cost(
@@ -45,5 +72,46 @@ def predicted_cost(
     return ops.cost(Ends(devices, devices), tuning.devices, tuning.memory)
 
 
-def _pack_seconds(ops: ScheduledOps, devices: tuple[Device, ...], tuning: Tuning) -> float:
-    return ops.cost(Ends(devices, devices), tuning.devices, tuning.memory).seconds(BYTES_PER_PACK)
+def _faster(devices: tuple[Device, ...], tuning: Tuning) -> Choice:
+    """Returns what takes less time by its schedule, for a pack of gradients."""
+    candidates = (ReductionToOneDevice(), HierarchicalCopyAllReduce(num_packs=len(devices)))
+    ends = Ends(devices, devices)
+    costs = [ops.cost(ends, tuning.devices, tuning.memory) for ops in candidates]
+    seconds = [cost.seconds(BYTES_PER_PACK) for cost in costs]
+    best = seconds.index(min(seconds))
+    return Choice(
+        candidates[best],
+        f"for {BYTES_PER_PACK >> 20} MiB the links as tuned promise {1e3 * min(seconds):.3g} ms, "
+        f"not {1e3 * max(seconds):.3g} ms by {type(candidates[1 - best]).__name__}",
+    )
+
+
+def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # noqa: FBT001
+    machine = this_machine()
+    memories = {machine.memory(device) for device in resolved}
+    if len(resolved) < 2:
+        return Choice(ReductionToOneDevice(), "one replica has nobody to exchange values with")
+    if len(memories) == 1:
+        return Choice(
+            ReductionToOneDevice(),
+            f"{len(resolved)} replicas share one memory, where a sum needs no copy",
+        )
+    if any(device.type != "cuda" for device in resolved):
+        return Choice(ReductionToOneDevice(), "not all replicas are on GPUs")
+    if len(memories) < len(resolved):
+        why_not_nccl = "replicas share GPUs, which NCCL does not allow"
+    elif not (torch.distributed.is_nccl_available() if has_nccl is None else has_nccl):
+        why_not_nccl = "this torch has no NCCL"
+    else:
+        return Choice(
+            NcclAllReduce(), f"{len(resolved)} different GPUs, whose links NCCL knows how to use"
+        )
+    return Choice(
+        HierarchicalCopyAllReduce(num_packs=len(memories)),
+        f"{why_not_nccl}; it sends little between {_groups_in_words(resolved)}",
+    )
+
+
+def _groups_in_words(devices: Sequence[Device]) -> str:
+    groups = near_groups(devices)
+    return " | ".join(", ".join(str(devices[i]) for i in group) for group in groups)

@@ -31,6 +31,7 @@ from unisono.reductions import (
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
+from unisono.tracing import span
 from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
 from unisono.variables import (
     GradientReducer,
@@ -118,6 +119,7 @@ class StrategyExtended(VariableMethods):
             )
         self._runner = Runner(devices, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
+        self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
             nullcontext() if self.mirrors.is_single else threading.Lock()
@@ -182,6 +184,7 @@ class StrategyExtended(VariableMethods):
         self.workers.communicator.close()
         self._gradients.close()
         self._runner.close()
+        self.cross_device_ops.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -193,11 +196,16 @@ class StrategyExtended(VariableMethods):
         kwargs = kwargs or {}
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
-            weights = self._weights((*args, *kwargs.values()))
-            self.mirrors.refresh()
-            self._gradients.begin(weights)
-            self._current_weights = weights
-            return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self._num_runs += 1
+            with span("step", "run", step=self._num_runs):
+                return self._run(fn, args, kwargs)
+
+    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        weights = self._weights((*args, *kwargs.values()))
+        self.mirrors.refresh()
+        self._gradients.begin(weights)
+        self._current_weights = weights
+        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
 
     def experimental_run_steps_on_iterator(
         self,

@@ -60,7 +60,14 @@ class InputMethods:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDatasetsFromFunction:
-        """Deals out batches of per-replica size that `dataset_fn(input_context)` makes."""
+        """Deals out batches of per-replica size that `dataset_fn(input_context)` makes.
+
+        Args:
+            dataset_fn: Called once on each worker, or once for each replica if the options say so.
+                Returns a `DataLoader` or an iterable of batches, of whatever data it likes; the
+                `InputContext` says which part is this worker's. Each replica gets a batch a step.
+            options: How batches are fetched.
+        """
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,
@@ -74,7 +81,11 @@ class InputMethods:
     def experimental_distribute_values_from_function(
         self, value_fn: Callable[[ValueContext], Any]
     ) -> Any:
-        """Calls `value_fn(value_context)` for each replica; the result is always distributed."""
+        """Calls `value_fn(value_context)` for each replica of this worker, in order.
+
+        The context has the number of the replica and says how many there are. The result has the
+        structure of a value with `PerReplica` leaves, also where there is one replica.
+        """
         first, total = self.extended.first_replica_id, self.extended.num_replicas_in_sync
         contexts = [ValueContext(first + i, total) for i in range(len(self._input_devices))]
         return values_from_function(value_fn, self._input_devices, contexts)
@@ -94,7 +105,7 @@ class InputMethods:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """Returns an iterator over what `input_fn(input_context)` makes."""
+        """Returns an iterator over what `input_fn(input_context)` makes, once on each worker."""
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise ValueError(
                 f"`replication_mode` must be {InputReplicationMode.PER_WORKER}, got "

@@ -15,6 +15,7 @@ from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
     IdentityCommunicator,
+    TracedCommunicator,
     connect,
     slice_of,
     translated_store_errors,
@@ -22,6 +23,7 @@ from unisono.communicators import (
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, default_devices
 from unisono.options import CommunicationOptions
+from unisono.tracing import join_workers
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ def join(
         left = max(_LEAST_SECONDS, deadline - time.monotonic())
         meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
         tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning)
-        communicator = connect(
+        connected = connect(
             PrefixStore("connect", own),
             membership.rank,
             membership.size,
@@ -77,6 +79,8 @@ def join(
             joining_seconds=max(_LEAST_SECONDS, deadline - time.monotonic()),
             tuning=tuning,
         )
+    join_workers(membership.rank, membership.size)
+    communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
     return communicator, tuning

@@ -21,6 +21,7 @@ from unisono.engines import (
     Turns,
     draw_seed,
 )
+from unisono.tracing import span
 from unisono.values import regroup, select_replica
 
 if TYPE_CHECKING:
@@ -49,13 +50,14 @@ class Runner:
         num_replicas = len(self._devices)
         places = [this_machine().torch_device(device) for device in self._devices]
         turns = OneByOne(num_replicas) if self._is_serial else Turns(num_replicas)
-        meeting = ReplicaMeeting(num_replicas, turns)
+        gpus = list(dict.fromkeys(place for place in places if place.type == "cuda"))
+        meeting = ReplicaMeeting(num_replicas, turns, gpus)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
         if strategy.num_replicas_in_sync == 1:
-            with entered(contexts[0]), _on_device(places[0]):
+            with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
@@ -76,7 +78,11 @@ class Runner:
                     _note(error, f"Raised on replica {replica_id} ({self._devices[replica_id]}).")
                     raise
 
-            return lambda: meeting.attend(replica_id, on_device)
+            def traced() -> Any:
+                with span("replica", "replica", replica=replica_id):
+                    return meeting.attend(replica_id, on_device)
+
+            return traced
 
         with self._lock:
             results = self._threads.run([call(context) for context in contexts], meeting)

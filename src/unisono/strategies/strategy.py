@@ -27,6 +27,8 @@ T = TypeVar("T")
 class Strategy(InputMethods):
     """Trains on several replicas as if they were one.
 
+    A program makes one of its subclasses, such as `MirroredStrategy`.
+
     Args:
         extended: What does the work; made by the subclass.
     """
@@ -69,9 +71,19 @@ class Strategy(InputMethods):
     ) -> Any:
         """Calls `fn` on every replica at the same time.
 
-        Distributed values in the arguments are replaced by the replica's own components. What the
-        replicas return is merged into one structure of `PerReplica` values; what is the same object
-        on all of them, and everything where there is one replica, is returned as it is.
+        An exception on one replica ends the call on all of them and is raised here; the strategy
+        can be used again.
+
+        Args:
+            fn: What to call.
+            args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
+                are replaced by the replica's own components.
+            kwargs: Its keyword arguments, likewise.
+            options: Taken for the sake of `tf.distribute`, and left alone.
+
+        Returns:
+            What the replicas return, merged into one structure of `PerReplica` values. What is the
+            same object on all of them, and everything where there is one replica, comes as it is.
         """
         if not isinstance(args, (list, tuple)):
             raise UnsupportedError(
@@ -98,7 +110,11 @@ class Strategy(InputMethods):
         return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Puts the components of a value end to end along `axis`, in replica order."""
+        """Puts the components of a value end to end along `axis`, in replica order.
+
+        Their lengths along `axis` may differ. On many workers all of them call it, and all get the
+        components of all replicas.
+        """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
         if not isinstance(value, DistributedValues):
@@ -120,7 +136,11 @@ class Strategy(InputMethods):
     unwrap = experimental_local_results
 
     def mirror(self, target: T) -> T:
-        """Brings in a model, optimizer, scheduler or `GradScaler` that was made elsewhere."""
+        """Brings in a model, optimizer, scheduler or `GradScaler` that was made elsewhere.
+
+        Returns:
+            The same object, which now belongs to the strategy as if it had been made in its scope.
+        """
         self._check_cross_replica("mirror()")
         self._extended.bring_in(target)
         return target

@@ -79,3 +79,14 @@ def _is_leaf(value: Any) -> bool:
 
 def _spelled(structure: Any) -> str:
     return repr(pytree.tree_map(lambda leaf: "*", structure, is_leaf=_is_leaf)).replace("'*'", "*")
+
+
+def tensors_of(structure: Any) -> list[Tensor]:
+    """Returns all tensors in a structure, those of distributed values too."""
+    found: list[Tensor] = []
+    for leaf in pytree.tree_leaves(structure, is_leaf=_is_leaf):
+        if isinstance(leaf, DistributedValues):
+            found += tensors_of(list(leaf.values))
+        elif isinstance(leaf, Tensor):
+            found.append(leaf)
+    return found

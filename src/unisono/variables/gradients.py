@@ -20,10 +20,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
-from unisono.devices import Device
+from unisono.devices import Device, Trail
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
+from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
@@ -36,6 +37,8 @@ class Pass:
         self._lock = threading.Lock()
         self.missing = [size * num_replicas for size in pack_sizes]
         self.arrived: set[Leaves] = set()
+        # The streams that gradients came on, and those they were reduced on.
+        self.trail = Trail()
 
     def arrives(self, pack: int, one: Leaves) -> bool:
         """Counts a gradient, and returns whether it was the last of its pack."""
@@ -151,8 +154,12 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
+        current.trail.note(one.leaves[context.local_id].device)
         if current.arrives(pack, one):
+            current.trail.follow()
             self._pack_is_full(current, pack)
+            for leaf in one.leaves:
+                current.trail.note(leaf.device)
 
     def after_backward(self, context: ReplicaContext) -> None:
         """After every `backward()` of a replica: one that brought no gradient is a pass too."""
@@ -187,6 +194,7 @@ class GradientReducer:
         current = self._pass(context)
 
         def work(_: Any) -> list[None]:
+            current.trail.follow()
             for one in self._complete(current):
                 one.show_gradient()
             return [None] * len(self._devices)
@@ -194,15 +202,18 @@ class GradientReducer:
         number = context.notes.get("backwards", 0)
         context.notes.update({"pass": None, "backwards": number + 1, "has_finished": True})
         context.meeting.meet(context.local_id, f"backward() number {number}", None, work)
+        current.trail.follow()
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         """The last gradient of a pack has come."""
-        self._reduce(current, [self._packs[pack]])
+        with span("reduce", "pack", (one.primary for one in self._packs[pack]), pack=pack):
+            self._reduce(current, [self._packs[pack]])
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
         left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
-        self._reduce(current, left)
+        with span("reduce", "packs left", (one.primary for pack in left for one in pack)):
+            self._reduce(current, left)
         return current.arrived
 
     def _reduce(self, current: Pass, packs: Sequence[Sequence[Leaves]]) -> None:

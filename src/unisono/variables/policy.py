@@ -19,9 +19,12 @@ _REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: 
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a variable become one: each time it is written, or when it is read.
+    """When the components of a variable become one.
 
-    `AUTO` means `ON_WRITE`. `NONE` is there for its name in `tf.distribute`; no variable has it.
+    With `ON_WRITE` they are combined each time the variable is written, so all replicas always read
+    the same. With `ON_READ` each replica writes for itself, and other code that reads gets them
+    combined: right for counters and metrics. `AUTO` means `ON_WRITE`. `NONE` is there for its name
+    in `tf.distribute`; no variable has it.
     """
 
     AUTO = "auto"

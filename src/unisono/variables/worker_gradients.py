@@ -19,6 +19,7 @@ from unisono.devices import Device
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
+from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.gradients import GradientReducer, Pass, gradients_of
 from unisono.variables.leaves import Leaves
@@ -79,23 +80,25 @@ class WorkerGradientReducer(GradientReducer):
                 number = len(sent)
                 self._full.discard(number)
                 self._fill(current, number)
-                sent.append(self._executor.submit(self._worker_packs[number].exchange))
+                sent.append(self._executor.submit(self._exchange, number))
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         with self._sending:
             sent = self._sent.pop(current, [])
             self._full.clear()
         try:
-            for future in sent:
-                future.result()
+            with span("reduce", "packs under way", packs=len(sent)):
+                for future in sent:
+                    future.result()
         except KeyboardInterrupt:
             # Or the thread that sends would wait on, and the process could not end without it.
             self._across.communicator.close()
             raise
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
-            self._worker_packs[number].exchange()
-        given = [one for pack in self._worker_packs for one in pack.give()]
+            self._exchange(number)
+        with span("copy", "give packs"):
+            given = [one for pack in self._worker_packs for one in pack.give()]
         for (one,) in self._packs[len(self._worker_packs) :]:
             given += self._reduce_sparse(current, one)
         if self._op is not ReduceOp.MEAN:
@@ -106,11 +109,16 @@ class WorkerGradientReducer(GradientReducer):
 
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
-        if self._op is not ReduceOp.MEAN:
-            for one in pack.members:
-                if one not in current.arrived:
-                    self._set_aside_all(one)
-        pack.fill(current.arrived)
+        with span("copy", "fill pack", (one.primary for one in pack.members), pack=number):
+            if self._op is not ReduceOp.MEAN:
+                for one in pack.members:
+                    if one not in current.arrived:
+                        self._set_aside_all(one)
+            pack.fill(current.arrived)
+
+    def _exchange(self, number: int) -> None:
+        with span("reduce", "exchange pack", pack=number):
+            self._worker_packs[number].exchange()
 
     def _set_aside_all(self, one: Leaves) -> None:
         for leaf in one.leaves:

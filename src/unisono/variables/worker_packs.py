@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from unisono.devices import Trail
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers, replicas_in_a_term
@@ -28,6 +29,7 @@ class WorkerPack:
         self.members = members
         self._ops = ops
         self._op = op
+        self._trail = Trail()
         first = members[0].leaves[0]
         num_replicas = len(members[0].leaves)
         self._count = num_replicas * ops.communicator.size
@@ -67,6 +69,7 @@ class WorkerPack:
                 self._combine(grads[first : first + self._together], view)
         is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
         self._terms[:, self._num_used_at :] = is_new.to(self._terms.device)
+        self._trail.note(self._terms.device)
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         """Writes the sum of the replicas of one term where it is sent from."""
@@ -79,11 +82,14 @@ class WorkerPack:
     def exchange(self) -> None:
         """All-reduces the pack with those of the other workers."""
         count = self._count if self._op is ReduceOp.MEAN else None
+        self._trail.follow()
         self._ops.communicator.all_reduce(self._op, list(self._terms), count)
+        self._trail.note(self._terms.device)
 
     @torch.no_grad()
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
+        self._trail.follow()
         is_used = (self._terms[0][self._num_used_at :] > 0).tolist()
         given = [one for one, used in zip(self.members, is_used, strict=True) if used]
         for one, view, used in zip(self.members, self._views[0], is_used, strict=True):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.communicators.choice import PARTS_BYTES, Carrier, Choice, choose
+from unisono.communicators import Carrier
+from unisono.communicators.choice import PARTS_BYTES, Choice, choose
 from unisono.communicators.hosts import Layout
 from unisono.costs import STEP_BYTES, Link, Tuning, best_bytes_per_pack
 from unisono.options import CommunicationImplementation
@@ -29,17 +30,19 @@ def chosen(
     tuning: Tuning | None,
     implementation: CommunicationImplementation = AUTO,
     *,
-    have_memory: bool = True,
+    has_native_core: bool = True,
 ) -> Choice:
-    return choose(layout, have_memory=have_memory, implementation=implementation, tuning=tuning)
+    return choose(
+        layout, has_native_core=has_native_core, implementation=implementation, tuning=tuning
+    )
 
 
 CARRIERS = {
     ONE_HOST: Carrier.SHARED_MEMORY,
     TWO_HOSTS: Carrier.HIERARCHICAL,
     THREES: Carrier.HIERARCHICAL,
-    UNEVEN: Carrier.FLAT,
-    APART: Carrier.FLAT,
+    UNEVEN: Carrier.GLOO,
+    APART: Carrier.GLOO,
 }
 
 
@@ -49,8 +52,8 @@ def test_untuned_ranks_by_host_decide(layout: Layout, carrier: Carrier) -> None:
 
     assert choice == Choice(carrier, choice.why)
     assert (choice.parts_bytes, choice.step_bytes) == (PARTS_BYTES, STEP_BYTES)
-    assert chosen(layout, None, RING).carrier is Carrier.FLAT
-    assert chosen(layout, None, have_memory=False).carrier is Carrier.FLAT
+    assert chosen(layout, None, RING).carrier is Carrier.GLOO
+    assert chosen(layout, None, has_native_core=False).carrier is Carrier.GLOO
 
 
 @pytest.mark.parametrize("layout", CARRIERS)
@@ -68,13 +71,13 @@ def test_a_slow_link_between_hosts_is_used_by_host() -> None:
 def test_a_slow_way_inside_hosts_makes_all_ranks_alike() -> None:
     choice = chosen(TWO_HOSTS, tuned(inside=SLOW, between=FAST))
 
-    assert choice.carrier is Carrier.FLAT
+    assert choice.carrier is Carrier.GLOO
     assert "0, 1 | 2, 3, and for 4 MiB the links as tuned promise" in choice.why
 
 
 def test_hosts_of_three_bring_all_terms_which_is_dear() -> None:
     # Each host would send three times as much as the exchange of all ranks does.
-    assert chosen(THREES, tuned()).carrier is Carrier.FLAT
+    assert chosen(THREES, tuned()).carrier is Carrier.GLOO
 
 
 def test_thresholds_are_those_of_the_links() -> None:

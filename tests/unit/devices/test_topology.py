@@ -1,83 +1,82 @@
+import json
+
 import pytest
-import torch
+from recorded_machines import FOLDER, NAMES, recorded
 
-from unisono.devices import Device, Groups, cpu_slots, halves, linked_groups, near_groups, pretend
-
-QUADS = ((0, 1, 2, 3), (4, 5, 6, 7))
-
-
-def is_linked_on_dgx1(a: int, b: int) -> bool:
-    return a // 4 == b // 4 or abs(a - b) == 4
+from unisono.devices import Link, LinkKind, Topology
+from unisono.errors import DeviceError
 
 
 @pytest.mark.parametrize(
-    ("num_devices", "groups"),
+    ("text", "link"),
     [
-        (0, ((),)),
-        (1, ((0,),)),
-        (2, ((0,), (1,))),
-        (3, ((0, 1), (2,))),
-        (4, ((0, 1), (2, 3))),
-        (5, ((0, 1, 2, 3), (4,))),
-        (6, ((0, 1, 2, 3), (4, 5))),
-        (7, ((0, 1, 2, 3), (4, 5, 6))),
-        (8, QUADS),
-        (9, (tuple(range(8)), (8,))),
+        ("X", Link(LinkKind.SAME)),
+        ("NV2", Link(LinkKind.NVLINK, 2)),
+        ("NVS18", Link(LinkKind.NVSWITCH, 18)),
+        ("NV1*", Link(LinkKind.NVLINK, 1, is_peer=False)),
+        ("PIX", Link(LinkKind.PIX)),
+        ("SYS*", Link(LinkKind.SYS, is_peer=False)),
+        ("?*", Link(LinkKind.UNKNOWN, is_peer=False)),
     ],
 )
-def test_halves_part_where_the_tree_does_and_leave_none_out(
-    num_devices: int, groups: Groups
-) -> None:
-    assert halves(num_devices) == groups
+def test_a_link_is_read_as_it_is_printed(text: str, link: Link) -> None:
+    assert Link.parse(text) == link
+    assert str(link) == text
 
 
-def test_the_links_of_a_dgx1_make_two_quads() -> None:
-    assert linked_groups(8, is_linked_on_dgx1) == QUADS
+@pytest.mark.parametrize("wrong", ["", "*", "NV", "NVS", "PIX2", "QPI", "SYS**", "nv2", "NV2 "])
+def test_what_is_no_link_is_refused_and_shown(wrong: str) -> None:
+    with pytest.raises(DeviceError, match=r"A link is one of X, NVS, NV, .* got") as caught:
+        Link.parse(wrong)
+
+    assert repr(wrong) in str(caught.value)
 
 
-def test_devices_that_are_all_linked_make_one_group() -> None:
-    assert linked_groups(5, lambda a, b: True) == ((0, 1, 2, 3, 4),)
+def test_links_are_ordered_from_near_to_far() -> None:
+    texts = ["SYS", "NV1", "X", "?*", "PIX*", "NODE", "PIX", "NVS18", "?", "PHB", "PXB"]
+
+    ordered = sorted(texts, key=lambda text: Link.parse(text).distance)
+
+    assert " ".join(ordered) == "X NVS18 NV1 PIX PIX* PXB PHB NODE SYS ? ?*"
 
 
-def test_devices_without_links_make_a_group_each() -> None:
-    assert linked_groups(3, lambda a, b: False) == ((0,), (1,), (2,))
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recording_stays_itself_when_read_and_written(name: str) -> None:
+    recording = json.loads((FOLDER / f"{name}.json").read_text())
+
+    assert Topology.from_json(recording).to_json() == recording
 
 
-def test_linked_pairs_make_pairs_and_an_odd_one_stays_alone() -> None:
-    assert linked_groups(5, lambda a, b: a // 2 == b // 2) == ((0, 1), (2, 3), (4,))
+@pytest.mark.parametrize("name", NAMES)
+def test_recorded_links_are_the_same_from_both_ends(name: str) -> None:
+    topology = recorded(name)
+    indices = range(len(topology.gpus))
+
+    assert all(topology.link(a, b) == topology.link(b, a) for a in indices for b in indices)
+    assert all(topology.gpus[a].links[a] == Link(LinkKind.SAME) for a in indices)
 
 
-def test_links_between_every_other_device_make_groups_that_interleave() -> None:
-    assert linked_groups(6, lambda a, b: a % 2 == b % 2) == ((0, 2, 4), (1, 3, 5))
+def test_the_six_nvlinks_of_each_gpu_of_a_dgx_1_are_recorded() -> None:
+    counts = [sum(link.num_nvlinks for link in gpu.links) for gpu in recorded("dgx_1").gpus]
+
+    assert counts == [6] * 8
 
 
-@pytest.mark.parametrize("num_devices", range(1, 10))
-def test_cpu_slots_have_no_links_and_are_halved(num_devices: int) -> None:
-    assert near_groups(cpu_slots(num_devices)) == halves(num_devices)
+def test_a_gpu_that_is_not_there_is_joined_in_no_known_way() -> None:
+    assert str(recorded("one_gpu").link(0, 1)) == "?*"
 
 
-def test_gpus_are_grouped_by_the_links_that_torch_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", is_linked_on_dgx1)
-
-    with pretend(gpus=tuple(torch.device("cuda", i) for i in range(8))):
-        assert near_groups([Device("cuda", i) for i in range(8)]) == QUADS
-        # Groups are positions in the list that was asked about, not device numbers.
-        assert near_groups([Device("cuda", i) for i in (0, 4, 5, 2)]) == ((0, 1), (2,), (3,))
-
-
-@pytest.mark.parametrize("are_linked", [True, False])
-def test_links_that_say_nothing_leave_halves(
-    monkeypatch: pytest.MonkeyPatch, are_linked: bool
-) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: are_linked)
-
-    with pretend(gpus=tuple(torch.device("cuda", i) for i in range(7))):
-        assert near_groups([Device("cuda", i) for i in range(7)]) == ((0, 1, 2, 3), (4, 5, 6))
-
-
-def test_slots_on_one_gpu_are_near_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: False)
-    gpus = tuple(torch.device("cuda", i) for i in (0, 0, 1, 1, 1))
-
-    with pretend(gpus=gpus):
-        assert near_groups([Device("cuda", i) for i in range(5)]) == ((0, 1), (2, 3, 4))
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "KeyError: 'gpus'"),
+        ({"gpus": []}, "KeyError: 'source'"),
+        ({"gpus": [1], "source": ""}, "TypeError"),
+        ({"gpus": [{"name": "a", "links": ["X"]}], "source": ""}, "num_bytes"),
+        ({"gpus": [{"name": "a", "num_bytes": 1, "links": []}], "source": ""}, "of 1, GPU 0 has 0"),
+        ({"gpus": [{"name": "a", "num_bytes": 1, "links": ["Y"]}], "source": ""}, "got 'Y'"),
+    ],
+)
+def test_what_is_no_recording_is_refused(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(DeviceError, match=message):
+        Topology.from_json(wrong)

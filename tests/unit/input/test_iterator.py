@@ -8,8 +8,8 @@ import torch
 
 from unisono.contexts import ReplicaContext, entered
 from unisono.devices import cpu_slots
-from unisono.errors import ContextError
-from unisono.input import DistributedDataset, DistributedIterator, EndOfInputError, InputOptions
+from unisono.errors import ContextError, EndOfInputError
+from unisono.input import DistributedDataset, DistributedIterator, InputOptions
 
 each_buffer = pytest.mark.parametrize("buffer_size", [0, 1, 2])
 

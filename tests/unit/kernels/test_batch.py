@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.kernels import reduce_batch, reduce_into, reduce_native, tree_reduce
+from unisono.kernels import reduce_batch, reduce_fused, reduce_into, tree_reduce
 from unisono.options import ReduceOp
 
 pytestmark = [
@@ -193,7 +193,7 @@ def test_what_cannot_be_combined_is_refused(op: ReduceOp, dtype: torch.dtype) ->
 def test_what_is_left_to_torch_is_none() -> None:
     transposed = torch.ones(2, 3).t()
 
-    assert reduce_native(ReduceOp.SUM, [[transposed, transposed]], [1]) == [None]
+    assert reduce_fused(ReduceOp.SUM, [[transposed, transposed]], [1]) == [None]
 
 
 def assert_same_bits(found: Tensor, expected: Tensor) -> None:

@@ -2,10 +2,11 @@ from typing import Any
 
 import pytest
 import torch
+from recorded_machines import on
 
 import unisono as uo
-from unisono.algorithms import Gather, Spread
-from unisono.devices import Device, cpu_slots, pretend
+from unisono.algorithms import Copy, Gather, Plan, Spread, make_plan
+from unisono.devices import Device, Groups, cpu_slots, near_groups
 from unisono.testing import separate_memories
 
 SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
@@ -49,11 +50,42 @@ def test_the_schedule_is_two_level_over_halves() -> None:
     assert schedule == (Gather(1, (0,)), Gather(1, (2,)), Spread(1, (2,)), Spread(1, (0,)))
 
 
-def test_the_schedule_follows_the_links_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: a % 2 == b % 2)
-    devices = tuple(Device("cuda", i) for i in range(4))
+def test_the_schedule_follows_the_links_of_the_machine() -> None:
+    # 0 and 1 are on one PCIe switch, 2 and 3 on another.
+    devices = tuple(Device("cuda", i) for i in (0, 2, 1, 3))
 
-    with pretend(gpus=tuple(torch.device("cuda", i) for i in range(4))):
+    with on("pcie_4"):
         schedule = uo.HierarchicalCopyAllReduce().all_reduce_schedule(devices, turn=0)
 
     assert schedule[:2] == (Gather(0, (2,)), Gather(1, (3,)))
+
+
+@pytest.mark.parametrize(
+    ("machine", "num_gpus"), [("dgx_1", 8), ("dgx_h100", 8), ("pcie_4", 4), ("dgx_1", 7)]
+)
+def test_one_tensor_crosses_between_groups_and_one_comes_back(machine: str, num_gpus: int) -> None:
+    devices = tuple(Device("cuda", i) for i in range(num_gpus))
+    everywhere = tuple(range(num_gpus))
+
+    with on(machine):
+        groups = near_groups(devices)
+        for turn in everywhere:
+            schedule = uo.HierarchicalCopyAllReduce().all_reduce_schedule(devices, turn)
+            plan = make_plan(schedule, num_gpus, everywhere, everywhere)
+
+            assert plan.num_copies == 2 * (num_gpus - 1)
+            assert num_crossings(plan, groups) == 2
+
+
+def num_crossings(plan: Plan, groups: Groups) -> int:
+    """How many tensors travel from one group to another."""
+    group_of = {place: group for group in groups for place in group}
+    place_of = {replica: replica for replica in range(plan.num_replicas)}
+    crossings = 0
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            crossings += group_of[place_of[step.source]] != group_of[step.place]
+            place_of[step.target] = step.place
+        else:
+            place_of.update(dict.fromkeys(step.targets, place_of[step.sources[0]]))
+    return crossings

@@ -1,10 +1,15 @@
+import ctypes
 import logging
-from typing import Any
+import threading
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 import unisono as uo
+from unisono.errors import CommunicationError
+from unisono.reductions import nccl, nccl_group
+from unisono.reductions.nccl_group import NcclGroup
 
 SUM = uo.ReduceOp.SUM
 
@@ -59,3 +64,99 @@ def test_slots_on_one_gpu_fall_back_and_say_why(caplog: pytest.LogCaptureFixture
         result: Any = uo.NcclAllReduce().reduce(SUM, value, value)
 
     assert [part.tolist() for part in result.values] == [[111]] * 3
+
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.int8, torch.uint8, torch.int32, torch.int64),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5), (10_001,)], ids=str)
+def test_a_group_of_one_gpu_gives_what_it_was_given(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    group = NcclGroup([0])
+    given = (torch.randn(shape, device="cuda") * 9).to(dtype)
+
+    for _ in range(2):
+        total = torch.zeros_like(given)
+        group.all_reduce(SUM, [given], [total])
+        assert torch.equal(total, given)
+
+    group.close()
+    group.close()
+
+
+@pytest.mark.gpu
+def test_two_threads_may_use_two_groups_of_the_same_gpu() -> None:
+    groups = [NcclGroup([0]) for _ in range(2)]
+    totals = [torch.zeros(1000, device="cuda") for _ in groups]
+
+    def use(i: int) -> None:
+        for _ in range(50):
+            groups[i].all_reduce(SUM, [torch.ones(1000, device="cuda")], [totals[i]])
+
+    threads = [threading.Thread(target=use, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+
+    assert [float(total.sum()) for total in totals] == [1000.0, 1000.0]
+    for group in groups:
+        group.close()
+
+
+@pytest.mark.gpu
+def test_gpus_that_do_not_exist_are_refused_in_words() -> None:
+    with pytest.raises(CommunicationError, match=r"could not connect the GPUs 0, 99: .*argument"):
+        NcclGroup([0, 99])
+
+
+@pytest.mark.gpu
+def test_the_groups_of_an_operation_are_kept_until_it_is_closed() -> None:
+    ops = uo.NcclAllReduce()
+
+    group = ops._group((0,))
+    assert ops._group((0,)) is group
+    ops.close()
+    again = ops._group((0,))
+
+    assert again is not None
+    assert again is not group
+    ops.close()
+
+
+def test_a_missing_library_is_an_error_with_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> NoReturn:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    monkeypatch.setattr(ctypes, "CDLL", missing)
+    nccl_group._library.cache_clear()
+
+    with pytest.raises(CommunicationError, match=r"no NCCL library .*libnccl\.so\.2"):
+        NcclGroup([0, 1])
+
+
+def test_where_nccl_fails_the_log_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def failing(name: str) -> NoReturn:
+        raise OSError("no such file")
+
+    monkeypatch.setattr(ctypes, "CDLL", failing)
+    nccl_group._library.cache_clear()
+    # CPU replicas with memories of their own stand in for GPUs, up to the point where NCCL begins.
+    monkeypatch.setattr(nccl, "_why_not", lambda op, pack: None)
+    ops, value = uo.NcclAllReduce(), powers()
+
+    with caplog.at_level(logging.WARNING, logger="unisono"), uo.testing.separate_memories():
+        for _ in range(2):
+            result: Any = ops.reduce(SUM, value, value)
+            assert [part.tolist() for part in result.values] == [[111]] * 3
+
+    (record,) = caplog.records
+    assert "There is no NCCL library to load" in record.getMessage()

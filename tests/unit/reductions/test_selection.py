@@ -1,12 +1,13 @@
 import pytest
 import torch
+from recorded_machines import on
 
 import unisono as uo
 from unisono.costs import Link, Tuning
-from unisono.devices import pretend
+from unisono.devices import default_devices, pretend
 from unisono.errors import DeviceError
-from unisono.reductions import predicted_cost, select_cross_device_ops
-from unisono.testing import separate_memories
+from unisono.reductions import choose_cross_device_ops, predicted_cost, select_cross_device_ops
+from unisono.testing import separate_memories, virtual_gpus
 
 GPUS = tuple(torch.device("cuda", i) for i in range(4))
 
@@ -19,11 +20,67 @@ def test_cpu_slots_reduce_on_one_device(num_devices: int) -> None:
 
 
 @pytest.mark.parametrize("num_devices", [2, 3, 4])
-def test_different_gpus_use_nccl(num_devices: int) -> None:
+def test_different_gpus_use_nccl(num_devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+
     with pretend(gpus=GPUS):
         chosen = select_cross_device_ops([f"/gpu:{i}" for i in range(num_devices)])
 
     assert type(chosen) is uo.NcclAllReduce
+
+
+def test_different_gpus_without_nccl_use_the_hierarchical_copy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+
+    with on("pcie_4"):
+        chosen = select_cross_device_ops(default_devices())
+
+    assert type(chosen) is uo.HierarchicalCopyAllReduce
+
+
+def test_slots_on_several_gpus_use_the_hierarchical_copy() -> None:
+    with on("pcie_4"), virtual_gpus(6):
+        ops, reason = choose_cross_device_ops(default_devices(), has_nccl=True)
+
+    assert type(ops) is uo.HierarchicalCopyAllReduce
+    assert reason.startswith("replicas share GPUs, which NCCL does not allow")
+
+
+@pytest.mark.parametrize(
+    ("machine", "with_nccl", "without"),
+    [
+        (
+            "dgx_1",
+            "8 different GPUs",
+            "between cuda:0, cuda:1, cuda:2, cuda:3 | cuda:4, cuda:5, cuda:6, cuda:7",
+        ),
+        (
+            "dgx_h100",
+            "8 different GPUs",
+            "between cuda:0, cuda:1, cuda:2, cuda:3 | cuda:4, cuda:5, cuda:6, cuda:7",
+        ),
+        ("pcie_4", "4 different GPUs", "no NCCL; it sends little between cuda:0, cuda:1 | cuda:2"),
+        ("one_gpu", "one replica", "one replica"),
+        ("no_gpu", "one replica", "one replica"),
+    ],
+)
+def test_the_reason_tells_of_the_machine(machine: str, with_nccl: str, without: str) -> None:
+    with on(machine):
+        devices = default_devices()
+
+        assert with_nccl in choose_cross_device_ops(devices, has_nccl=True).reason
+        assert without in choose_cross_device_ops(devices, has_nccl=False).reason
+
+
+def test_a_log_line_says_what_was_chosen_and_why(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        select_cross_device_ops(["cpu:0", "cpu:1"])
+
+    assert caplog.messages == [
+        "ReductionToOneDevice reduces: 2 replicas share one memory, where a sum needs no copy."
+    ]
 
 
 @pytest.mark.parametrize("devices", [["/gpu:0"], ["/gpu:0", "/cpu:0"], ["/gpu:0", "/gpu:0"]])

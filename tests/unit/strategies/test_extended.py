@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import unisono as uo
-from unisono.errors import ContextError, UnsupportedError
-from unisono.input import EndOfInputError
+from unisono.errors import ContextError, EndOfInputError, UnsupportedError
 from unisono.strategies import MultiStepContext
 
 Make = Callable[..., uo.MirroredStrategy]

@@ -1,0 +1,32 @@
+"""The flowchart of docs/choosing_a_reduction.md."""
+
+from __future__ import annotations
+
+from canvas import Canvas
+from matplotlib.figure import Figure
+
+# A question, and what to take if the answer is yes.
+QUESTIONS = [
+    ("Do you study reductions, or need\na sum that is none?", "your own CrossDeviceOps"),
+    ("Do all devices share a memory?\n(CPU replicas, virtual GPUs)", "ReductionToOneDevice"),
+    ("Do you need an accumulation_fn?", "ReductionToOneDevice"),
+    ("Must the bits be those of every\nother path?", "HierarchicalCopyAllReduce"),
+    ("Are all GPUs different, and is\nNCCL there?", "NcclAllReduce"),
+]
+OTHERWISE = "HierarchicalCopyAllReduce"
+
+
+def draw() -> Figure:
+    """One question below the other; yes leads to the right, no leads on."""
+    canvas = Canvas(78, 12 * len(QUESTIONS) + 10)
+    y = 12.0 * len(QUESTIONS)
+    for question, choice in QUESTIONS:
+        canvas.box(2, y, 34, 7.5, question, fill="meeting", size=9.5)
+        canvas.arrow((36, y + 3.75), (46, y + 3.75))
+        canvas.text(41, y + 5.2, "yes", size=9, grey=True)
+        canvas.box(46, y + 0.75, 30, 6, choice, fill="first", size=9.5, bold=True)
+        canvas.arrow((19, y), (19, y - 4.5))
+        canvas.text(21, y - 2, "no", size=9, grey=True, align="left")
+        y -= 12
+    canvas.box(2, y + 1.5, 34, 6, OTHERWISE, fill="first", size=9.5, bold=True)
+    return canvas.figure

@@ -1,0 +1,130 @@
+"""The pictures of docs/concepts.md."""
+
+from __future__ import annotations
+
+from canvas import Canvas
+from matplotlib.figure import Figure
+
+REPLICA_FILLS = ("first", "second", "third", "fourth")
+
+
+def draw_strategy() -> Figure:
+    """A program, its strategy, and what happens in `run`."""
+    canvas = Canvas(86, 48)
+    canvas.box(24, 40, 38, 6, "your program: model, optimizer, step", fill="program", bold=True)
+    canvas.text(43, 37, "strategy.run(step, args=(batch,))", size=10)
+    for i, x in enumerate((4, 34, 64)):
+        canvas.arrow((43, 35.5), (x + 9, 31))
+        canvas.box(x, 14, 18, 17, fill=REPLICA_FILLS[i])
+        canvas.text(x + 9, 28.5, f"replica {i}", bold=True)
+        canvas.text(x + 9, 25, f"device cpu:{i}, a thread", size=9)
+        canvas.text(x + 9, 21, "its part of the batch\nits loss, its gradients", size=9)
+        canvas.text(x + 9, 16.5, "step(...)", size=9)
+        canvas.arrow((x + 9, 14), (43, 9))
+    canvas.arrow((22, 22), (34, 22), both=True)
+    canvas.arrow((52, 22), (64, 22), both=True)
+    canvas.text(28, 23.6, "meet", size=9, grey=True)
+    canvas.text(58, 23.6, "meet", size=9, grey=True)
+    canvas.box(26, 3, 34, 6, "PerReplica(loss 0, loss 1, loss 2)", fill="program")
+    return canvas.figure
+
+
+def draw_values() -> Figure:
+    """Per-replica and mirrored values, and where their components lie."""
+    canvas = Canvas(92, 40)
+    canvas.text(22, 37, "PerReplica", bold=True, size=12)
+    canvas.text(22, 33.6, "may differ: a loss, a batch, a gradient", size=9, grey=True)
+    canvas.text(70, 37, "Mirrored", bold=True, size=12)
+    canvas.text(70, 33.6, "always the same: a weight, a reduced gradient", size=9, grey=True)
+    for i, name in enumerate(("0.8", "0.5", "1.1")):
+        canvas.box(2 + 14 * i, 22, 12, 8, name, fill=REPLICA_FILLS[i], size=12)
+        canvas.text(8 + 14 * i, 19.6, f"replica {i}", size=9)
+    canvas.text(22, 15, "a component a replica:", size=9)
+    canvas.text(22, 12, "value.values, value.devices", size=9, bold=True)
+    for i in range(3):
+        canvas.box(50 + 14 * i, 22, 12, 8, "0.8", fill=REPLICA_FILLS[i], size=12)
+        canvas.text(56 + 14 * i, 19.6, f"replica {i}", size=9)
+        canvas.arrow((56 + 14 * i, 17.8), (62 + 8 * i, 12.6))
+    canvas.box(54, 6, 32, 6.5, "one storage", fill="meeting")
+    canvas.text(70, 3, "where replicas share a memory; else a copy each", size=9, grey=True)
+    canvas.line((46, 4), (46, 38))
+    return canvas.figure
+
+
+def draw_tree() -> Figure:
+    """The order of a sum over seven replicas."""
+    canvas = Canvas(80, 44)
+    places = {str(i): (7.0 + 11 * i, 6) for i in range(7)}
+    nodes = [
+        ("0 + 1", "0", "1", 16),
+        ("2 + 3", "2", "3", 16),
+        ("4 + 5", "4", "5", 16),
+        ("(0 + 1) + (2 + 3)", "0 + 1", "2 + 3", 26),
+        ("(4 + 5) + 6", "4 + 5", "6", 26),
+        ("sum", "(0 + 1) + (2 + 3)", "(4 + 5) + 6", 36),
+    ]
+    for name, left, right, y in nodes:
+        x = (places[left][0] + places[right][0]) / 2
+        places[name] = (x, y)
+        for child in (left, right):
+            child_x, child_y = places[child]
+            canvas.arrow((child_x, child_y + 2.5), (x, y - 2.5))
+    for name, (x, y) in places.items():
+        is_leaf = y == 6
+        width = 6 if is_leaf else 4 + 0.95 * len(name)
+        text = f"g{name}" if is_leaf else name
+        fill = REPLICA_FILLS[int(name) % 4] if is_leaf else "meeting"
+        canvas.box(x - width / 2, y - 2.5, width, 5, text, fill=fill, size=9)
+    canvas.text(40, 1.6, "gradients by replica id", size=9, grey=True)
+    return canvas.figure
+
+
+def draw_packs() -> Figure:
+    """Two replicas in time: packs of gradients are reduced while the backward passes run."""
+    canvas = Canvas(96, 40)
+    for replica, y in ((0, 28), (1, 18)):
+        canvas.text(6, y + 3, f"replica {replica}", bold=True)
+        late = 2 * replica
+        canvas.box(12, y, 20 + late, 6, "forward", fill="plain")
+        for pack in range(3):
+            fill = REPLICA_FILLS[pack]
+            x = 32 + late + 14 * pack
+            canvas.box(x, y, 14, 6, f"backward\nlayer {3 - pack}", fill=fill, size=8.5)
+        canvas.box(86, y, 8, 6, "step", fill="program", size=9)
+    canvas.text(6, 11, "packs", bold=True)
+    for pack in range(3):
+        x = 48 + 14 * pack
+        canvas.arrow((x, 18), (x + 1, 14))
+        canvas.box(x + 1, 8, 10, 6, f"reduce\npack {pack + 1}", fill=REPLICA_FILLS[pack], size=8.5)
+    canvas.arrow((12, 4), (94, 4))
+    canvas.text(52, 2, "time", size=9, grey=True)
+    canvas.text(
+        52,
+        37.5,
+        "A pack is reduced when the last replica has filled it; only the last pack is waited for.",
+        size=9,
+    )
+    return canvas.figure
+
+
+def draw_workers() -> Figure:
+    """Replicas in workers in hosts, and what carries data between them."""
+    canvas = Canvas(96, 46)
+    for host in range(2):
+        left = 2 + 48 * host
+        canvas.box(left, 6, 44, 37, dashed=True)
+        canvas.text(left + 22, 40.5, f"host {host}", bold=True)
+        for place in range(2):
+            worker = 2 * host + place
+            x = left + 2 + 21 * place
+            canvas.box(x, 19, 19, 19, fill="program")
+            canvas.text(x + 9.5, 35.5, f"worker {worker}: a process", size=9, bold=True)
+            for i in range(2):
+                replica = 2 * worker + i
+                fill = REPLICA_FILLS[replica % 4]
+                canvas.box(x + 1 + 9 * i, 22, 8, 10, f"replica\n{replica}", fill=fill, size=9)
+            canvas.arrow((x + 9.5, 19), (x + 9.5, 15), both=True)
+        canvas.box(left + 2, 9, 40, 6, "shared memory: packs lie here", fill="meeting", size=9)
+    canvas.arrow((44, 12), (52, 12), both=True)
+    canvas.text(48, 3, "between hosts: Gloo or NCCL, each slice crosses once", size=9, grey=True)
+    return canvas.figure

@@ -1,0 +1,202 @@
+"""What there is on a host, and what Unisono would choose there."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import distributed
+from torch.cuda import nccl
+
+from unisono.communicators import Layout, choose_carrier
+from unisono.devices import (
+    Device,
+    Groups,
+    Topology,
+    as_recorded,
+    cpu_slots,
+    default_devices,
+    near_groups,
+    this_machine,
+)
+from unisono.errors import DeviceError
+from unisono.kernels import native_core, triton_status
+from unisono.reductions import choose_cross_device_ops
+
+NATIVE, NCCL = "native core", "NCCL"
+
+# A letter a worker: those with the same one are on one host.
+_JOBS = {
+    "2 workers on this host": "aa",
+    "2 workers on each of 2 hosts": "aabb",
+    "1 worker on each of 2 hosts": "ab",
+}
+
+
+class Engine(NamedTuple):
+    """Something that computes or communicates: whether it is there, and more in words."""
+
+    is_found: bool
+    detail: str
+
+
+class Chosen(NamedTuple):
+    """What would be chosen, and why."""
+
+    what: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class HostReport:
+    """All that `unisono info` tells.
+
+    Attributes:
+        versions: Of what is installed; None for what is not.
+        engines: What can compute and communicate. Empty if nobody has recorded it.
+        topology: The GPUs, and what joins them.
+        num_cores: Of the CPU; None if nobody has recorded it.
+        devices: Those that a strategy takes by default.
+        groups: The groups of the hierarchical copy, by position in `devices`.
+        reductions: What would reduce inside a worker, by its devices.
+        communicators: What would carry the collectives of a job, by how many workers it has.
+    """
+
+    versions: Mapping[str, str | None]
+    engines: Mapping[str, Engine]
+    topology: Topology
+    num_cores: int | None
+    devices: tuple[Device, ...]
+    groups: Groups
+    reductions: Mapping[str, Chosen]
+    communicators: Mapping[str, Chosen]
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the report, made of what JSON knows. `recorded_host` reads it back."""
+        return {
+            "versions": dict(self.versions),
+            "engines": {name: engine._asdict() for name, engine in self.engines.items()},
+            "topology": self.topology.to_json(),
+            "num_cores": self.num_cores,
+            "devices": [str(device) for device in self.devices],
+            "groups": [[str(self.devices[i]) for i in group] for group in self.groups],
+            "reductions": {devices: one._asdict() for devices, one in self.reductions.items()},
+            "communicators": {job: one._asdict() for job, one in self.communicators.items()},
+        }
+
+
+def this_host() -> HostReport:
+    """Reports on the host that this runs on."""
+    return _report(_versions(), _engines(), os.cpu_count())
+
+
+def recorded_host(recording: Mapping[str, Any]) -> HostReport:
+    """Reports on the host of a recording: that of a whole report, or of a topology alone.
+
+    What would be chosen is worked out anew. Where no engines are recorded, the native core and
+    NCCL are taken to be there.
+    """
+    try:
+        engines = {name: Engine(**engine) for name, engine in recording.get("engines", {}).items()}
+    except (AttributeError, TypeError) as error:
+        raise DeviceError(
+            "The engines of a recorded host are an object with `is_found` and `detail` for each, "
+            f"got {recording['engines']!r}."
+        ) from error
+    with as_recorded(Topology.from_json(recording.get("topology", recording))):
+        return _report(recording.get("versions", {}), engines, recording.get("num_cores"))
+
+
+def _report(
+    versions: Mapping[str, str | None], engines: Mapping[str, Engine], num_cores: int | None
+) -> HostReport:
+    has = {name: name not in engines or engines[name].is_found for name in (NATIVE, NCCL)}
+    devices = default_devices()
+    reduced = {_in_words(some): some for some in (devices, cpu_slots(2))}
+    return HostReport(
+        versions,
+        engines,
+        this_machine().topology,
+        num_cores,
+        devices,
+        near_groups(devices),
+        {words: _reduction(some, has_nccl=has[NCCL]) for words, some in reduced.items()},
+        {job: _carrier(hosts, has_native_core=has[NATIVE]) for job, hosts in _JOBS.items()},
+    )
+
+
+def _in_words(devices: tuple[Device, ...]) -> str:
+    if len(devices) < 3:
+        return " and ".join(map(str, devices))
+    return f"{devices[0]} to {devices[-1]}"
+
+
+def _reduction(devices: tuple[Device, ...], *, has_nccl: bool) -> Chosen:
+    ops, reason = choose_cross_device_ops(devices, has_nccl=has_nccl)
+    return Chosen(type(ops).__name__, reason)
+
+
+def _carrier(hosts: str, *, has_native_core: bool) -> Chosen:
+    carrier, reason = choose_carrier(Layout.of(hosts), has_native_core=has_native_core)
+    return Chosen(carrier.value, reason)
+
+
+def _versions() -> dict[str, str | None]:
+    has_nccl = distributed.is_nccl_available()
+    return {
+        "unisono": _installed("unisono"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "CUDA": torch.version.cuda,
+        "NCCL": ".".join(map(str, nccl.version())) if has_nccl else None,
+        "triton": _installed("triton"),
+        "MPI": _mpi_version(),
+    }
+
+
+def _installed(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi_version() -> str | None:
+    """Returns what `mpirun` calls itself, if there is one."""
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        return None
+    try:
+        told = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return mpirun
+    return next(iter(told.stdout.splitlines()), mpirun)
+
+
+def _engines() -> dict[str, Engine]:
+    core = native_core()
+    return {
+        NATIVE: Engine(core.kernel is not None, core.status),
+        "GPU kernels": _gpu_kernels(),
+        NCCL: _backend("for GPUs that are all different", is_found=distributed.is_nccl_available()),
+        "Gloo": _backend("between hosts", is_found=distributed.is_gloo_available()),
+        "MPI": _backend("where asked for", is_found=distributed.is_mpi_available()),
+    }
+
+
+def _gpu_kernels() -> Engine:
+    if not torch.cuda.is_available():
+        return Engine(is_found=False, detail="torch sees no GPU")
+    triton = triton_status()
+    return Engine(triton.sums is not None, triton.status)
+
+
+def _backend(use: str, *, is_found: bool) -> Engine:
+    return Engine(is_found, use if is_found else "this torch is built without it")

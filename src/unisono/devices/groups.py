@@ -1,0 +1,65 @@
+"""Which devices are near each other: the groups of a two-level reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from unisono.devices.device import Device
+from unisono.devices.machine import this_machine
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+def near_groups(devices: Sequence[Device]) -> Groups:
+    """Groups the positions of `devices` so that the farthest links are between groups.
+
+    Every pair of a group is nearer than a limit: the widest one that parts the devices. So two
+    sockets make two groups, whatever joins the GPUs of each, and one socket parts by its PCIe
+    switches or its NVLinks. Where no limit parts them (one link alike between all) the devices are
+    cut in two halves.
+    """
+    machine = this_machine()
+    num_devices = len(devices)
+    far = {
+        (a, b): machine.link(devices[a], devices[b]).distance
+        for a in range(num_devices)
+        for b in range(a)
+    }
+
+    def parted(limit: tuple[int, bool]) -> Groups:
+        return linked_groups(num_devices, lambda a, b: far[a, b] <= limit)
+
+    for groups in map(parted, sorted(set(far.values()), reverse=True)):
+        if 1 < len(groups) < num_devices:
+            return groups
+    return halves(num_devices)
+
+
+def linked_groups(num_devices: int, linked: Callable[[int, int], bool]) -> Groups:
+    """Groups devices so that inside a group each is linked to each.
+
+    Devices are taken in order and join the first group they fit, which finds the two quads of a
+    DGX-1 (0-3 and 4-7 fully linked, and i to i + 4). `linked` is asked about a device and one
+    before it.
+    """
+    groups: list[list[int]] = []
+    for device in range(num_devices):
+        for group in groups:
+            if all(linked(device, member) for member in group):
+                group.append(device)
+                break
+        else:
+            groups.append([device])
+    return tuple(tuple(group) for group in groups)
+
+
+def halves(num_devices: int) -> Groups:
+    """Cuts the devices in two at the largest power of two below their number.
+
+    That is where the sum's own tree parts, so each half is one whole partial sum. No device is
+    left out, whatever their number.
+    """
+    if num_devices < 2:
+        return (tuple(range(num_devices)),)
+    middle = 1 << ((num_devices - 1).bit_length() - 1)
+    return tuple(range(middle)), tuple(range(middle, num_devices))

@@ -1,0 +1,126 @@
+"""Starting the kernel."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import threading
+from collections.abc import Sequence
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
+from unisono.kernels.tree import wide_dtype
+from unisono.options import ReduceOp
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+_OPERATIONS = {
+    ReduceOp.SUM: 0,
+    ReduceOp.MEAN: 0,
+    ReduceOp.PROD: 1,
+    ReduceOp.MIN: 2,
+    ReduceOp.MAX: 3,
+}
+_NUM_WARPS = 8
+
+# The tables that were used last, the oldest first, by device, stream and content. On another
+# stream a table might be read before it has arrived.
+_MAX_TABLES = 256
+_tables: dict[tuple[int, int, bytes], Tensor] = {}
+_tables_lock = threading.Lock()
+
+_logger = logging.getLogger(__name__)
+
+
+class Triton(NamedTuple):
+    """The kernels, if there is Triton, and in words what is used or why nothing is."""
+
+    status: str
+    sums: ModuleType | None = None
+
+
+@functools.cache
+def triton_status() -> Triton:
+    """Loads the kernels once. `UNISONO_TRITON=0` in the environment leaves them out."""
+    if os.environ.get("UNISONO_TRITON") == "0":
+        return Triton("torch: Triton is turned off by UNISONO_TRITON=0")
+    try:
+        from unisono.kernels.gpu import sums
+    except ImportError as error:
+        return Triton(f"torch: Triton is not installed ({error})")
+    try:
+        _try_out(sums)
+    except Exception as error:
+        # Most likely there is no C compiler, which Triton needs to start what it has compiled.
+        _logger.warning("Sums on GPUs go through torch, since Triton does not work here: %s", error)
+        return Triton(f"torch: Triton does not work here ({error})")
+    return Triton(f"Triton {metadata.version('triton')}", sums)
+
+
+def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
+    """Writes the result of each item into its outputs, which may be inputs.
+
+    Returns False, with nothing written, if not every item is taken as it is, if there is no Triton,
+    or while a CUDA graph is captured: its replays would read a table that is no more.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    sums = triton_status().sums
+    if sums is None:
+        return False
+    tables = read_tables(op, batch, outputs, sums.BLOCK)
+    if tables is None or any(table.num_inputs > sums.MAX_REPLICAS for table in tables):
+        return False
+    for table in tables:
+        if table.num_rows:
+            device = torch.device("cuda", table.device)
+            with torch.cuda.device(device):
+                launch(sums, op, table, _sent(table.rows, device))
+    return True
+
+
+def _try_out(sums: Any) -> None:
+    tensor = torch.zeros(1, device="cuda")
+    tables = read_in_python(ReduceOp.SUM, [[tensor, tensor]], [[tensor]], sums.BLOCK)
+    assert tables is not None
+    launch(sums, ReduceOp.SUM, tables[0], _sent(tables[0].rows, tensor.device))
+
+
+def launch(sums: Any, op: ReduceOp, table: Table, rows: Tensor) -> None:
+    """Starts the kernel on a table whose rows are where it runs."""
+    dtype: torch.dtype = getattr(torch, table.dtype)
+    sums.reduce_table[(table.num_blocks,)](
+        rows,
+        table.num_rows,
+        table.num_inputs,
+        NUM_INPUTS=table.num_inputs,
+        NUM_OUTPUTS=table.num_outputs,
+        DTYPE=getattr(sums.tl, table.dtype),
+        WIDE=getattr(sums.tl, str(wide_dtype(dtype)).removeprefix("torch.")),
+        OP=_OPERATIONS.get(op, 0),
+        IS_MEAN=op is ReduceOp.MEAN,
+        IS_ALIGNED=table.is_aligned,
+        BLOCK_SIZE=sums.BLOCK,
+        num_warps=_NUM_WARPS,
+    )
+
+
+def _sent(rows: bytes, device: torch.device) -> Tensor:
+    """Returns the rows on the device; most steps of a training have the tables of the last one."""
+    key = device.index, torch._C._cuda_getCurrentRawStream(device.index), rows
+    with _tables_lock:
+        table = _tables.pop(key, None)
+        if table is None:
+            # From pinned memory, so that nobody waits; torch keeps that until the copy is over.
+            pinned = torch.frombuffer(bytearray(rows), dtype=torch.int64).pin_memory()
+            table = pinned.to(device, non_blocking=True)
+        _tables[key] = table
+        if len(_tables) > _MAX_TABLES:
+            del _tables[next(iter(_tables))]
+    return table

@@ -1,0 +1,151 @@
+"""The file of one worker: a line that says whose it is, then one line an event."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from unisono.errors import TraceError
+from unisono.tracing.recorder import Clock, Lane
+from unisono.tracing.spans import Place
+
+_FORMAT = "unisono trace 1"
+_NAME = re.compile(r"worker-(\d+)\.jsonl")
+
+
+class Event(NamedTuple):
+    """One span of one thread; times are nanoseconds."""
+
+    start: int
+    end: int
+    category: str
+    name: str
+    arguments: dict[str, Any]
+
+    @property
+    def duration(self) -> int:
+        """How long it took."""
+        return self.end - self.start
+
+
+class Thread(NamedTuple):
+    """The events of a thread, by start, an outer one before those within it."""
+
+    name: str
+    events: list[Event]
+
+
+@dataclass(frozen=True)
+class WorkerTrace:
+    """What one worker has recorded.
+
+    Attributes:
+        rank: Which worker it is.
+        size: How many there are.
+        host: The name of its host.
+        clock: Workers with the same one read the same clock.
+        num_dropped: How many events are missing because later ones needed their room.
+        threads: What each thread did.
+    """
+
+    rank: int
+    size: int
+    host: str
+    clock: str
+    num_dropped: int
+    threads: list[Thread]
+
+    def events(self) -> Iterator[Event]:
+        """All events, thread by thread."""
+        for thread in self.threads:
+            yield from thread.events
+
+
+def write(folder: Path, place: Place, clock: Clock, lanes: Iterable[Lane]) -> Path:
+    """Writes the file of this worker, all of it or nothing, and returns where it is."""
+    lanes = list(lanes)
+    # First, as a thread that is about to end a span may add to what is kept.
+    counts = [lane.count for lane in lanes]
+    kept = [list(lane.events()) for lane in lanes]
+    header = {
+        "format": _FORMAT,
+        "rank": place.rank,
+        "size": place.size,
+        "host": socket.gethostname(),
+        "process": os.getpid(),
+        "clock": _clock_name(clock),
+        "num_dropped": sum(max(0, n - len(own)) for n, own in zip(counts, kept, strict=True)),
+        "threads": [lane.thread.name for lane in lanes],
+    }
+    path = folder / f"worker-{place.rank}.jsonl"
+    unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+    with unfinished.open("w") as file:
+        file.write(json.dumps(header) + "\n")
+        for number, events in enumerate(kept):
+            for event in events:
+                file.write(json.dumps([number, *event], default=str) + "\n")
+    unfinished.replace(path)
+    return path
+
+
+def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
+    """Reads the files of all workers, by rank, each with the times of its own clock."""
+    folder = Path(folder)
+    found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
+    if not found:
+        raise TraceError(
+            f"There is no trace in {folder}: it has no file worker-0.jsonl. Record one with "
+            f"`unisono.tracing.record({str(folder)!r})` or with UNISONO_TRACE={folder}."
+        )
+    workers = sorted((_read(path) for path in found), key=lambda worker: worker.rank)
+    sizes = sorted({worker.size for worker in workers})
+    if len(sizes) > 1:
+        raise TraceError(
+            f"{folder} holds files of several runs, with {' and '.join(map(str, sizes))} workers. "
+            "Record each run into a folder of its own."
+        )
+    return workers
+
+
+def _read(path: Path) -> WorkerTrace:
+    with path.open() as file:
+        try:
+            header = json.loads(file.readline())
+            known = header["format"] == _FORMAT
+            threads: list[list[Event]] = [[] for _ in header["threads"]]
+            for line in file:
+                number, *event = json.loads(line)
+                threads[number].append(Event(*event))
+        except (ValueError, LookupError, TypeError) as error:
+            raise TraceError(f"{path} is no trace of a worker: {error!r}.") from error
+    if not known:
+        raise TraceError(f"{path} is {header['format']!r}, but only {_FORMAT!r} can be read.")
+    return WorkerTrace(
+        header["rank"],
+        header["size"],
+        header["host"],
+        header["clock"],
+        header["num_dropped"],
+        [
+            Thread(name, sorted(events, key=lambda event: (event.start, -event.end)))
+            for name, events in zip(header["threads"], threads, strict=True)
+        ],
+    )
+
+
+def _clock_name(clock: Clock) -> str:
+    """Names a clock so that processes which read the same one give it the same name."""
+    if clock is not time.perf_counter_ns:
+        return f"of process {os.getpid()} on {socket.gethostname()}"
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/time')}"
+    except OSError:
+        return f"of process {os.getpid()} on {socket.gethostname()}"

@@ -1,0 +1,92 @@
+"""Recording a trace: for a block, or for the whole program."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UnsupportedError
+from unisono.tracing import spans
+from unisono.tracing.clocks import align
+from unisono.tracing.files import WorkerTrace, read_folder, write
+from unisono.tracing.recorder import Clock, Recorder
+from unisono.tracing.summary import Summary, summarise
+from unisono.tracing.timeline import timeline
+
+# Of each thread: some 10,000 steps, and 40 MB.
+MAX_EVENTS = 100_000
+
+
+class Trace:
+    """What was, or is being, recorded into a folder."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self.folder = Path(folder)
+
+    def workers(self) -> list[WorkerTrace]:
+        """Returns what each worker has written so far, on one clock."""
+        return align(read_folder(self.folder))
+
+    def summary(self) -> Summary:
+        """Returns where the steps went, and who was waited for."""
+        return summarise(self.workers())
+
+    def timeline(self) -> dict[str, Any]:
+        """Returns a timeline that Perfetto and chrome://tracing open, once written as JSON."""
+        return timeline(self.workers())
+
+
+@contextmanager
+def record(
+    folder: str | os.PathLike[str],
+    *,
+    max_events: int = MAX_EVENTS,
+    clock: Clock = time.perf_counter_ns,
+) -> Iterator[Trace]:
+    """Records what all threads of this worker do within the block, also if it fails.
+
+    At its end the worker writes `folder/worker-RANK.jsonl`; all workers may have one folder.
+
+    Args:
+        folder: Where the file goes; made if it is not there.
+        max_events: How many events of each thread are kept. The oldest make room, and are counted.
+        clock: What tells the time, in nanoseconds. That of other workers may be another.
+    """
+    if max_events < 1:
+        raise UnsupportedError(f"`max_events` must be 1 or more, got {max_events}.")
+    trace = Trace(folder)
+    # Now, because it is the wrong moment to fail when the training has ended.
+    trace.folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(clock, max_events)
+    spans.start(recorder)
+    try:
+        yield trace
+    finally:
+        spans.stop()
+        write(trace.folder, spans.place(), clock, recorder.lanes)
+
+
+@functools.cache
+def record_if_asked() -> None:
+    """Records the whole program into the folder that UNISONO_TRACE names, if it is set."""
+    if not (name := os.environ.get("UNISONO_TRACE")):
+        return
+    folder = Path(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(time.perf_counter_ns, MAX_EVENTS)
+    spans.start(recorder)
+    process = os.getpid()
+
+    def end() -> None:
+        spans.stop()
+        # A launcher has nothing to tell, and a forked child nothing of its own.
+        if recorder.lanes and os.getpid() == process:
+            write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
+
+    atexit.register(end)

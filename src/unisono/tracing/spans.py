@@ -1,0 +1,161 @@
+"""`span`: the one line that stands wherever something is recorded.
+
+    with span("copy", "fill pack", tensors=gradients, pack=3):
+
+It takes a quarter of a microsecond while nobody records, and one while somebody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from unisono.errors import ContextError
+from unisono.tracing.recorder import Recorder
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class Span:
+    """A block of code that takes time; this one is not recorded."""
+
+    __slots__ = ()
+
+    def note(self, **arguments: Any) -> None:
+        """Adds what is known only within the block."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        return None
+
+
+class _Recorded(Span):
+    """A block that becomes an event when it ends, however it ends."""
+
+    __slots__ = ("_arguments", "_category", "_name", "_recorder", "_start")
+
+    def __init__(
+        self, recorder: Recorder, category: str, name: str, arguments: dict[str, Any]
+    ) -> None:
+        self._recorder = recorder
+        self._category = category
+        self._name = name
+        self._arguments = arguments
+
+    def note(self, **arguments: Any) -> None:
+        self._arguments.update(arguments)
+
+    def __enter__(self) -> Self:
+        self._start = self._recorder.clock()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if kind is not None and kind is not StopIteration:
+            self._arguments["error"] = kind.__name__
+        self._recorder.add(self._start, self._category, self._name, self._arguments)
+
+
+class _Profiled(Span):
+    """A block that is a range of `torch.profiler`, beside what else it is."""
+
+    __slots__ = ("_inner", "_range")
+
+    def __init__(self, name: str, inner: Span) -> None:
+        self._range = profiler.record_function(f"unisono::{name}")
+        self._inner = inner
+
+    def note(self, **arguments: Any) -> None:
+        self._inner.note(**arguments)
+
+    def __enter__(self) -> Self:
+        self._range.__enter__()
+        self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+        self._range.__exit__(kind, error, traceback)
+
+
+class Place(NamedTuple):
+    """Which worker this process is, of how many."""
+
+    rank: int
+    size: int
+
+
+_NOTHING = Span()
+_recorder: Recorder | None = None
+_place = Place(0, 1)
+
+
+def span(
+    category: str, name: str, tensors: Iterable[Tensor] | None = None, **arguments: Any
+) -> Span:
+    """Returns what records a `with` block, if somebody records or profiles.
+
+    Args:
+        category: step, replica, merge, wait, reduce, copy, collective or input; compute for blocks
+            of a program's own.
+        name: What is done.
+        tensors: What is moved, of which the bytes are noted; a generator costs nothing when off.
+        arguments: What else there is to know; nothing that should not be kept alive.
+    """
+    recorder = _recorder
+    if recorder is None:
+        return _Profiled(name, _NOTHING) if profiler._is_profiler_enabled else _NOTHING
+    if tensors is not None:
+        arguments["bytes"] = sum(t.nbytes for t in tensors if t.layout is torch.strided)
+    recorded = _Recorded(recorder, category, name, arguments)
+    return _Profiled(name, recorded) if profiler._is_profiler_enabled else recorded
+
+
+def join_workers(rank: int, size: int) -> None:
+    """Says which worker this process is, for the name of its file."""
+    global _place
+    _place = Place(rank, size)
+
+
+def place() -> Place:
+    """Returns which worker this process is."""
+    return _place
+
+
+def start(recorder: Recorder) -> None:
+    """Gives every event to `recorder` from now on."""
+    global _recorder
+    if _recorder is not None:
+        raise ContextError(
+            "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is "
+            "set. Leave the one or the other out."
+        )
+    _recorder = recorder
+
+
+def stop() -> None:
+    """Records no more."""
+    global _recorder
+    _recorder = None

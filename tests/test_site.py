@@ -1,0 +1,231 @@
+"""The documentation as a site: it builds strictly, alone, and leaves nothing out."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+from itertools import takewhile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from test_architecture import LAYERS
+
+import unisono as uo
+from unisono.cli import main
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PICTURES = sorted(path.stem for path in (DOCS / "pictures").glob("*.svg"))
+REFERENCE = "\n".join(page.read_text() for page in sorted((DOCS / "reference").glob("*.md")))
+MODULES = [uo, *(module for key in uo.__all__ if inspect.ismodule(module := getattr(uo, key)))]
+ERRORS = [
+    name
+    for name, thing in vars(uo.errors).items()
+    if inspect.isclass(thing) and issubclass(thing, uo.errors.UnisonoError)
+]
+
+# What each of the five API pages names, with the names that it refers to.
+TENSORFLOW_PAGES = {
+    "tf.distribute.CrossDeviceOps": """
+        reduce reduce_implementation batch_reduce batch_reduce_implementation broadcast
+        broadcast_implementation reduce_op per_replica_value destinations options tensor
+        value_destination_pairs tf.distribute.experimental.CommunicationOptions tf.Tensor Variable
+        DistributedValues ValueError tf.compat.v1.distribute.CrossDeviceOps""",
+    "tf.distribute.ReductionToOneDevice": """
+        reduce_to_device accumulation_fn tf.math.add_n reduce batch_reduce broadcast
+        tf.distribute.NcclAllReduce tf.distribute.HierarchicalCopyAllReduce
+        tf.distribute.MirroredStrategy StrategyExtended.reduce_to
+        StrategyExtended.batch_reduce_to""",
+    "tf.contrib.distribute.AllReduceCrossDeviceOps": """
+        all_reduce_alg num_packs agg_small_grads_max_bytes agg_small_grads_max_group reduce
+        batch_reduce broadcast reduce_op per_replica_value destinations value_destination_pairs
+        tensor ReduceOp.SUM ReduceOp.MEAN PerReplica Mirrored ValueError""",
+    "tf.contrib.distribute.CrossTowerOps": """
+        reduce batch_reduce broadcast aggregation per_device_value destinations
+        value_destination_pairs tensor tf.VariableAggregation.SUM tf.VariableAggregation.MEAN
+        PerDevice ValueError""",
+    "tf.contrib.distribute.CollectiveAllReduceStrategy": """
+        num_gpus_per_worker extended num_replicas_in_sync __deepcopy__ configure cluster_spec
+        experimental_finalize experimental_initialize experimental_run fn input_iterator
+        make_dataset_iterator dataset make_input_fn_iterator input_fn replication_mode
+        InputReplicationMode.PER_WORKER tf.distribute.InputContext num_input_pipelines
+        input_pipeline_id InputIterator initialize get_next reduce reduce_op value scope
+        update_config_proto config_proto ConfigProto call_for_each_replica
+        tf.distribute.get_replica_context replica_id_in_sync_group tf.data.Dataset""",
+}
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    if importlib.util.find_spec("mkdocs") is None:
+        pytest.skip("mkdocs is not installed; `pip install .[docs]` installs it")
+    # Not `--quiet`, which hides the warnings that strict mode counts.
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir"]
+
+    built = subprocess.run(
+        [*command, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+    assert built.returncode == 0, built.stderr
+    html = [page.read_text() for page in tmp_path.rglob("*.html")]
+    assert len(html) > 20
+    loaded = re.findall(r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]*)', "".join(html))
+    assert loaded == []
+
+
+def test_shell_commands_can_be_read(tmp_path: Path) -> None:
+    script = tmp_path / "all.sh"
+    script.write_text("\n".join(shell_blocks()))
+
+    subprocess.run(["bash", "-n", str(script)], check=True, timeout=30)
+
+
+def test_every_command_of_ours_has_known_options(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in shell_blocks() for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines if line.startswith("unisono ")]
+
+    assert commands
+    for _, name, *arguments in commands:
+        for file in (Path(word) for word in arguments if re.fullmatch(r"\w[\w/]*\.\w+", word)):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        # Reads the arguments up to a pipe, and raises if it cannot; starts nothing.
+        main.commands[name].make_context(
+            name, list(takewhile(lambda w: w not in "|>&;", arguments))
+        )
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    public = ERRORS if module is uo.errors else module.__all__
+    names = [key for key in public if not inspect.ismodule(getattr(module, key))]
+
+    listed = re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", REFERENCE, re.MULTILINE)
+
+    # A name is listed by a line such as `::: unisono.MirroredStrategy` in docs/reference.
+    assert sorted(listed) == sorted(names)
+
+
+def test_every_error_has_a_section() -> None:
+    sections = re.findall(r"^### (\w+)$", page_text("errors.md"), re.MULTILINE)
+
+    assert set(ERRORS) - {"UnisonoError"} - set(sections) == set()
+
+
+@pytest.mark.parametrize("page", TENSORFLOW_PAGES)
+def test_every_name_of_a_tensorflow_page_is_explained(page: str) -> None:
+    _, section = page_text("coming_from_tensorflow.md").split(f"### `{page}`")
+    code = " ".join(re.findall(r"`([^`\n]+)`", section.partition("\n##")[0]))
+
+    missing = [
+        name
+        for name in TENSORFLOW_PAGES[page].split()
+        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", code)
+    ]
+
+    assert missing == []
+
+
+def test_the_tensorflow_program_of_the_page_is_that_of_the_example() -> None:
+    example = (ROOT / "examples" / "from_tensorflow.py").read_text()
+    known = {line.strip() for line in re.findall(r"# tf\|(.*)", example)}
+
+    (program,) = other_programs("coming_from_tensorflow.md")
+
+    assert [line for line in program.splitlines() if line and line.strip() not in known] == []
+    ast.parse(program)
+
+
+def test_ddp_and_its_port_save_the_same_weights(tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "0")
+    (program,) = other_programs("coming_from_ddp.md")
+    port = re.findall(r"^```python\n(.*?)^```", page_text("coming_from_ddp.md"), re.M | re.S)[0]
+
+    exec(compile(program, "ddp", "exec"), {})
+    theirs = torch.load("model.pt")
+    exec(compile(port, "port", "exec"), {})
+    ours = torch.load("model.pt")
+
+    assert list(ours) == list(theirs)
+    for name in ours:
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_says_what_its_script_says(name: str, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    draw = importlib.import_module("draw")
+
+    drawn = draw.draw(name, tmp_path)
+
+    # Run `python docs/pictures/draw.py` if they differ.
+    assert words(DOCS / "pictures" / f"{name}.svg") == words(drawn)
+
+
+def test_every_picture_is_drawn_and_shown(monkeypatch: Any) -> None:
+    monkeypatch.syspath_prepend(str(DOCS / "pictures"))
+    draw = importlib.import_module("draw")
+    pages = "".join(page.read_text() for page in DOCS.glob("*.md"))
+
+    shown = set(re.findall(r"\(pictures/(\w+)\.svg\)", pages))
+
+    assert shown == set(PICTURES) == set(draw.PICTURES)
+
+
+def test_the_picture_of_the_layers_has_every_package() -> None:
+    packages = [package for line in LAYERS for package in line]
+
+    assert words(DOCS / "pictures" / "layers.svg")[: len(packages)] == packages
+
+
+def test_the_page_on_architecture_has_every_package() -> None:
+    page = page_text("architecture.md")
+
+    assert [name for line in LAYERS for name in line if f"`{name}`" not in page] == []
+
+
+def test_the_program_of_the_readme_is_short() -> None:
+    program = re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+
+    assert program is not None
+    assert len([line for line in program[1].splitlines() if line]) <= 15
+
+
+def shell_blocks() -> list[str]:
+    """What the pages ask the reader to type."""
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
+    text = "\n".join(page.read_text() for page in pages)
+    return re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def page_text(page: str) -> str:
+    return (DOCS / page).read_text()
+
+
+def other_programs(page: str) -> list[str]:
+    """The programs of a page that are for other libraries: blocks called `py`, not `python`."""
+    return re.findall(r"^```py\n(.*?)^```", page_text(page), re.MULTILINE | re.DOTALL)
+
+
+def words(picture: Path) -> list[str]:
+    """The texts of a picture, in the order in which they were drawn."""
+    return re.findall(r"<!-- (.*?) -->", picture.read_text(), re.DOTALL)
