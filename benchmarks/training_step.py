@@ -10,11 +10,13 @@ time of `unisono`, one process under `MirroredStrategy`, the competitor needs.
 
 workers     MultiWorkerMirroredStrategy, one process a replica, all on one host
 DDP         DistributedDataParallel over Gloo, one process a replica
+DDP uo      the same program over the backend "unisono"
 TF graph    TensorFlow's MirroredStrategy on two logical CPUs, the step a tf.function
 limit       two copies of the model and its optimizer in two threads that never meet: 1.0 means that
             communication costs nothing, less than 1.0 what is left to win
 
-The last column is DDP against workers, who have as many processes.
+The last two columns are DDP over Gloo against workers and against DDP over "unisono", which have as
+many processes.
 
 Every replica has one thread and half of the batch, and the batch is there already; TensorFlow
 chooses its threads itself, unless TF_NUM_INTRAOP_THREADS is set. `nn.DataParallel` does not take
@@ -205,7 +207,11 @@ def main() -> None:
     names = ["MLP 256", "Embedding"] if arguments.quick else list(CASES)
     rows = []
     with ExitStack() as stack:
-        crews: dict[str, Trainers] = {"workers": Workers(NUM_REPLICAS), "DDP": Ddp(NUM_REPLICAS)}
+        crews: dict[str, Trainers] = {
+            "workers": Workers(NUM_REPLICAS),
+            "DDP": Ddp(NUM_REPLICAS, "gloo"),
+            "DDP uo": Ddp(NUM_REPLICAS, "unisono"),
+        }
         for crew in crews.values():
             stack.enter_context(closing(crew))
         peer = None
@@ -224,7 +230,8 @@ def show(rows: list[dict[str, Any]]) -> None:
     """Prints the table."""
     names = list(rows[0]["ratios"])
     title = f"{NUM_REPLICAS} replicas, {machine()['cpu']}, kernel: {native_core().status}"
-    table = Table("model", "parameters", "batch", "unisono", *names, "DDP : workers", title=title)
+    versus = [f"DDP : {other}" for other in ("workers", "DDP uo")]
+    table = Table("model", "parameters", "batch", "unisono", *names, *versus, title=title)
     for row in rows:
         table.add_row(
             row["model"],
@@ -232,7 +239,10 @@ def show(rows: list[dict[str, Any]]) -> None:
             f"{NUM_REPLICAS} x {row['batch']}",
             f"{row['unisono_ms']:.2f} ms",
             *(f"{row['ratios'][name]:.2f}" for name in names),
-            f"{row['ratios']['DDP'] / row['ratios']['workers']:.2f}",
+            *(
+                f"{row['ratios']['DDP'] / row['ratios'][other]:.2f}"
+                for other in ("workers", "DDP uo")
+            ),
         )
     Console().print(table)
 

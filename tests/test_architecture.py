@@ -17,7 +17,7 @@ LAYERS = [
     ["values", "packing", "algorithms"],
     ["costs"],
     ["communicators"],
-    ["reductions", "cluster"],
+    ["reductions", "cluster", "backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
     ["strategies"],

@@ -105,6 +105,8 @@ def test_every_command_of_ours_has_known_options(tmp_path: Path, monkeypatch: An
         for file in (Path(word) for word in arguments if re.fullmatch(r"\w[\w/]*\.\w+", word)):
             file.parent.mkdir(parents=True, exist_ok=True)
             file.touch()
+        for folder in (Path(word) for word in arguments if re.fullmatch(r"[a-z_]+", word)):
+            folder.mkdir(exist_ok=True)
         # Reads the arguments up to a pipe, and raises if it cannot; starts nothing.
         main.commands[name].make_context(
             name, list(takewhile(lambda w: w not in "|>&;", arguments))

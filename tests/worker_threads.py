@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from unisono.communicators.threads import ThreadCommunicator, make_threads
+import unisono as uo
+from unisono.communicators import Communicator
+from unisono.communicators.threads import make_threads
 from unisono.reductions import Workers
 
 T = TypeVar("T")
@@ -18,13 +20,45 @@ def on_workers(num_workers: int, target: Callable[[Workers], T]) -> list[T]:
     When one raises, the others are not left to wait, and the first real error is raised.
     """
 
-    def call(communicator: ThreadCommunicator) -> T:
-        with communicator:
-            result = target(Workers(communicator))
-            communicator.barrier()
+    def call(workers: Workers) -> T:
+        with workers.communicator:
+            result = target(workers)
+            workers.communicator.barrier()
             return result
 
+    return _on_threads(num_workers, call)
+
+
+def on_strategies(
+    num_workers: int,
+    target: Callable[[uo.Strategy], T],
+    *,
+    num_replicas: int = 1,
+    wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
+    **settings: Any,
+) -> list[T]:
+    """Calls `target` on each worker with its strategy, and returns what it returned, by rank."""
+
+    def call(workers: Workers) -> T:
+        devices = tuple(uo.Device("cpu", i) for i in range(num_replicas))
+        ops = uo.ReductionToOneDevice()
+        communicator = wrap(workers.communicator)
+        strategy = uo.Strategy(
+            uo.StrategyExtended(devices, ops, communicator=communicator, **settings)
+        )
+        try:
+            result = target(strategy)
+            # Or who is done would be missed by others.
+            workers.communicator.barrier()
+            return result
+        finally:
+            strategy.close()
+
+    return _on_threads(num_workers, call)
+
+
+def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
     communicators = make_threads(num_workers, timeout_seconds=20)
     with ThreadPoolExecutor(num_workers) as pool:
-        futures = [pool.submit(call, communicator) for communicator in communicators]
+        futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
         return [future.result(timeout=60) for future in futures]

@@ -1,4 +1,4 @@
-"""DistributedDataParallel over Gloo, one process a replica."""
+"""DistributedDataParallel, one process a replica, over a backend of torch.distributed."""
 
 from __future__ import annotations
 
@@ -18,23 +18,28 @@ from peers.trainers import Step, Trainers, serve_steps
 
 
 class Ddp(Trainers):
-    """Two or more processes under DDP."""
+    """Two or more processes under DDP.
 
-    def __init__(self, num_replicas: int) -> None:
+    Args:
+        num_replicas: How many.
+        backend: "gloo" or "unisono".
+    """
+
+    def __init__(self, num_replicas: int, backend: str) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="unisono-benchmark-")
         meeting_point = str(Path(self._folder.name) / "store")
-        super().__init__("DDP", num_replicas, _work, meeting_point)
+        super().__init__(f"DDP over {backend}", num_replicas, _work, meeting_point, backend)
 
     def close(self) -> None:
         super().close()
         self._folder.cleanup()
 
 
-def _work(rank: int, num_replicas: int, pipe: Connection, meeting_point: str) -> None:
+def _work(rank: int, num_replicas: int, pipe: Connection, meeting_point: str, backend: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     distributed.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{meeting_point}",
         rank=rank,
         world_size=num_replicas,

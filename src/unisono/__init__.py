@@ -1,6 +1,15 @@
 """Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
 
-from unisono import cluster_resolver, contrib, errors, experimental, testing, tracing
+from unisono import (
+    backend,
+    cluster_resolver,
+    contrib,
+    errors,
+    experimental,
+    hooks,
+    testing,
+    tracing,
+)
 from unisono.contexts import (
     ReplicaContext,
     get_replica_context,
@@ -59,6 +68,7 @@ __all__ = [
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
+    "backend",
     "cluster_resolver",
     "contrib",
     "errors",
@@ -66,6 +76,7 @@ __all__ = [
     "get_replica_context",
     "get_strategy",
     "has_strategy",
+    "hooks",
     "in_cross_replica_context",
     "testing",
     "tracing",

@@ -12,7 +12,8 @@
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
     ├── TraceError            ValueError   a folder that holds no trace, or not of one run
     ├── TuningError           ValueError   constants of the cost model that cannot be used
-    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which
+    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
+        │                                  to torch a `torch.distributed.DistBackendError`
         ├── WorkerLostError                a worker that has ended or cannot be reached
         ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
         ├── UnequalCollectivesError        workers that call different collectives
@@ -23,7 +24,10 @@ Every message says what was asked, what was found and what to do.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
+
+from torch.distributed import DistBackendError
 
 
 class UnisonoError(Exception):
@@ -74,8 +78,8 @@ class TuningError(UnisonoError, ValueError):
     """Constants of the cost model that are broken, of another machine, or cannot be fitted."""
 
 
-class CommunicationError(UnisonoError, RuntimeError):
-    """Workers that cannot go on together.
+class CommunicationError(UnisonoError, DistBackendError):
+    """Workers that cannot go on together. It is what torch expects of its backends, too.
 
     Args:
         message: What was asked, what was found and what to do.
@@ -101,3 +105,9 @@ class UnequalCollectivesError(CommunicationError):
 
 class JobMismatchError(CommunicationError):
     """A worker that belongs to another job, runs another script or counts other workers."""
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Adds to an error where it was raised, as far as Python can."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)

@@ -134,6 +134,17 @@ def gather(name: str, dtype: torch.dtype, shape: Shape, uneven: bool) -> Case:
     return case
 
 
+def all_to_all(name: str, dtype: torch.dtype, shape: Shape) -> Case:
+    def case(communicator: Communicator) -> str | None:
+        tensors = [drawn(name, rank, dtype, shape) for rank in range(communicator.size)]
+        part = slice_of(communicator.rank, communicator.size, math.prod(shape))
+        expected = [tensor.flatten()[part] for tensor in tensors]
+        found = communicator.all_to_all(tensors[communicator.rank])
+        return first(difference(*pair) for pair in zip(found, expected, strict=True))
+
+    return case
+
+
 def broadcast(name: str, dtype: torch.dtype, shape: Shape) -> Case:
     def case(communicator: Communicator) -> str | None:
         root = communicator.size // 2
@@ -178,6 +189,8 @@ def cases() -> dict[str, Case]:
             made[f"reduce_scatter {name}"] = reduce_scatter(name, MEAN, dtype, shape, terms, count)
     moved: list[tuple[torch.dtype, Shape]] = [(dtype, (3, 7)) for dtype in MOVED]
     moved += [(torch.float32, shape) for shape in [*SHAPES, LARGE]]
+    for shape in [*SHAPES, LARGE]:
+        made[f"all_to_all {shape}"] = all_to_all(f"parts {shape}", torch.bfloat16, shape)
     for dtype, shape in moved:
         name = f"{dtype} {shape}"
         made[f"broadcast {name}"] = broadcast(name, dtype, shape)

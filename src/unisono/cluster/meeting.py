@@ -22,9 +22,10 @@ import time
 from collections.abc import Callable
 from typing import NoReturn
 
-from torch.distributed import DistError, Store  # type: ignore[attr-defined]
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from unisono.cluster.card import JOB_TOKEN, WorkerCard, differences, name_ranks
+from unisono.communicators import STORE_ERRORS
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
 # Between two looks at the store; longer and longer, so that rank 0 can serve a thousand workers.
@@ -52,7 +53,7 @@ def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[Worker
     """
     try:
         return _Meeting(store, card, timeout_seconds).hold()
-    except DistError as error:
+    except STORE_ERRORS as error:
         raise WorkerLostError(
             f"Rank {card.rank} has lost the store of the job while the workers met: {error} Rank 0 "
             "or the launcher has ended; look at its messages.",

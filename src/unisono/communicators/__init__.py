@@ -6,11 +6,17 @@ from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, translated_store_errors
+from unisono.communicators.stores import (
+    DEFAULT_TIMEOUT_SECONDS,
+    STORE_ERRORS,
+    translated_store_errors,
+)
+from unisono.communicators.torch_ops import own_op
 from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
+    "STORE_ERRORS",
     "Carrier",
     "Communicator",
     "IdentityCommunicator",
@@ -19,6 +25,7 @@ __all__ = [
     "all_reduce_sparse",
     "choose_carrier",
     "connect",
+    "own_op",
     "slice_of",
     "translated_store_errors",
 ]

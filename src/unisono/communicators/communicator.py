@@ -78,6 +78,17 @@ class Communicator(ABC):
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
         """Returns the tensors of all ranks on `root`, and None elsewhere."""
 
+    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
+        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank.
+
+        The parts are `slice_of(rank, size, numel)` of what is flattened. All tensors have one shape
+        and dtype.
+        """
+        flat = tensor.detach().reshape(-1)
+        parts = [flat[slice_of(rank, self.size, len(flat))] for rank in range(self.size)]
+        gathered = [self.gather(part, rank) for rank, part in enumerate(parts)]
+        return next(found for found in gathered if found is not None)
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""

@@ -12,12 +12,14 @@ from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.communicators.headers import ranks_in_words
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
 DEFAULT_TIMEOUT_SECONDS = 300.0
+# What a store raises that cannot be reached, or does not answer.
+STORE_ERRORS = (DistNetworkError, DistStoreError)
 _one_at_a_time = threading.Lock()
 
 
@@ -70,7 +72,7 @@ def translated_store_errors() -> Iterator[None]:
     """Turns a lost connection to the store into a `WorkerLostError`."""
     try:
         yield
-    except DistError as error:
+    except STORE_ERRORS as error:
         raise coordinator_lost(str(error)) from error
 
 

@@ -170,6 +170,14 @@ class TorchDistributedCommunicator(Communicator):
                 self._receive_large(own, large, gathered)
             return gathered
 
+    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
+        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
+        own = tensor.detach().contiguous()
+        header = Header.of_tensor("all_to_all", self._next(), own)
+        with self._exchange.collective(header):
+            # What came beside headers lies where the next headers come.
+            return [part.clone() for part in self._exchange_parts(header, [own.view(-1)])]
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)

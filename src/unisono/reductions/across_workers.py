@@ -146,6 +146,13 @@ class AcrossWorkers(CrossDeviceOps):
         results = self._local.batch_reduce(_undivided(op), pairs)
         return [result for result in results if isinstance(result, Tensor)]
 
+    def mean_here(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Returns the mean of this worker's replicas, as what reduces between them gives it."""
+        value = PerReplica.placed(tuple(tensors), self._devices)
+        mean = self._local.reduce(ReduceOp.MEAN, value, Destinations(self._devices[:1]))
+        assert isinstance(mean, Tensor)
+        return mean
+
     def place(self, device: torch.device) -> torch.device:
         """Returns where a tensor must be for the workers to exchange it."""
         return device if self.communicator.takes(device) else torch.device("cpu")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from unisono.contexts import ReplicaContext, set_outside
 from unisono.devices import Device
 from unisono.engines import ReplicaMeeting, Turns
+from unisono.errors import ContextError
+from unisono.hooks.hook import HookFunction
 from unisono.reductions import ReductionToOneDevice
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy
@@ -15,6 +17,13 @@ class DefaultStrategy(Strategy):
 
     def __init__(self) -> None:
         super().__init__(StrategyExtended((Device("cpu", 0),), ReductionToOneDevice()))
+
+    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
+        """Refuses: outside every scope no gradients are reduced."""
+        raise ContextError(
+            "There is no strategy here whose gradients a hook could reduce. Make one, and call its "
+            "`register_comm_hook`."
+        )
 
 
 set_outside(ReplicaContext(DefaultStrategy(), 0, ReplicaMeeting(1, Turns(1))))

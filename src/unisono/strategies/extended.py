@@ -19,6 +19,8 @@ from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
 from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
+from unisono.hooks import WorkersGroup
+from unisono.hooks.hook import CommHook, HookFunction
 from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import (
@@ -102,7 +104,7 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
-        self.cross_device_ops = cross_device_ops
+        self.cross_device_ops = self._local_ops = cross_device_ops
         self._gradients = GradientReducer(
             self.mirrors,
             devices,
@@ -117,6 +119,8 @@ class StrategyExtended(VariableMethods):
             self._gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
+        # Whether gradients pass through a communication hook.
+        self.has_hook = False
         self._runner = Runner(devices, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
         self._num_runs = 0
@@ -177,6 +181,46 @@ class StrategyExtended(VariableMethods):
         self.mirrors.add(leaves)
         if is_inside_run():
             self._gradients.begin(self._current_weights)
+
+    @functools.cached_property
+    def process_group(self) -> WorkersGroup:
+        """The workers as a process group of torch."""
+        return WorkersGroup(self.workers.communicator)
+
+    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
+        """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
+        if self.has_hook:
+            raise ContextError(
+                "The strategy has a communication hook already. Make one hook that does both."
+            )
+        if self.mirrors.is_in_use:
+            raise ContextError(
+                "A communication hook must be registered before anything is made in the scope. "
+                "Call `register_comm_hook` right after the strategy is made."
+            )
+        if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
+            raise UnsupportedError(
+                "A communication hook gives the mean of gradients, of which a sum can be made, but "
+                f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
+            )
+        communicator = self.workers.communicator
+        self._gradients = WorkerGradientReducer(
+            self.mirrors,
+            self._devices,
+            AcrossWorkers(self._local_ops, communicator, self._devices),
+            self.reduce_gradients,
+            self.options,
+            CommHook(
+                self.process_group if state is None else state,
+                hook,
+                f"worker {communicator.rank} of {communicator.size}",
+            ),
+        )
+        # A single replica, too, has its gradients pass through the hook.
+        self.mirrors.is_single = False
+        self.mirrors.is_in_use = True
+        self._run_lock = threading.Lock()
+        self.has_hook = True
 
     def close(self) -> None:
         """Ends the threads of the replicas, and leaves the other workers."""

@@ -156,8 +156,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         before = self._worker
         if before.mirrors.is_in_use:
             raise ClusterError(
-                "`configure()` with a cluster must come before anything is made in the scope: what "
-                "there is now is not shared with other workers."
+                "`configure()` with a cluster must come before anything is made in the scope and "
+                "before a communication hook: what there is now is not shared with other workers."
             )
         resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
         self.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -21,6 +20,7 @@ from unisono.engines import (
     Turns,
     draw_seed,
 )
+from unisono.errors import add_note
 from unisono.tracing import span
 from unisono.values import regroup, select_replica
 
@@ -56,7 +56,7 @@ class Runner:
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
-        if strategy.num_replicas_in_sync == 1:
+        if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
@@ -75,7 +75,9 @@ class Runner:
                 try:
                     return ambient.call(body, places[replica_id])
                 except Exception as error:
-                    _note(error, f"Raised on replica {replica_id} ({self._devices[replica_id]}).")
+                    add_note(
+                        error, f"Raised on replica {replica_id} ({self._devices[replica_id]})."
+                    )
                     raise
 
             def traced() -> Any:
@@ -95,8 +97,3 @@ class Runner:
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
-
-
-def _note(error: BaseException, note: str) -> None:
-    if sys.version_info >= (3, 11):
-        error.add_note(note)

@@ -12,6 +12,8 @@ from torch import Tensor
 
 from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
+from unisono.hooks import WorkersGroup
+from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
@@ -145,6 +147,28 @@ class Strategy(InputMethods):
         self._extended.bring_in(target)
         return target
 
+    @property
+    def process_group(self) -> WorkersGroup:
+        """The workers as a process group of torch, for communication hooks."""
+        return self._extended.process_group
+
+    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
+        """Lets `hook` reduce gradients between workers, as it does for DDP.
+
+        It is called once on every worker for each pack of gradients that are dense, in one order
+        and while the backward pass runs. The bucket that it is given holds the mean over the
+        replicas of this worker; what it returns becomes the gradient. It must be registered before
+        anything is made in the scope, by all workers, and only once.
+
+        Args:
+            state: What the hook is given first. None stands for `process_group`.
+            hook: Called as `hook(state, bucket)` with a `GradBucket`. It returns the mean over the
+                workers as a flat tensor, or a future of it. torch's own hooks fit, and those of
+                `unisono.hooks`.
+        """
+        self._check_cross_replica("register_comm_hook()")
+        self._extended.register_comm_hook(state, hook)
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """On a replica: within the block backward passes add to its own gradients only.
@@ -210,6 +234,11 @@ class Strategy(InputMethods):
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
+        if self._extended.has_hook:
+            raise UnsupportedError(
+                "A strategy with a communication hook cannot be copied: both would write to the "
+                "state of the hook. Make another one, and register a hook of its own."
+            )
         duplicate = object.__new__(type(self))
         memo[id(self)] = duplicate
         Strategy.__init__(duplicate, copy.deepcopy(self._extended, memo))

@@ -174,6 +174,13 @@ class GradientReducer:
             self._aside[leaf] = self._kept(leaf.grad)
             leaf.grad = None
 
+    def _set_aside_all(self, owners: Iterable[Leaves]) -> None:
+        """Before a reduction: does the same where a replica has no new gradient."""
+        if self._op is not ReduceOp.MEAN:
+            for one in owners:
+                for leaf in one.leaves:
+                    self._set_aside(leaf)
+
     def _kept(self, grad: Tensor) -> Tensor:
         """Returns a gradient in memory that the next pass does not write to."""
         return grad
@@ -218,6 +225,7 @@ class GradientReducer:
 
     def _reduce(self, current: Pass, packs: Sequence[Sequence[Leaves]]) -> None:
         owners = [one for pack in packs for one in pack if one in current.arrived]
+        self._set_aside_all(owners)
         present = [(one, gradients_of(one.leaves)) for one in owners]
         for group in _by_layout(present):
             self._reduce_group(group)

@@ -92,6 +92,8 @@ class Mirrors:
         self.is_stale = False
         # Whether something belongs to it.
         self.is_in_use = False
+        # Whether there is one replica, for which a module can be used as it is.
+        self.is_single = len(places) == 1 and not workers.are_many
         self.num_runs = 0
         # For each replica, by the identity of a primary parameter, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
@@ -112,11 +114,6 @@ class Mirrors:
         self._modules.add(module)
         raw(module)[MIRROR] = Mirror(self, [])
         self.is_stale = True
-
-    @property
-    def is_single(self) -> bool:
-        """Whether there is one replica, for which a module can be used as it is."""
-        return len(self._places) == 1 and not self._workers.are_many
 
     @property
     def has_one_memory(self) -> bool:

@@ -334,6 +334,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         """Makes the components known: as those of this variable, and as leaves to be trained."""
         remember(self)
         let_optimizers_take_variables()
+        self._strategy.extended.mirrors.is_in_use = True
         is_trained = self._policy.collects_gradients and not self.is_on_read
         if is_trained and not self._strategy.extended.mirrors.is_single:
             self._strategy.extended.adopt(VariableLeaves(self, self._values, self._owner_of))

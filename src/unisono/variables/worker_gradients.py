@@ -9,22 +9,24 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from unisono.devices import Device
+from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.gradients import GradientReducer, Pass, gradients_of
+from unisono.variables.hooked_packs import HookedPack
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.worker_packs import WorkerPack
+from unisono.variables.worker_packs import Pack, WorkerPack
 
 
 class WorkerGradientReducer(GradientReducer):
@@ -37,14 +39,27 @@ class WorkerGradientReducer(GradientReducer):
         ops: AcrossWorkers,
         reduce_op: ReduceOp,
         options: CommunicationOptions,
+        hook: CommHook | None = None,
     ) -> None:
-        super().__init__(mirrors, devices, ops, reduce_op, options, ops.communicator.cost)
+        # What a hook makes of a pack may depend on the pack, and costs something else.
+        cost = ops.communicator.cost if hook is None else None
+        super().__init__(mirrors, devices, ops, reduce_op, options, cost)
         self._across = ops
-        self._worker_packs: list[WorkerPack] = []
+        self._hook = hook
+        self._worker_packs: list[Pack] = []
         self._sending = threading.Lock()
         self._sent: dict[Pass, list[Future[None]]] = {}
-        self._full: set[int] = set()
+        self._full: dict[Pass, set[int]] = {}
         self._sender: ThreadPoolExecutor | None = None
+
+    def begin(self, weights: Sequence[float]) -> None:
+        """Before a run: see `GradientReducer.begin`."""
+        # What a pass that failed has sent must not meet what the next one sends.
+        left = [future for sent in self._sent.values() for future in sent]
+        self._sent.clear()
+        self._full.clear()
+        self._settle(left)
+        super().begin(weights)
 
     def close(self) -> None:
         """Ends the thread that sends."""
@@ -65,9 +80,16 @@ class WorkerGradientReducer(GradientReducer):
             for group in group_by_bytes([one.primary.nbytes for one in members], limit)
             if group
         ]
-        self._worker_packs = [WorkerPack(pack, self._across, self._op) for pack in packs]
+        self._worker_packs = [self._make_pack(packs, number) for number in range(len(packs))]
         # What has sparse gradients comes last, each on its own.
         return packs + [[one] for one in trained if self._mirrors.is_sparse(one)]
+
+    def _make_pack(self, packs: Sequence[Sequence[Leaves]], number: int) -> Pack:
+        given = packs[number], self._across, self._op
+        if self._hook is None:
+            return WorkerPack(*given)
+        is_last = number + 1 == len(packs)
+        return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
@@ -75,28 +97,25 @@ class WorkerGradientReducer(GradientReducer):
             return
         with self._sending:
             sent = self._sent.setdefault(current, [])
-            self._full.add(pack)
-            while len(sent) in self._full:
+            full = self._full.setdefault(current, set())
+            full.add(pack)
+            while len(sent) in full:
                 number = len(sent)
-                self._full.discard(number)
                 self._fill(current, number)
-                sent.append(self._executor.submit(self._exchange, number))
+                before = sent[-1] if sent else None
+                sent.append(self._executor.submit(self._exchange, number, before))
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         with self._sending:
             sent = self._sent.pop(current, [])
-            self._full.clear()
-        try:
-            with span("reduce", "packs under way", packs=len(sent)):
-                for future in sent:
-                    future.result()
-        except KeyboardInterrupt:
-            # Or the thread that sends would wait on, and the process could not end without it.
-            self._across.communicator.close()
-            raise
+            self._full.pop(current, None)
+        with span("reduce", "packs under way", packs=len(sent)):
+            self._settle(sent)
+        for future in sent:
+            future.result()
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
-            self._exchange(number)
+            self._exchange_rest(number)
         with span("copy", "give packs"):
             given = [one for pack in self._worker_packs for one in pack.give()]
         for (one,) in self._packs[len(self._worker_packs) :]:
@@ -107,32 +126,47 @@ class WorkerGradientReducer(GradientReducer):
                     self._bring_back(one)
         return given
 
+    def _settle(self, futures: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged, or have failed."""
+        try:
+            wait(futures)
+        except KeyboardInterrupt:
+            # Or the thread that sends would wait on, and the process could not end without it.
+            self._across.communicator.close()
+            raise
+
+    def _exchange_rest(self, number: int) -> None:
+        """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
+        if self._hook is None:
+            self._exchange(number)
+        else:
+            # A hook sees no replica: its random numbers, say, are those of the program.
+            future = self._executor.submit(self._exchange, number)
+            self._settle([future])
+            future.result()
+
     def _fill(self, current: Pass, number: int) -> None:
         pack = self._worker_packs[number]
         with span("copy", "fill pack", (one.primary for one in pack.members), pack=number):
-            if self._op is not ReduceOp.MEAN:
-                for one in pack.members:
-                    if one not in current.arrived:
-                        self._set_aside_all(one)
+            self._set_aside_all(pack.members)
             pack.fill(current.arrived)
 
-    def _exchange(self, number: int) -> None:
+    def _exchange(self, number: int, before: Future[None] | None = None) -> None:
+        """Exchanges a pack. If the one before it failed, it does: the same do on all workers."""
+        if before is not None:
+            before.result()
         with span("reduce", "exchange pack", pack=number):
             self._worker_packs[number].exchange()
-
-    def _set_aside_all(self, one: Leaves) -> None:
-        for leaf in one.leaves:
-            self._set_aside(leaf)
 
     def _kept(self, grad: Tensor) -> Tensor:
         return grad.clone()
 
     def _reduce_sparse(self, current: Pass, one: Leaves) -> list[Leaves]:
         """Reduces the sparse gradients of a parameter, of which a worker may have none."""
+        self._set_aside_all([one])
         if one in current.arrived:
             grads = gradients_of(one.leaves)
         else:
-            self._set_aside_all(one)
             grads = [_no_rows(leaf) for leaf in one.leaves]
         value = PerReplica.placed(tuple(grads), self._devices)
         result: Any = self._across.batch_reduce(self._op, [(value, value)], self._options)[0]

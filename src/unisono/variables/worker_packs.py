@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import torch
@@ -15,7 +16,7 @@ from unisono.variables.gradients import gradients_of
 from unisono.variables.leaves import Leaves
 
 
-class WorkerPack:
+class Pack(ABC):
     """The gradients of some parameters of one dtype, end to end, once for each term.
 
     Behind them stands for each parameter whether it has a new gradient: one that is used on other
@@ -23,28 +24,30 @@ class WorkerPack:
 
     After the exchange the gradients of the first replica are views of the pack, until the next
     backward pass.
+
+    Args:
+        members: The parameters.
+        ops: Connects the workers.
+        dtype: What the gradients are kept in.
+        together: How many replicas of this worker make a term.
     """
 
-    def __init__(self, members: Sequence[Leaves], ops: AcrossWorkers, op: ReduceOp) -> None:
+    def __init__(
+        self, members: Sequence[Leaves], ops: AcrossWorkers, dtype: torch.dtype, together: int
+    ) -> None:
         self.members = members
         self._ops = ops
-        self._op = op
+        self._together = together
         self._trail = Trail()
-        first = members[0].leaves[0]
-        num_replicas = len(members[0].leaves)
-        self._count = num_replicas * ops.communicator.size
-        self._together = replicas_in_a_term(num_replicas)
-        # Partial sums of half precision are not rounded before the last.
-        dtype = wide_dtype(first.dtype) if self._together > 1 else first.dtype
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
-        place = ops.place(first.device)
-        num_terms = num_replicas // self._together
+        self._place = ops.place(members[0].leaves[0].device)
+        num_terms = len(members[0].leaves) // together
         num_bytes = num_terms * length * dtype.itemsize
-        if place.type == "cpu":
+        if self._place.type == "cpu":
             memory = ops.communicator.allocate(num_bytes)
         else:
-            memory = torch.empty(num_bytes, dtype=torch.uint8, device=place)
+            memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
         self._terms = memory.view(dtype).view(num_terms, length)
         sizes = [one.primary.numel() for one in members]
         self._views = [
@@ -66,36 +69,62 @@ class WorkerPack:
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
                 first = number * self._together
-                self._combine(grads[first : first + self._together], view)
+                own = grads[first : first + self._together]
+                if len(own) > 1:
+                    self._combine(own, view)
+                elif own[0].data_ptr() != view.data_ptr():
+                    view.copy_(own[0])
         is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
-        self._terms[:, self._num_used_at :] = is_new.to(self._terms.device)
-        self._trail.note(self._terms.device)
+        self._terms[:, self._num_used_at :] = is_new.to(self._place)
+        self._trail.note(self._place)
 
+    @abstractmethod
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
-        """Writes the sum of the replicas of one term where it is sent from."""
-        if len(grads) == 1:
-            if grads[0].data_ptr() != view.data_ptr():
-                view.copy_(grads[0])
-        elif grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
-            view.copy_(tree_reduce(ReduceOp.SUM, [grad.to(view.dtype) for grad in grads]))
+        """Writes what the replicas of one term make together where it is sent from."""
 
     def exchange(self) -> None:
-        """All-reduces the pack with those of the other workers."""
-        count = self._count if self._op is ReduceOp.MEAN else None
+        """Reduces the pack with those of the other workers."""
         self._trail.follow()
-        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
-        self._trail.note(self._terms.device)
+        self._reduce()
+        self._trail.note(self._place)
+
+    @abstractmethod
+    def _reduce(self) -> None:
+        """Reduces the terms of all workers into the first of each."""
 
     @torch.no_grad()
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
         self._trail.follow()
-        is_used = (self._terms[0][self._num_used_at :] > 0).tolist()
+        is_used = (self._terms[0][self._num_used_at :] != 0).tolist()
         given = [one for one, used in zip(self.members, is_used, strict=True) if used]
         for one, view, used in zip(self.members, self._views[0], is_used, strict=True):
             if used:
                 _set_gradients(one, view)
         return given
+
+
+class WorkerPack(Pack):
+    """A pack that is summed, or averaged, over the replicas of all workers in their order."""
+
+    def __init__(self, members: Sequence[Leaves], ops: AcrossWorkers, op: ReduceOp) -> None:
+        num_replicas = len(members[0].leaves)
+        together = replicas_in_a_term(num_replicas)
+        # Partial sums of half precision are not rounded before the last.
+        dtype = members[0].leaves[0].dtype
+        dtype = wide_dtype(dtype) if together > 1 else dtype
+        super().__init__(members, ops, dtype, together)
+        self._op = op
+        self._count = num_replicas * ops.communicator.size
+
+    def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
+        if grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
+            here = [grad.to(view.device, view.dtype) for grad in grads]
+            view.copy_(tree_reduce(ReduceOp.SUM, here))
+
+    def _reduce(self) -> None:
+        count = self._count if self._op is ReduceOp.MEAN else None
+        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
 
 
 def _set_gradients(one: Leaves, total: Tensor) -> None:

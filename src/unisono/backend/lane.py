@@ -1,0 +1,56 @@
+"""The order in which the collectives of a group run."""
+
+from __future__ import annotations
+
+import threading
+from queue import SimpleQueue
+
+from unisono.backend.work import CollectiveWork
+
+
+class Lane:
+    """Runs collectives one after the other, in the order in which they were given.
+
+    Whoever waits anyway runs its collective itself if none is before it: two switches of threads
+    cost more than a small collective. Others go to a thread, which starts with the first of them.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: SimpleQueue[CollectiveWork | None] = SimpleQueue()
+        self._turn = threading.Lock()
+        self._change = threading.Lock()
+        self._num_queued = 0
+        self._thread: threading.Thread | None = None
+
+    def run(self, work: CollectiveWork, *, is_awaited: bool) -> None:
+        """Runs `work` now if it is awaited and nothing is before it, or else soon."""
+        if is_awaited and self._num_queued == 0 and self._turn.acquire(blocking=False):
+            try:
+                work.run()
+            finally:
+                self._turn.release()
+            return
+        with self._change:
+            self._num_queued += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+
+    def close(self) -> None:
+        """Returns when everything that was given has ended. May be called twice."""
+        with self._change:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            thread.join()
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            with self._turn:
+                work.run()
+            with self._change:
+                self._num_queued -= 1
+            # Nobody but those who wait for it should keep its tensors.
+            del work

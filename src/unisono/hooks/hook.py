@@ -1,0 +1,72 @@
+"""A communication hook as a strategy holds it: what the user gave, checked where it is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+
+from unisono.errors import UnsupportedError, add_note
+from unisono.hooks.bucket import GradBucket
+
+# What the user writes; torch's own hooks are annotated with torch's own bucket.
+HookFunction = Callable[[Any, Any], Any]
+
+
+class CommHook:
+    """Calls a hook, and makes sure of what it returns.
+
+    Args:
+        state: What the hook is given first.
+        function: The hook, called as `function(state, bucket)`. It returns the reduced gradients,
+            flat, or a future of them.
+        worker: In words, where it runs.
+    """
+
+    def __init__(self, state: object, function: HookFunction, worker: str) -> None:
+        if not callable(function):
+            raise UnsupportedError(
+                f"`hook` must be a function of a state and a bucket, got {function!r}."
+            )
+        if getattr(state, "process_group", self) is None and not distributed.is_initialized():
+            raise UnsupportedError(
+                f"{type(state).__name__} has None for a process group, which is torch's default "
+                "one, and there is none. Give it `strategy.process_group`."
+            )
+        self._state = state
+        self._function = function
+        self._worker = worker
+        self._name = getattr(function, "__name__", type(function).__name__)
+
+    def __call__(self, bucket: GradBucket) -> Tensor:
+        """Returns what the gradients of a bucket become."""
+        try:
+            result = self._function(self._state, bucket)
+            if isinstance(result, torch._C.Future):
+                result = result.wait()
+            self._check(result, bucket)
+        except Exception as error:
+            shapes = ", ".join(str(tuple(one.shape)) for one in bucket.parameters())
+            add_note(
+                error,
+                f"Raised by the communication hook {self._name!r} on {self._worker}, for bucket "
+                f"{bucket.index()} with parameters of shape {shapes}.",
+            )
+            raise
+        found: Tensor = result
+        return found
+
+    def _check(self, result: object, bucket: GradBucket) -> None:
+        wanted = bucket.buffer().numel()
+        if not isinstance(result, Tensor):
+            found = f"a {type(result).__name__}"
+        elif result.numel() != wanted:
+            found = f"a tensor of shape {tuple(result.shape)}"
+        else:
+            return
+        raise UnsupportedError(
+            f"A communication hook returns the reduced gradients of its bucket, a tensor of "
+            f"{wanted} elements, or a future of it; {self._name!r} gave {found}."
+        )
