@@ -15,6 +15,7 @@ LAYERS = [
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
+    ["costs"],
     ["communicators"],
     ["reductions", "cluster", "backend", "hooks"],
     ["contexts"],

@@ -11,6 +11,7 @@
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
     ├── TraceError            ValueError   a folder that holds no trace, or not of one run
+    ├── TuningError           ValueError   constants of the cost model that cannot be used
     └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
         │                                  to torch a `torch.distributed.DistBackendError`
         ├── WorkerLostError                a worker that has ended or cannot be reached
@@ -91,6 +92,10 @@ class ClusterError(UnisonoError, ValueError):
 
 class TraceError(UnisonoError, ValueError):
     """A folder or file that holds no trace, or not that of one run."""
+
+
+class TuningError(UnisonoError, ValueError):
+    """Constants of the cost model that are broken, of another machine, or cannot be fitted."""
 
 
 class CommunicationError(UnisonoError, DistBackendError):

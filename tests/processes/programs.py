@@ -17,9 +17,9 @@ LAUNCHERS = (*TORCHRUN, "TF_CONFIG", "SLURM_", "OMPI_", "PMI", "MPI_", "UNISONO_
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """The environment of this process without a launcher, and with `variables`."""
+    """The environment of this process without a launcher and a tuning, and with `variables`."""
     inherited = {name: text for name, text in os.environ.items() if not name.startswith(LAUNCHERS)}
-    return inherited | variables
+    return inherited | {"UNISONO_TUNING": "off"} | variables
 
 
 @contextmanager

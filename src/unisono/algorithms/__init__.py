@@ -1,9 +1,14 @@
 """Who sends what to whom, as data, and what it comes to on given devices."""
 
+from unisono.algorithms.doubling import doubling, halving
+from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread
 from unisono.algorithms.execution import run
 from unisono.algorithms.one_device import one_device
 from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan
+from unisono.algorithms.ring import ring
+from unisono.algorithms.rounds import Round, Rounds, Send
 from unisono.algorithms.schedule import Gather, Schedule, Spread, num_steps, num_transfers
+from unisono.algorithms.tree import tree
 from unisono.algorithms.two_level import two_level
 
 __all__ = [
@@ -11,13 +16,25 @@ __all__ = [
     "Copy",
     "Gather",
     "Plan",
+    "Round",
+    "Rounds",
     "Schedule",
+    "Send",
     "Spread",
     "Step",
+    "all_gather",
+    "doubling",
+    "exchange",
+    "gather",
+    "halving",
     "make_plan",
     "num_steps",
     "num_transfers",
     "one_device",
+    "one_step",
+    "ring",
     "run",
+    "spread",
+    "tree",
     "two_level",
 ]

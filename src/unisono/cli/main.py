@@ -12,7 +12,9 @@ from unisono.cli.completion import completion
 from unisono.cli.demo import demo
 from unisono.cli.info import info
 from unisono.cli.launch import launch
+from unisono.cli.plan import plan
 from unisono.cli.trace import trace
+from unisono.cli.tune import tune
 
 
 class _Commands(click.Group):
@@ -38,3 +40,5 @@ main.add_command(demo)
 main.add_command(info)
 main.add_command(launch)
 main.add_command(trace)
+main.add_command(plan)
+main.add_command(tune)

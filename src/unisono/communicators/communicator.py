@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from unisono.costs import Line
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
@@ -27,11 +28,17 @@ class Communicator(ABC):
     first, then those of rank 1, and so on. Every rank brings as many.
 
     Tensors are dense; an implementation says in `takes` which memories it serves.
+
+    Attributes:
+        rank: Which rank this is.
+        size: How many there are.
+        cost: What an all-reduce is predicted to cost, where that is known.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
+        self.cost: Line | None = None
 
     @property
     @abstractmethod

@@ -9,18 +9,20 @@ from contextlib import ExitStack, contextmanager
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from unisono.communicators.choice import Choice, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
-from unisono.communicators.selection import Carrier, choose_carrier
+from unisono.communicators.selection import Carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.communicators.watch import Watch
+from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
@@ -38,11 +40,11 @@ def connect(
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO,
     host: str | None = None,
     joining_seconds: float | None = None,
+    tuning: Tuning | None = None,
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
-    `choose_carrier` says what that is. GPU tensors travel through host memory, or with `NCCL`
-    through NCCL.
+    `choose` says what that is. GPU tensors travel through host memory, or with `NCCL` through NCCL.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one call.
@@ -53,27 +55,24 @@ def connect(
         host: The address that other hosts reach this one by; found out if not given.
         joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
             given.
+        tuning: The constants of the links if they were measured, the same on all ranks.
     """
     if size == 1:
         return IdentityCommunicator()
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     patience = timeout if joining_seconds is None else joining_seconds
     layout, have_memory = _survey(store, rank, size, implementation, patience)
-    carrier, why = choose_carrier(
-        layout, has_native_core=have_memory, implementation=implementation
+    choice = choose(
+        layout, has_native_core=have_memory, implementation=implementation, tuning=tuning
     )
-    link = _Link(store, rank, size, timeout, host)
-    if carrier is Carrier.SHARED_MEMORY:
-        chosen: Communicator = SharedMemoryCommunicator(store, rank, size, timeout_seconds=timeout)
-    elif carrier is Carrier.HIERARCHICAL:
-        chosen = link.hierarchical(layout)
-    else:
-        chosen = link.flat()
+    chosen = _Link(store, rank, size, timeout, host).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
     if implementation is CommunicationImplementation.NCCL:
         chosen = NcclCommunicator(chosen, store, timeout_seconds=timeout)
-    _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, why)
+    else:
+        chosen.cost = choice.cost
+    _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, choice.why)
     return chosen
 
 
@@ -111,7 +110,17 @@ class _Link:
         self._timeout_seconds = timeout_seconds
         self._host = host
 
-    def flat(self) -> Communicator:
+    def connected(self, choice: Choice, layout: Layout) -> Communicator:
+        """Makes what was chosen."""
+        if choice.carrier is Carrier.GLOO:
+            return self._flat(choice)
+        if choice.carrier is Carrier.HIERARCHICAL:
+            return self._hierarchical(choice, layout)
+        return SharedMemoryCommunicator(
+            self._store, self._rank, self._size, timeout_seconds=self._timeout_seconds
+        )
+
+    def _flat(self, choice: Choice) -> Communicator:
         """Gloo between all ranks."""
         return TorchDistributedCommunicator(
             PrefixStore("flat", self._store),
@@ -119,9 +128,10 @@ class _Link:
             self._size,
             timeout_seconds=self._timeout_seconds,
             host=self._host,
+            step_bytes=choice.step_bytes,
         )
 
-    def hierarchical(self, layout: Layout) -> Communicator:
+    def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
         """Shared memory inside a host, and Gloo between ranks of one position on each."""
         number, position = layout.place(self._rank)
         peers = [ranks[position] for ranks in layout.hosts]
@@ -151,9 +161,12 @@ class _Link:
                     host=self._host,
                     watch=watch,
                     names=peers,
+                    step_bytes=choice.step_bytes,
                 )
             made.pop_all()
-        return HierarchicalCommunicator(inside, between, layout, watch)
+        return HierarchicalCommunicator(
+            inside, between, layout, watch, parts_bytes=choice.parts_bytes
+        )
 
 
 @contextmanager

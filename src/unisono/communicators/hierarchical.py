@@ -17,6 +17,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import Header, check_agreement, ranks_in_words
 from unisono.communicators.hosts import Layout
@@ -24,9 +25,6 @@ from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
-
-# From here on every rank carries its part between hosts; below, the first rank carries all.
-_PARTS_BYTES = 1 << 20
 
 
 class HierarchicalCommunicator(Communicator):
@@ -37,10 +35,18 @@ class HierarchicalCommunicator(Communicator):
         between: Connects the ranks that have the same position on each host, by host.
         layout: The ranks of all hosts.
         watch: The watch over all ranks; closed with this communicator.
+        parts_bytes: From here on every rank carries its part between hosts; below, the first rank
+            carries all.
     """
 
     def __init__(
-        self, inside: Communicator, between: Communicator, layout: Layout, watch: Watch
+        self,
+        inside: Communicator,
+        between: Communicator,
+        layout: Layout,
+        watch: Watch,
+        *,
+        parts_bytes: int = PARTS_BYTES,
     ) -> None:
         assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
         super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
@@ -48,6 +54,7 @@ class HierarchicalCommunicator(Communicator):
         self._between = between
         self._layout = layout
         self._watch = watch
+        self._parts_bytes = parts_bytes
         self._sequence = 0
 
     @property
@@ -87,7 +94,7 @@ class HierarchicalCommunicator(Communicator):
 
     def _parts(self, tensor: Tensor) -> list[Tensor]:
         """Cuts what goes between hosts into one part for each rank that carries one."""
-        num_parts = 1 if tensor.nbytes < _PARTS_BYTES else self._inside.size
+        num_parts = 1 if tensor.nbytes < self._parts_bytes else self._inside.size
         return [tensor[slice_of(i, num_parts, len(tensor))] for i in range(num_parts)]
 
     def _reduce_one_by_one(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:

@@ -26,6 +26,7 @@ from unisono.communicators.headers import Header
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
+from unisono.costs import STEP_BYTES, one_step_pays
 from unisono.errors import JobMismatchError, UnsupportedError
 from unisono.kernels import divide
 from unisono.options import ReduceOp
@@ -35,8 +36,6 @@ _ROOM_BYTES = 1 << 20
 # What the rooms for all ranks may take together, but for very many ranks.
 _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
-# What one step may send more than two. Below, a step costs more than these bytes.
-_STEP_BYTES = 64 << 10
 # A large tensor goes in pieces, several at a time: Gloo sends and receives one of them in turns.
 _PIECE_BYTES = 1 << 20
 _IN_FLIGHT = 4
@@ -63,6 +62,7 @@ class TorchDistributedCommunicator(Communicator):
         names: The ranks of this part in the larger communicator.
         beside_header: How many bytes may travel with a header, a multiple of 16; chosen if not
             given. MPI allows none.
+        step_bytes: How many bytes more one step may send than two.
     """
 
     def __init__(
@@ -77,9 +77,11 @@ class TorchDistributedCommunicator(Communicator):
         watch: Watch | None = None,
         names: Sequence[int] | None = None,
         beside_header: int | None = None,
+        step_bytes: int = STEP_BYTES,
     ) -> None:
         super().__init__(rank, size)
         self._backend = backend
+        self._step_bytes = step_bytes
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
         group = _make_group(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
@@ -213,8 +215,8 @@ class TorchDistributedCommunicator(Communicator):
 
     def _is_small(self, terms: list[Tensor]) -> bool:
         num_bytes = sum(term.nbytes for term in terms)
-        more = num_bytes * (self.size - 1) * (self.size - 2) // self.size
-        return num_bytes <= self._exchange.room and more <= _STEP_BYTES
+        fits = num_bytes <= self._exchange.room
+        return fits and one_step_pays(self.size, num_bytes, self._step_bytes)
 
     def _exchange_terms(self, header: Header, terms: list[Tensor]) -> list[Tensor]:
         """Sends all terms to everybody, and returns the terms of all ranks in order."""

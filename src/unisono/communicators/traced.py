@@ -22,6 +22,7 @@ class TracedCommunicator(Communicator):
 
     def __init__(self, carrier: Communicator, group: int) -> None:
         super().__init__(carrier.rank, carrier.size)
+        self.cost = carrier.cost
         self._carrier = carrier
         self._group = group
         # Counted when nobody records too: workers may start to record at different times.

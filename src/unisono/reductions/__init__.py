@@ -8,7 +8,11 @@ from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
 from unisono.reductions.scheduled import Ends, ScheduledOps
-from unisono.reductions.selection import choose_cross_device_ops, select_cross_device_ops
+from unisono.reductions.selection import (
+    choose_cross_device_ops,
+    predicted_cost,
+    select_cross_device_ops,
+)
 from unisono.reductions.workers import Workers
 
 __all__ = [
@@ -31,6 +35,7 @@ __all__ = [
     "listed_pairs",
     "mirrored",
     "packing_of",
+    "predicted_cost",
     "replicas_in_a_term",
     "select_cross_device_ops",
 ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, run
+from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, Machine, this_machine
 from unisono.kernels import check_replicas, reduce_fused, reduce_into
 from unisono.options import CommunicationOptions, ReduceOp
@@ -100,8 +101,7 @@ class ScheduledOps(CrossDeviceOps):
     def _make_route(self, ends: Ends, turn: int) -> Route:
         machine = this_machine()
         root = self.root(ends)
-        others = dict.fromkeys((root, *ends.destinations))
-        places = ends.sources + tuple(d for d in others if d not in ends.sources)
+        places = self._places(ends)
         plan = make_plan(
             self.schedule(ends, places, turn),
             len(ends.sources),
@@ -114,6 +114,16 @@ class ScheduledOps(CrossDeviceOps):
             machine.torch_device(root),
             tuple(machine.torch_device(device) for device in ends.destinations),
         )
+
+    def _places(self, ends: Ends) -> tuple[Device, ...]:
+        others = dict.fromkeys((self.root(ends), *ends.destinations))
+        return ends.sources + tuple(d for d in others if d not in ends.sources)
+
+    def cost(self, ends: Ends, link: Link, memory: Link) -> Line:
+        """Returns what the schedule costs, given copies over `link` and sums in `memory`."""
+        places = self._places(ends)
+        memories = [this_machine().memory(place) for place in places]
+        return schedule_line(self.schedule(ends, places, 0), memories, link, memory)
 
     def _reduce_group(
         self,

@@ -8,11 +8,13 @@ from typing import NamedTuple
 
 import torch.distributed
 
+from unisono.costs import BYTES_PER_PACK, Line, Tuning
 from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
 from unisono.reductions.cross_device_ops import CrossDeviceOps
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import ReductionToOneDevice
+from unisono.reductions.scheduled import Ends, ScheduledOps
 
 _logger = logging.getLogger(__name__)
 
@@ -24,15 +26,17 @@ class Choice(NamedTuple):
     reason: str
 
 
-def select_cross_device_ops(devices: Sequence[DeviceLike]) -> CrossDeviceOps:
+def select_cross_device_ops(
+    devices: Sequence[DeviceLike], tuning: Tuning | None = None
+) -> CrossDeviceOps:
     """Returns the reduction that suits `devices`; `choose_cross_device_ops` says why too."""
-    ops, reason = choose_cross_device_ops(devices)
+    ops, reason = choose_cross_device_ops(devices, tuning=tuning)
     _logger.info("%s reduces: %s.", type(ops).__name__, reason)
     return ops
 
 
 def choose_cross_device_ops(
-    devices: Sequence[DeviceLike], *, has_nccl: bool | None = None
+    devices: Sequence[DeviceLike], *, has_nccl: bool | None = None, tuning: Tuning | None = None
 ) -> Choice:
     """Returns the reduction that suits `devices`, and why.
 
@@ -41,11 +45,48 @@ def choose_cross_device_ops(
         GPUs of which replicas share some   the hierarchical copy, by the links of the machine
         one memory, or GPUs and host        the reduction on one device
 
+    Where links were measured and every replica has a memory of its own, what is not NCCL is the one
+    of the two that is predicted to be faster.
+
     Args:
         devices: One a replica.
         has_nccl: Whether there is NCCL; what this torch has if not given.
+        tuning: What the links were measured to cost; None if they were not.
     """
-    resolved = [resolve(device) for device in devices]
+    resolved = tuple(map(resolve, devices))
+    choice = _by_kind(resolved, has_nccl)
+    num_memories = len({this_machine().memory(device) for device in resolved})
+    is_nccl = isinstance(choice.ops, NcclAllReduce)
+    # Between two devices there is one way only.
+    if tuning is None or is_nccl or num_memories < max(3, len(resolved)):
+        return choice
+    return _faster(resolved, tuning)
+
+
+def predicted_cost(
+    ops: CrossDeviceOps, devices: tuple[Device, ...], tuning: Tuning | None
+) -> Line | None:
+    """Returns what an all-reduce between devices costs; None where nothing says so."""
+    if tuning is None or isinstance(ops, NcclAllReduce) or not isinstance(ops, ScheduledOps):
+        return None
+    return ops.cost(Ends(devices, devices), tuning.devices, tuning.memory)
+
+
+def _faster(devices: tuple[Device, ...], tuning: Tuning) -> Choice:
+    """Returns what takes less time by its schedule, for a pack of gradients."""
+    candidates = (ReductionToOneDevice(), HierarchicalCopyAllReduce(num_packs=len(devices)))
+    ends = Ends(devices, devices)
+    costs = [ops.cost(ends, tuning.devices, tuning.memory) for ops in candidates]
+    seconds = [cost.seconds(BYTES_PER_PACK) for cost in costs]
+    best = seconds.index(min(seconds))
+    return Choice(
+        candidates[best],
+        f"for {BYTES_PER_PACK >> 20} MiB the links as tuned promise {1e3 * min(seconds):.3g} ms, "
+        f"not {1e3 * max(seconds):.3g} ms by {type(candidates[1 - best]).__name__}",
+    )
+
+
+def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # noqa: FBT001
     machine = this_machine()
     memories = {machine.memory(device) for device in resolved}
     if len(resolved) < 2:

@@ -15,6 +15,7 @@ from unisono.contexts import (
     entered,
     is_inside_run,
 )
+from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
 from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
@@ -22,7 +23,13 @@ from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
 from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
-from unisono.reductions import AcrossWorkers, CrossDeviceOps, Workers, destinations_of
+from unisono.reductions import (
+    AcrossWorkers,
+    CrossDeviceOps,
+    Workers,
+    destinations_of,
+    predicted_cost,
+)
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
@@ -53,6 +60,8 @@ class StrategyExtended(VariableMethods):
         is_serial: Whether replicas run one after another.
         synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas.
         communicator: Connects this worker to the others; None if there are none.
+        tuning: What the links were measured to cost, the same on all workers; None if they were
+            not.
     """
 
     experimental_require_static_shapes = False
@@ -71,6 +80,7 @@ class StrategyExtended(VariableMethods):
         is_serial: bool = False,
         synchronize_batch_norm: bool = False,
         communicator: Communicator | None = None,
+        tuning: Tuning | None = None,
     ) -> None:
         self._duplicate = functools.partial(
             StrategyExtended,
@@ -80,6 +90,7 @@ class StrategyExtended(VariableMethods):
             options=options,
             is_serial=is_serial,
             synchronize_batch_norm=synchronize_batch_norm,
+            tuning=tuning,
         )
         self._devices = devices
         self.workers = Workers(communicator or IdentityCommunicator())
@@ -95,7 +106,12 @@ class StrategyExtended(VariableMethods):
         )
         self.cross_device_ops = self._local_ops = cross_device_ops
         self._gradients = GradientReducer(
-            self.mirrors, devices, cross_device_ops, reduce_gradients, options
+            self.mirrors,
+            devices,
+            cross_device_ops,
+            reduce_gradients,
+            options,
+            predicted_cost(cross_device_ops, devices, tuning),
         )
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)

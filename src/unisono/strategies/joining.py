@@ -20,6 +20,7 @@ from unisono.communicators import (
     slice_of,
     translated_store_errors,
 )
+from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, default_devices
 from unisono.options import CommunicationOptions
 from unisono.tracing import join_workers
@@ -48,10 +49,16 @@ _lock = threading.Lock()
 _LEAST_SECONDS = 2.0
 
 
-def join(membership: Membership, num_replicas: int, options: CommunicationOptions) -> Communicator:
-    """Meets all workers of the job, and returns what connects them."""
+def join(
+    membership: Membership, num_replicas: int, options: CommunicationOptions
+) -> tuple[Communicator, Tuning | None]:
+    """Meets all workers of the job, and returns what connects them, and the constants of rank 0.
+
+    All workers must cut gradients alike, so what one of them has measured counts for all.
+    """
+    tuning = current_tuning() if membership.rank == 0 else None
     if membership.size == 1:
-        return IdentityCommunicator()
+        return IdentityCommunicator(), tuning
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     deadline = time.monotonic() + timeout
     joined = _joined(membership, timeout)
@@ -61,6 +68,7 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
         own = PrefixStore(f"join/{number}", joined.store)
         left = max(_LEAST_SECONDS, deadline - time.monotonic())
         meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
+        tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning)
         connected = connect(
             PrefixStore("connect", own),
             membership.rank,
@@ -69,12 +77,20 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
             implementation=options.implementation,
             # All have just met, so who does not come now has ended since.
             joining_seconds=max(_LEAST_SECONDS, deadline - time.monotonic()),
+            tuning=tuning,
         )
     join_workers(membership.rank, membership.size)
     communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
-    return communicator
+    return communicator, tuning
+
+
+def _of_rank_0(store: Store, rank: int, tuning: Tuning | None) -> Tuning | None:
+    if rank == 0:
+        store.set("constants", "none" if tuning is None else tuning.to_text())
+    text = store.get("constants").decode()
+    return None if text == "none" else Tuning.from_text(text)
 
 
 def leave(communicator: Communicator) -> None:

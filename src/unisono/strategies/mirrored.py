@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from unisono.cluster import Membership, detect
+from unisono.costs import current_tuning
 from unisono.devices import DeviceLike, default_devices, resolve
 from unisono.errors import ClusterError, DeviceError
 from unisono.options import ReduceOp
@@ -50,13 +51,15 @@ class MirroredStrategy(Strategy):
             names = ", ".join(map(str, resolved))
             raise DeviceError(f"Each device can have one replica, got {names}.")
         _warn_of_other_workers()
+        tuning = current_tuning()
         super().__init__(
             StrategyExtended(
                 resolved,
-                cross_device_ops or select_cross_device_ops(resolved),
+                cross_device_ops or select_cross_device_ops(resolved, tuning),
                 reduce_gradients=ReduceOp.check(reduce_gradients),
                 is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
                 synchronize_batch_norm=synchronize_batch_norm,
+                tuning=tuning,
             )
         )
 

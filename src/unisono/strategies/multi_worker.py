@@ -213,15 +213,16 @@ class _Maker:
         if config.timeout_seconds is not None:
             options = replace(options, timeout_seconds=config.timeout_seconds)
         devices = self._visible(membership, config)
-        communicator = join(membership, len(devices), options)
+        communicator, tuning = join(membership, len(devices), options)
         return MultiWorkerExtended(
             self,
             resolver,
             membership,
             devices,
-            self._ops or select_cross_device_ops(devices),
+            self._ops or select_cross_device_ops(devices, tuning),
             options=options,
             communicator=communicator,
+            tuning=tuning,
             **self._settings,
         )
 

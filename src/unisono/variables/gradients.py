@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica
+from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Device, Trail
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
@@ -27,9 +28,6 @@ from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
-
-# Small enough that the first packs are reduced early in the pass, large enough that there are few.
-BYTES_PER_PACK = 4 << 20
 
 
 class Pass:
@@ -51,7 +49,16 @@ class Pass:
 
 
 class GradientReducer:
-    """Reduces the gradients of the leaves of one strategy."""
+    """Reduces the gradients of the leaves of one strategy.
+
+    Args:
+        mirrors: The leaves.
+        devices: The devices of the replicas.
+        cross_device_ops: What reduces between them.
+        reduce_op: How gradients become one.
+        options: Hints for all reductions.
+        cost: What the reduction of a pack is predicted to cost; None if that is not known.
+    """
 
     def __init__(
         self,
@@ -60,12 +67,14 @@ class GradientReducer:
         cross_device_ops: CrossDeviceOps,
         reduce_op: ReduceOp,
         options: CommunicationOptions,
+        cost: Line | None = None,
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
         self._ops = cross_device_ops
         self._op = reduce_op
         self._options = options
+        self._cost = cost
         self._generation = -1
         self._packs: list[list[Leaves]] = []
         self._handles: list[Any] = []
@@ -109,8 +118,12 @@ class GradientReducer:
     def _group(self, leaves: Sequence[Leaves]) -> list[list[Leaves]]:
         """Parts the parameters into packs."""
         sizes = [one.primary.nbytes for one in leaves]
-        groups = group_by_bytes(sizes, self._options.bytes_per_pack or BYTES_PER_PACK)
+        groups = group_by_bytes(sizes, self._bytes_per_pack(sizes))
         return [[leaves[i] for i in group] for group in groups if group]
+
+    def _bytes_per_pack(self, sizes: Sequence[int]) -> int:
+        """Returns the size of packs: what the user says, or what is best for these gradients."""
+        return self._options.bytes_per_pack or best_bytes_per_pack(self._cost, sum(sizes))
 
     def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
         # A leaf keeps its hooks where Python's collector does not look, so they keep nobody alive.

@@ -22,7 +22,7 @@ from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
-from unisono.variables.gradients import BYTES_PER_PACK, GradientReducer, Pass, gradients_of
+from unisono.variables.gradients import GradientReducer, Pass, gradients_of
 from unisono.variables.hooked_packs import HookedPack
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
@@ -41,7 +41,9 @@ class WorkerGradientReducer(GradientReducer):
         options: CommunicationOptions,
         hook: CommHook | None = None,
     ) -> None:
-        super().__init__(mirrors, devices, ops, reduce_op, options)
+        # What a hook makes of a pack may depend on the pack, and costs something else.
+        cost = ops.communicator.cost if hook is None else None
+        super().__init__(mirrors, devices, ops, reduce_op, options, cost)
         self._across = ops
         self._hook = hook
         self._worker_packs: list[Pack] = []
@@ -71,7 +73,7 @@ class WorkerGradientReducer(GradientReducer):
         by_dtype: dict[torch.dtype, list[Leaves]] = {}
         for one in dense:
             by_dtype.setdefault(one.primary.dtype, []).append(one)
-        limit = self._options.bytes_per_pack or BYTES_PER_PACK
+        limit = self._bytes_per_pack([one.primary.nbytes for one in dense])
         packs = [
             [members[i] for i in group]
             for members in by_dtype.values()

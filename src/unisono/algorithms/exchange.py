@@ -1,0 +1,59 @@
+"""All-reduce from everybody to everybody: what Unisono does between workers.
+
+exchange    parts to their ranks, each of which adds up its own, and the sums back to all
+one step    all of it to everybody, and everybody adds up all: for small tensors
+
+            steps   bytes from each rank
+exchange    2       2 (P - 1) / P of the tensor
+one step    1       (P - 1) of the tensor
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from unisono.algorithms.rounds import Round, Rounds, Send, at
+
+
+def exchange(num_ranks: int) -> Rounds:
+    """Sends every rank its part of all terms, and gathers the sums of all parts."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    part = Fraction(1, num_ranks)
+    return Rounds(
+        num_ranks,
+        (Round(_to_all(num_ranks, part), (num_ranks + 1) * part), Round(_to_all(num_ranks, part))),
+    )
+
+
+def one_step(num_ranks: int) -> Rounds:
+    """Sends all terms to everybody."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1)), Fraction(num_ranks + 1)),))
+
+
+def all_gather(num_ranks: int) -> Rounds:
+    """Sends everybody the part that a rank has."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1, num_ranks))),))
+
+
+def spread(num_ranks: int) -> Rounds:
+    """Sends all that the first rank has to everybody."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    return Rounds(num_ranks, (Round((Send((0,), range(1, num_ranks), Fraction(1)),)),))
+
+
+def gather(num_ranks: int) -> Rounds:
+    """Sends all that everybody has to the first rank."""
+    if num_ranks == 1:
+        return Rounds(1, ())
+    sends = tuple(Send((rank,), at(-rank), Fraction(1)) for rank in range(1, num_ranks))
+    return Rounds(num_ranks, (Round(sends),))
+
+
+def _to_all(num_ranks: int, share: Fraction) -> tuple[Send, ...]:
+    return (Send(range(num_ranks), range(1, num_ranks), share),)

@@ -1,0 +1,158 @@
+"""The file that `unisono tune` writes, and that selections read."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import platform
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.costs.links import Link
+from unisono.errors import TuningError
+
+TUNING = "UNISONO_TUNING"
+_FORMAT = 1
+_log = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """Constants that were measured, and where.
+
+    Attributes:
+        memory: A sum inside one memory: to begin it, and bytes read and written a second.
+        devices: A copy between the devices of one process.
+        inside: Between processes of one host, through shared memory.
+        loopback: Between processes of one host, through Gloo.
+        between: Between hosts, through Gloo.
+        sum_rate: Bytes a second that a process reads and writes when it adds up for others.
+        machine: What was measured.
+        date: When.
+        version: By which version of Unisono.
+    """
+
+    memory: Link
+    devices: Link
+    inside: Link | None
+    loopback: Link | None
+    between: Link | None
+    sum_rate: float
+    machine: Mapping[str, Any]
+    date: str
+    version: str
+
+    def to_text(self) -> str:
+        """Returns the content of the file."""
+        return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_text(text: str, where: str = "The tuning of rank 0") -> Tuning:
+        """Reads what `to_text` has written.
+
+        Raises:
+            TuningError: if it is something else; `where` is what the message calls it.
+        """
+        try:
+            content = json.loads(text)
+            found = content.pop("format")
+            links = {name: content.pop(name) for name in LINKS}
+            if found != _FORMAT:
+                raise ValueError(f"format {found}, where this version reads {_FORMAT}")
+            if links["memory"] is None or links["devices"] is None:
+                raise ValueError("sums and copies were not measured")
+            rate = content["sum_rate"]
+            if not (isinstance(rate, float) and 0 < rate < math.inf):
+                raise ValueError(f"a rate of sums of {rate!r} B/s")
+            made = {name: None if one is None else Link(**one) for name, one in links.items()}
+            return Tuning(**made, **content)  # type: ignore[arg-type]
+        except (ValueError, TypeError, KeyError, AttributeError, TuningError) as error:
+            raise TuningError(
+                f"{where} is no tuning that `unisono tune` has written: {type(error).__name__}: "
+                f"{error}. Write it anew with `unisono tune`, or set {TUNING}=off."
+            ) from error
+
+
+LINKS = ("memory", "devices", "inside", "loopback", "between")
+
+
+def tuning_path() -> Path:
+    """Returns where the file is: where UNISONO_TUNING says, or in the user's cache."""
+    named = os.environ.get(TUNING)
+    if named and named != "off":
+        return Path(named)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "unisono" / "tuning.json"
+
+
+def read_tuning(path: Path) -> Tuning:
+    """Reads a file, wherever it was measured."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise TuningError(
+            f"The tuning {path} cannot be read: {error}. Write it with `unisono tune --output "
+            f"{path}`, or set {TUNING}=off."
+        ) from error
+    return Tuning.from_text(text, where=f"{path}")
+
+
+def current_tuning() -> Tuning | None:
+    """Returns the constants of this machine, or None if it was not tuned.
+
+    A file that UNISONO_TUNING names must be one of this machine. One in the cache that is broken,
+    or of another machine, is left alone with a line in the log.
+    """
+    named = os.environ.get(TUNING)
+    path = tuning_path()
+    if named == "off" or not (named or path.exists()):
+        return None
+    try:
+        tuning = read_tuning(path)
+        if differing := _differences(tuning.machine, this_machine_in_words()):
+            raise TuningError(
+                f"{path} was measured on another machine: {differing}. Run `unisono tune` here, "
+                f"or set {TUNING}=off."
+            )
+    except TuningError as error:
+        if named:
+            raise
+        _log.warning("Goes on untuned. %s", error)
+        return None
+    return tuning
+
+
+def this_machine_in_words() -> dict[str, Any]:
+    """Returns what constants depend on."""
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"cpu": _processor(), "cores": os.cpu_count(), "gpus": gpus}
+
+
+def library_version() -> str:
+    """Returns the version of Unisono."""
+    try:
+        return version("unisono")
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _processor() -> str:
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text().splitlines() if file.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{fact} {found.get(fact)!r}, here {value!r}"
+        for fact, value in here.items()
+        if found.get(fact) != value
+    )

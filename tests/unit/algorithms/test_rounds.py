@@ -1,0 +1,82 @@
+"""Algorithms between ranks: everybody hears of everybody, and what that takes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from fractions import Fraction
+
+import pytest
+
+from unisono.algorithms import (
+    Rounds,
+    all_gather,
+    doubling,
+    exchange,
+    gather,
+    halving,
+    one_step,
+    ring,
+    spread,
+    tree,
+)
+
+ALL_REDUCES = [doubling, exchange, halving, one_step, ring, tree]
+each_all_reduce = pytest.mark.parametrize("algorithm", ALL_REDUCES)
+
+
+def heard(rounds: Rounds) -> list[set[int]]:
+    """The ranks that each rank has heard of in the end, directly or through others."""
+    known = [{rank} for rank in range(rounds.num_ranks)]
+    for one in rounds.rounds:
+        for _ in range(one.times):
+            before = [set(own) for own in known]
+            for send in one.sends:
+                for sender in send.senders:
+                    for offset in send.offsets:
+                        known[(sender + offset) % rounds.num_ranks] |= before[sender]
+    return known
+
+
+@each_all_reduce
+@pytest.mark.parametrize("num_ranks", [*range(1, 18), 31])
+def test_everybody_hears_of_everybody(algorithm: Callable[[int], Rounds], num_ranks: int) -> None:
+    assert heard(algorithm(num_ranks)) == [set(range(num_ranks))] * num_ranks
+
+
+@each_all_reduce
+def test_one_rank_sends_nothing(algorithm: Callable[[int], Rounds]) -> None:
+    assert algorithm(1).num_steps == algorithm(1).sent_share == 0
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 10))
+def test_the_parts_of_an_all_reduce_reach_whom_they_should(num_ranks: int) -> None:
+    assert all(0 in own for own in heard(spread(num_ranks)))
+    assert heard(gather(num_ranks))[0] == set(range(num_ranks))
+    assert heard(all_gather(num_ranks)) == [set(range(num_ranks))] * num_ranks
+
+
+def cost(rounds: Rounds) -> tuple[object, object]:
+    return rounds.num_steps, rounds.sent_share
+
+
+@pytest.mark.parametrize("num_ranks", range(2, 17))
+def test_steps_and_bytes(num_ranks: int) -> None:
+    levels = math.ceil(math.log2(num_ranks))
+    least = Fraction(2 * (num_ranks - 1), num_ranks)
+
+    assert cost(ring(num_ranks)) == (2 * (num_ranks - 1), least)
+    assert cost(exchange(num_ranks)) == (2, least)
+    assert cost(one_step(num_ranks)) == (1, num_ranks - 1)
+    assert cost(tree(num_ranks)) == (2 * levels, 2 * levels)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8, 16])
+def test_steps_and_bytes_of_pairs_of_a_power_of_two(num_ranks: int) -> None:
+    levels = num_ranks.bit_length() - 1
+
+    assert cost(doubling(num_ranks)) == (levels, levels)
+    assert cost(halving(num_ranks)) == (2 * levels, Fraction(2 * (num_ranks - 1), num_ranks))
+    # A rank without a pair takes a step before and a step after.
+    assert doubling(num_ranks + 1).num_steps == levels + 2
+    assert halving(num_ranks + 1).num_steps == 2 * levels + 2
