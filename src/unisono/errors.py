@@ -40,6 +40,7 @@ __all__ = [
     "JobMismatchError",
     "ReplicaMismatchError",
     "TraceError",
+    "TuningError",
     "UnequalCallsError",
     "UnequalCollectivesError",
     "UnisonoError",

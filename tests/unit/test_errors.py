@@ -15,7 +15,7 @@ RAISED = [error for error in DEFINED.values() if error is not errors.UnisonoErro
 @pytest.mark.parametrize("error", RAISED)
 def test_every_error_is_ours_and_one_that_python_knows(error: type[Exception]) -> None:
     assert issubclass(error, errors.UnisonoError)
-    assert issubclass(error, (ValueError, RuntimeError, TimeoutError))
+    assert issubclass(error, (ValueError, RuntimeError, TimeoutError, IndexError))
 
 
 @pytest.mark.parametrize(
