@@ -158,7 +158,7 @@ class _Link:
                     timeout_seconds=self._timeout_seconds,
                     host=self._host,
                     watch=watch,
-                    names=peers,
+                    speaks_for=layout.hosts,
                 )
             made.pop_all()
         return HierarchicalCommunicator(inside, between, layout, watch)
