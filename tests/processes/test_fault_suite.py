@@ -94,7 +94,7 @@ def test_gloo_at_random_moments(rng: random.Random) -> None:
             (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=4.0))
             for start, crew in enumerate([two, three, another])
         ]
-        assert together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, RING)) == len(drawn)
+        assert together(crews, lambda crew, one: inject(crew, one, suffer, 2.0, RING)) == len(drawn)
 
 
 @needs_native
@@ -113,7 +113,7 @@ def test_training_at_random_moments(rng: random.Random) -> None:
 
     def run(crew: Crew, one: Injection) -> None:
         num_replicas, implementation = jobs[crew]
-        inject(crew, one, train, 4.0, Job(free_port(), num_replicas, implementation))
+        inject(crew, one, train, 2.0, Job(free_port(), num_replicas, implementation))
 
     with Crew(2) as two, Crew(3) as three, Crew(2) as over_gloo:
         jobs = {two: (2, AUTO), three: (1, AUTO), over_gloo: (1, RING)}

@@ -22,6 +22,8 @@ from unisono.options import ReduceOp
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 TIMEOUT = 6.0
+# Two, in which a process of the same host that has ended is noticed, and one for a busy machine.
+SECONDS_TO_NOTICE = 3.0
 
 
 def make(store: Store, rank: int, size: int, prefix: str, timeout: float = TIMEOUT) -> Communicator:
@@ -157,7 +159,8 @@ def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(sign: signal.Sig
         assert at_fault == (1,)
         assert "rank 1" in message
         assert "all_reduce number 2" in message
-        assert seconds < 8
+        # A process that has ended is seen on its host; one that is stopped is only not heard.
+        assert seconds < (SECONDS_TO_NOTICE if sign is signal.SIGKILL else 8)
         assert total == 11.0
 
 
@@ -252,8 +255,8 @@ def test_health_is_answered_without_a_collective() -> None:
     assert sorted(results) == [0, 2]
     for kind, message, at_fault, seconds in results.values():
         assert (kind, at_fault) == ("WorkerLostError", (1,))
-        assert "rank 1" in message
-        assert seconds < TIMEOUT
+        assert "rank 1 has ended" in message
+        assert seconds < SECONDS_TO_NOTICE
 
 
 def come_twice(store: Store, rank: int, size: int) -> Outcome:
