@@ -98,6 +98,42 @@ def test_a_coordinator_that_is_started_again_finds_the_survivors() -> None:
     assert first[0] == second[1]
 
 
+def come_late(store: Store, rank: int, size: int, job: Job) -> float:
+    """Rank 0 waits for rank 1 in vain, twice; then both come, and once more."""
+    if rank == 0:
+        for _ in range(2):
+            assert outcome(lambda: job.join(rank, size, 0.5))[0] == "WorkerTimeoutError"
+        store.set("waited in vain", "")
+    store.wait(["waited in vain"], timedelta(seconds=60))
+    come_again(store, rank, size, job)
+    return come_again(store, rank, size, job)
+
+
+def test_a_worker_that_missed_a_meeting_comes_to_the_next() -> None:
+    first, second = run_ranks(2, come_late, Job(free_port(), 1, AUTO))
+
+    assert first == second
+
+
+def come_after_a_stranger(store: Store, rank: int, size: int, job: Job) -> float | None:
+    """The stranger calls itself rank 1, too."""
+    if rank == 2:
+        os.environ["UNISONO_JOB_TOKEN"] = "another"
+        kind, *_ = outcome(lambda: job.join(1, size - 1, SECONDS))
+        store.set("refused", "")
+        assert kind == "JobMismatchError"
+        return None
+    if rank == 1:
+        store.wait(["refused"], timedelta(seconds=60))
+    return come_again(store, rank, size - 1, job)
+
+
+def test_a_worker_of_another_job_takes_nobodys_place() -> None:
+    first, second, _ = run_ranks(3, come_after_a_stranger, Job(free_port(), 1, AUTO))
+
+    assert first == second
+
+
 def ask_for_health(_: Store, rank: int, size: int, job: Job) -> Outcome:
     strategy = job.join(rank, size, SECONDS)
     strategy.check_health()

@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from unisono.cluster import Address, Membership, WorkerCard, meet, open_store
+from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, was_left
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
@@ -54,11 +54,10 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
     deadline = time.monotonic() + timeout
     joined = _joined(membership, timeout)
     with translated_store_errors():
-        # Counted where a worker that is started anew finds it too.
-        number = joined.store.add(f"joined/{membership.rank}", 1)
-        own = PrefixStore(f"join/{number}", joined.store)
+        card = WorkerCard.of(membership, num_replicas)
+        own = _next_meeting(joined.store, card, membership.coordinator_rank)
         left = max(_LEAST_SECONDS, deadline - time.monotonic())
-        meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
+        meet(_door(own), card, left)
         communicator = connect(
             PrefixStore("connect", own),
             membership.rank,
@@ -71,6 +70,30 @@ def join(membership: Membership, num_replicas: int, options: CommunicationOption
     joined.users.add(communicator)
     _forget_others(joined)
     return communicator
+
+
+def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> Store:
+    """Returns the part of the store in which this worker finds the others.
+
+    Every time that the workers join has one of its own. A worker that is started anew after the
+    others have waited for it in vain comes where the coordinator is by now.
+    """
+    # Counted for each job, so that a worker of another, who will be refused, makes nobody miss one.
+    joined = PrefixStore(f"joined/{card.token}", store)
+    before = joined.add(str(card.rank), 0)
+    number = max(before + 1, joined.add(str(coordinator), 0))
+    while was_left(_door(_meeting(store, number))):
+        number += 1
+    joined.add(str(card.rank), number - before)
+    return _meeting(store, number)
+
+
+def _meeting(store: Store, number: int) -> Store:
+    return PrefixStore(f"join/{number}", store)
+
+
+def _door(meeting: Store) -> Store:
+    return PrefixStore("meet", meeting)
 
 
 def leave(communicator: Communicator) -> None:
