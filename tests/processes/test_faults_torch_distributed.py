@@ -13,11 +13,12 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.communicators.watch import Watch
 from unisono.options import ReduceOp
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
@@ -194,6 +195,20 @@ def test_a_worker_that_never_came_is_named() -> None:
         assert (kind, at_fault) == ("WorkerTimeoutError", (1,))
         assert "for rank 1 of 3 to start" in message
         assert seconds < 4
+
+
+def test_a_worker_that_ended_before_its_first_sign_of_life_is_named() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    watch = Watch(store, 0, 3, timeout_seconds=TIMEOUT)
+    another = Watch(store, 1, 3, timeout_seconds=TIMEOUT)
+    try:
+        kind, message, at_fault, _ = outcome(watch.check_health)
+    finally:
+        another.close()
+        watch.close()
+
+    assert (kind, at_fault) == ("WorkerLostError", (2,))
+    assert "rank 2: nothing that was heard of" in message
 
 
 def leave_early(store: Store, rank: int, size: int) -> Outcome | None:

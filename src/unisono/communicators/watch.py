@@ -74,6 +74,7 @@ class Watch:
         self._connection = OwnConnection(store, timeout_seconds=self._silence)
         self._store = self._connection.store
         self._heard = [_Heard() for _ in range(size)]
+        self._unheard = set(range(size))
         self._failure: CommunicationError | None = None
         self._unreachable: CommunicationError | None = None
         self._outgoing: CommunicationError | None = None
@@ -311,7 +312,7 @@ class Watch:
     def _tell(self) -> None:
         self._beat += 1
         state = [self._beat, self.sequence, self._in_words(), self._closing, self._sign]
-        self._store.set(f"state/{self._rank}", json.dumps(state))
+        self._store.set(_key(self._rank), json.dumps(state))
 
     def _publish(self, error: CommunicationError) -> None:
         text = json.dumps([type(error).__name__, str(error), error.ranks])
@@ -320,13 +321,25 @@ class Watch:
             self._failure = error if current == text else _read_failure(current)
             self._looked.notify_all()
 
+    def _newcomers(self) -> set[int]:
+        """The ranks that have told something since they were looked for.
+
+        To read what nobody has written would wait for a rank that may have ended before it did.
+        """
+        if self._store.check([_key(rank) for rank in self._unheard]):
+            return self._unheard
+        return {rank for rank in self._unheard if self._store.check([_key(rank)])}
+
     def _look(self) -> None:
-        keys = [f"state/{rank}" for rank in range(self._size)]
-        failure, *states = self._store.multi_get(["failure", *keys])
+        if self._unheard:
+            self._unheard -= self._newcomers()
+        present = [rank for rank in range(self._size) if rank not in self._unheard]
+        failure, *states = self._store.multi_get(["failure", *map(_key, present)])
         now = time.monotonic()
         with self._looked:
             self._last_look = now
-            for heard, state in zip(self._heard, states, strict=True):
+            for rank, state in zip(present, states, strict=True):
+                heard = self._heard[rank]
                 beat, heard.sequence, heard.doing, heard.closed, sign = json.loads(state)
                 if beat != heard.beat:
                     heard.time = now if heard.beat >= 0 else heard.time
@@ -336,6 +349,10 @@ class Watch:
             if failure.decode() != _NO_FAILURE:
                 self._failure = self._failure or _read_failure(failure.decode())
             self._looked.notify_all()
+
+
+def _key(rank: int) -> str:
+    return f"state/{rank}"
 
 
 def _read_failure(text: str) -> CommunicationError:
