@@ -21,6 +21,8 @@ from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.communicators.watch import Watch
 from unisono.options import ReduceOp
 
+pytestmark = pytest.mark.alone
+
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 TIMEOUT = 6.0
 # Two, in which a process of the same host that has ended is noticed, and one for a busy machine.

@@ -15,9 +15,12 @@ from torch._C._distributed_c10d import Store
 import unisono as uo
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from processes.namespaces import enter, make_hosts
-from processes.training_faults import Job, Training, free_port
+from processes.ports import free_port
+from processes.training_faults import Job, Training
 from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
+
+pytestmark = pytest.mark.alone
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 SECONDS = 20.0

@@ -29,9 +29,12 @@ from unisono.errors import (
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
 
-pytestmark = pytest.mark.skipif(
-    native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
+    ),
+]
 
 
 class Report(NamedTuple):
