@@ -176,7 +176,7 @@ def inject(
     members = crew.members[: injection.size]
     fault, culprit = injection.fault, members[injection.culprit]
     others = {rank: one for rank, one in enumerate(members) if one is not culprit}
-    patience = injection.seconds + 30
+    patience = injection.seconds + 60
     began = time.monotonic()
     for rank, member in enumerate(members):
         if fault is not Fault.ABSENT or member is not culprit:
