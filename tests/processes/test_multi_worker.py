@@ -245,6 +245,8 @@ def properties(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     config = strategy.update_config_proto(uo.contrib.ConfigProto())
     extended = strategy.extended
     strategy.check_health()
+    # Who has closed is lost to those that still ask.
+    extended.workers.communicator.barrier()
     return {
         "in sync": strategy.num_replicas_in_sync,
         "chief": strategy.is_chief,
