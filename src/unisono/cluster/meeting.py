@@ -134,8 +134,11 @@ class _Meeting:
 
     def _mismatch(self) -> JobMismatchError:
         self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
-        self._wait_until(lambda: self._count("present") >= self._card.size)
-        present = [rank for rank in range(self._card.size) if self._is_there(f"card/{rank}")]
+        # One that counts too few workers waits for as many as rank 0 does.
+        first = self._read("card/0") if self._is_there("card/0") else self._card
+        size = max(self._card.size, first.size)
+        self._wait_until(lambda: self._count("present") >= size)
+        present = [rank for rank in range(size) if self._is_there(f"card/{rank}")]
         cards = [self._read(f"card/{rank}") for rank in present]
         misfits = [self._read(f"misfit/{n}") for n in range(1, self._count("misfits") + 1)]
         sentences, ranks = differences([*cards, *(m for m in misfits if m.rank not in present)])
