@@ -52,10 +52,7 @@ void Group::close() {
 void Group::interruptCollective() {
   if (members_.isForked() || hasFailed()) return;
   try {
-    fail(FailureKind::lost, {rank_},
-         "Rank " + std::to_string(rank_) +
-             " closed its communicator while a thread of it was in a collective. Look there for "
-             "the first error, then build a new communicator.");
+    fail(FailureKind::lost, {rank_}, storyOfInterrupted(*mapping_, rank_));
   } catch (const Failure&) {
     // It is for that thread, and for the other ranks.
   }

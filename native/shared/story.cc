@@ -98,6 +98,12 @@ const Call& callOf(const Mapping& mapping, std::size_t rank, std::uint64_t numbe
   return mapping.block(rank).calls[number % 2].call;
 }
 
+std::string storyOfInterrupted(const Mapping& mapping, std::size_t rank) {
+  return openingOf(mapping, rank) +
+         "closed its communicator while a thread of it was still there. Look there for the first "
+         "error, then build a new communicator.";
+}
+
 std::string storyOfLost(const Mapping& mapping, std::size_t rank, const Ranks& lost) {
   std::string text = openingOf(mapping, rank) + "cannot go on without " + wordsOf(lost) + ".";
   for (const std::size_t other : lost) {

@@ -23,6 +23,9 @@ std::string wordsOf(const Call& call);
 // The call with the number `number` on `rank`.
 const Call& callOf(const Mapping& mapping, std::size_t rank, std::uint64_t number);
 
+// What `rank` tells of itself.
+std::string storyOfInterrupted(const Mapping& mapping, std::size_t rank);
+
 // What `rank` tells of others.
 std::string storyOfLost(const Mapping& mapping, std::size_t rank, const Ranks& lost);
 std::string storyOfTimeout(const Mapping& mapping, const Members& members, std::size_t rank,

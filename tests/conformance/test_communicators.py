@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import pytest
 from conformance.communicator_cases import failed_cases
 from processes.harness import run_ranks
+from processes.pretended import Make, hierarchical
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
-from unisono.communicators.hierarchical import HierarchicalCommunicator
-from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.threads import make_threads
 from unisono.communicators.torch_distributed import TorchDistributedCommunicator
-from unisono.communicators.watch import Watch
 from unisono.kernels import native_core
 
 SECONDS = 60.0
@@ -32,7 +29,7 @@ PART = {4: 2, 5: 3, 6: 4, 8: 6}
 class Kind(NamedTuple):
     """How a communicator is made, at which sizes, and whether it needs the native core."""
 
-    make: Callable[[Store, int, int], Communicator]
+    make: Make
     sizes: tuple[int, ...]
     is_native: bool = False
 
@@ -41,7 +38,7 @@ def gloo(store: Store, rank: int, size: int) -> Communicator:
     return TorchDistributedCommunicator(store, rank, size, timeout_seconds=SECONDS)
 
 
-def gloo_with_room(room: int) -> Callable[[Store, int, int], Communicator]:
+def gloo_with_room(room: int) -> Make:
     def make(store: Store, rank: int, size: int) -> Communicator:
         return TorchDistributedCommunicator(
             store, rank, size, timeout_seconds=SECONDS, beside_header=room
@@ -54,38 +51,19 @@ def shared_memory(store: Store, rank: int, size: int) -> Communicator:
     return SharedMemoryCommunicator(store, rank, size, timeout_seconds=SECONDS)
 
 
-def hierarchical(
-    inside: Callable[[Store, int, int], Communicator], num_hosts: int
-) -> Callable[[Store, int, int], Communicator]:
-    """Makes as many hosts of one."""
-
-    def make(store: Store, rank: int, size: int) -> Communicator:
-        layout = Layout.of([f"host {other * num_hosts // size}" for other in range(size)])
-        host, position = layout.place(rank)
-        watch = Watch(PrefixStore("watch", store), rank, size, timeout_seconds=SECONDS)
-        between = TorchDistributedCommunicator(
-            PrefixStore(f"between {position}", store),
-            host,
-            num_hosts,
-            timeout_seconds=SECONDS,
-            watch=watch,
-            names=[ranks[position] for ranks in layout.hosts],
-        )
-        of_host = inside(PrefixStore(f"inside {host}", store), position, size // num_hosts)
-        return HierarchicalCommunicator(of_host, between, layout, watch)
-
-    return make
-
-
 KINDS = {
     "gloo": Kind(gloo, (2, 3, 5, 8)),
     "gloo, little beside the header": Kind(gloo_with_room(4096), (2, 3)),
     "gloo, nothing beside the header": Kind(gloo_with_room(0), (2, 5)),
     "gloo, staged": Kind(lambda *rank: StagedCommunicator(gloo(*rank)), (2,)),
-    "gloo inside two hosts": Kind(hierarchical(gloo, 2), (4, 6)),
+    "gloo inside two hosts": Kind(hierarchical(gloo, 2, seconds=SECONDS), (4, 6)),
     "shared memory": Kind(shared_memory, SIZES, is_native=True),
-    "shared memory inside two hosts": Kind(hierarchical(shared_memory, 2), (4, 6, 8), True),
-    "shared memory inside three hosts": Kind(hierarchical(shared_memory, 3), (6,), True),
+    "shared memory inside two hosts": Kind(
+        hierarchical(shared_memory, 2, seconds=SECONDS), (4, 6, 8), is_native=True
+    ),
+    "shared memory inside three hosts": Kind(
+        hierarchical(shared_memory, 3, seconds=SECONDS), (6,), is_native=True
+    ),
     "what connect chooses": Kind(connect, (2, 3)),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from processes.crew import Desk
-from processes.injections import UNEQUAL, Fault, Injection, Report, reported
+from processes.injections import LATE_SECONDS, UNEQUAL, Fault, Injection, Report, reported
 from processes.leftovers import Holdings
 from unisono.communicators import Communicator, connect
 from unisono.options import CommunicationImplementation, ReduceOp
@@ -111,11 +111,12 @@ def _go_on(
     desk: Desk, injection: Injection, communicator: Communicator, *, is_culprit: bool
 ) -> None:
     rng = random.Random(injection.seed)
-    end = time.monotonic() + injection.seconds + 20
-    calls = _calls(rng, injection.size)
-    for step, call in enumerate(itertools.takewhile(lambda _: time.monotonic() < end, calls)):
+    end = math.inf
+    for step, call in enumerate(_calls(rng, injection.size)):
+        assert time.monotonic() < end, f"{injection}: the collectives went on as before"
         chosen = call
         if step == injection.step:
+            end = time.monotonic() + injection.seconds + 20
             if injection.fault in UNEQUAL:
                 right, wrong = _unequal(injection.fault, call, rng, injection.size)
                 chosen = wrong if is_culprit else right
@@ -124,6 +125,5 @@ def _go_on(
                 if injection.fault is Fault.LEAVES:
                     return
                 if injection.fault is Fault.LATE:
-                    time.sleep(injection.seconds + 1)
+                    time.sleep(injection.seconds + LATE_SECONDS)
         chosen(communicator)
-    raise AssertionError("the collectives went on as if nothing had happened")

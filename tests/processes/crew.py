@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -92,11 +92,13 @@ class Crew:
         neighbours = [None, *(keeper.process_id for keeper in self._keepers)]
         self._neighbours = [neighbours[rank * num_hosts // size] for rank in range(size)]
         self.members = [Member(self.store.port, neighbour) for neighbour in self._neighbours]
+        _see_to_work(self.members)
 
     def replace(self, rank: int) -> None:
         """Ends a member, and starts another in its place."""
         self.members[rank].end()
         self.members[rank] = Member(self.store.port, self._neighbours[rank])
+        _see_to_work([self.members[rank]])
 
     def __enter__(self) -> Crew:
         return self
@@ -104,6 +106,18 @@ class Crew:
     def __exit__(self, *error: object) -> None:
         for member in [*getattr(self, "members", ()), *self._keepers]:
             member.end()
+
+
+def _see_to_work(members: Sequence[Member]) -> None:
+    """Waits for members to begin, so that the time they are given is not for that."""
+    for member in members:
+        member.begin(is_at_work)
+    assert all(member.hear(60) for member in members)
+
+
+def is_at_work(desk: Desk) -> bool:
+    """What a member answers once it can."""
+    return True
 
 
 def leave_host(desk: Desk) -> str | None:

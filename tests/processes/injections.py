@@ -19,6 +19,8 @@ from unisono.errors import CommunicationError
 
 # What a busy machine may add to any deadline.
 SLACK_SECONDS = 8.0
+# How much longer than the others wait one is late, who on a busy machine may begin to wait later.
+LATE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
     r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
@@ -176,7 +178,7 @@ def inject(
     members = crew.members[: injection.size]
     fault, culprit = injection.fault, members[injection.culprit]
     others = {rank: one for rank, one in enumerate(members) if one is not culprit}
-    patience = injection.seconds + 30
+    patience = injection.seconds + 60
     began = time.monotonic()
     for rank, member in enumerate(members):
         if fault is not Fault.ABSENT or member is not culprit:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 
 import pytest
 
 from processes.collective_faults import suffer
 from processes.crew import Crew
 from processes.injections import UNEQUAL, Fault, Injection, draw, inject
-from processes.training_faults import Job, free_port, train
+from processes.ports import free_port
+from processes.training_faults import Job, train
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
@@ -39,7 +41,7 @@ USUAL = {
     Fault.LEAVES: 0.06,
 }
 
-pytestmark = pytest.mark.timeout(120 + SECONDS_FOR_ONE * NUM_FAULTS)
+pytestmark = [pytest.mark.alone, pytest.mark.timeout(120 + SECONDS_FOR_ONE * NUM_FAULTS)]
 needs_native = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
@@ -55,10 +57,27 @@ def faults(rng: random.Random, share: float, weights: dict[Fault, float]) -> lis
     return drawn
 
 
+@contextmanager
+def crews_of(*sizes: int, num_hosts: int = 1) -> Iterator[list[Crew]]:
+    """As many crews as fit on a small machine, as most of the time all of them wait."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(Crew(size, num_hosts)) for size in sizes]
+
+
+def shared_out(
+    rng: random.Random, drawn: list[Fault], crews: Sequence[Crew], seconds: float
+) -> list[tuple[Crew, list[Injection]]]:
+    """Gives each crew its share of the failures."""
+    return [
+        (crew, draw(rng, "fault", drawn[start :: len(crews)], len(crew.members), seconds))
+        for start, crew in enumerate(crews)
+    ]
+
+
 def together(
     crews: Sequence[tuple[Crew, list[Injection]]], run: Callable[[Crew, Injection], None]
 ) -> int:
-    """Lets all crews suffer at the same time, as most of it is waiting; returns how often."""
+    """Lets all crews suffer at the same time; returns how often."""
 
     def suffer_all(crew: Crew, injections: list[Injection]) -> int:
         for injection in injections:
@@ -79,33 +98,24 @@ def rng() -> random.Random:
 @needs_native
 def test_shared_memory_at_random_moments(rng: random.Random) -> None:
     drawn = faults(rng, 0.55, {**USUAL, Fault.KILLED: 0.25})
-    with Crew(2) as two, Crew(3) as three, Crew(5) as five:
-        crews = [
-            (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=1.5))
-            for start, crew in enumerate([two, three, five])
-        ]
-        assert together(crews, lambda crew, one: inject(crew, one, suffer, 2.0, AUTO)) == len(drawn)
+    with crews_of(2, 3, 5, 2, 3) as crews:
+        given = shared_out(rng, drawn, crews, seconds=1.5)
+        assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, AUTO)) == len(drawn)
 
 
 def test_gloo_at_random_moments(rng: random.Random) -> None:
     drawn = faults(rng, 0.125, USUAL)
-    with Crew(2) as two, Crew(3) as three, Crew(3) as another:
-        crews = [
-            (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=4.0))
-            for start, crew in enumerate([two, three, another])
-        ]
-        assert together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, RING)) == len(drawn)
+    with crews_of(2, 3, 3, 2, 3) as crews:
+        given = shared_out(rng, drawn, crews, seconds=4.0)
+        assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, RING)) == len(drawn)
 
 
 @needs_native
 def test_shared_memory_inside_two_hosts_at_random_moments(rng: random.Random) -> None:
     drawn = faults(rng, 0.125, USUAL)
-    with Crew(4, num_hosts=2) as four, Crew(4, num_hosts=2) as another:
-        crews = [
-            (crew, draw(rng, "fault", drawn[start::2], 4, seconds=4.0))
-            for start, crew in enumerate([four, another])
-        ]
-        assert together(crews, lambda crew, one: inject(crew, one, suffer, 4.0, AUTO)) == len(drawn)
+    with crews_of(4, 4, 4, num_hosts=2) as crews:
+        given = shared_out(rng, drawn, crews, seconds=4.0)
+        assert together(given, lambda crew, one: inject(crew, one, suffer, 4.0, AUTO)) == len(drawn)
 
 
 def test_training_at_random_moments(rng: random.Random) -> None:
@@ -113,12 +123,10 @@ def test_training_at_random_moments(rng: random.Random) -> None:
 
     def run(crew: Crew, one: Injection) -> None:
         num_replicas, implementation = jobs[crew]
-        inject(crew, one, train, 4.0, Job(free_port(), num_replicas, implementation))
+        inject(crew, one, train, 2.0, Job(free_port(), num_replicas, implementation))
 
-    with Crew(2) as two, Crew(3) as three, Crew(2) as over_gloo:
-        jobs = {two: (2, AUTO), three: (1, AUTO), over_gloo: (1, RING)}
-        crews = [
-            (crew, draw(rng, "fault", drawn[start::3], len(crew.members), seconds=4.0))
-            for start, crew in enumerate(jobs)
-        ]
-        assert together(crews, run) == len(drawn)
+    with crews_of(2, 3, 2, 2, 3) as crews:
+        kinds = [(2, AUTO), (1, AUTO), (1, RING), (2, AUTO), (1, AUTO)]
+        jobs = dict(zip(crews, kinds, strict=True))
+        given = shared_out(rng, drawn, crews, seconds=4.0)
+        assert together(given, run) == len(drawn)

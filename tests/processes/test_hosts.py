@@ -22,6 +22,8 @@ from unisono.errors import CommunicationError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
 
+pytestmark = pytest.mark.alone
+
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 EVERY_TENTH = slice(0, None, 10)
 

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 
 import unisono as uo
 from processes.harness import run_ranks, strategy_of
-from unisono.cli.local_tasks import free_ports
+from processes.ports import free_ports
 from unisono.input.dataset import DealtDataset
 
 FILE_SIZES = 3, 8, 1, 5, 11

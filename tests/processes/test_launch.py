@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from processes.ports import free_ports
 from processes.programs import (
     clean_environment,
     launcher,
@@ -20,7 +21,6 @@ from processes.programs import (
     run_together,
     wait_until_gone,
 )
-from unisono.cli.local_tasks import free_ports
 
 MEETS = """
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store

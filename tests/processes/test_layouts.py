@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from processes.harness import run_ranks, strategy_of
-from unisono.cli.local_tasks import free_ports
+from processes.ports import free_ports
 
 connect: Any = importlib.import_module("unisono.communicators.connect")
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import runpy
 import shutil
 import socket
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch._C._distributed_c10d import Store
 
+from processes.harness import run_ranks
+from processes.ports import free_ports
 from processes.programs import clean_environment, run, run_together
-from unisono.cli.local_tasks import free_ports
 
 # Prints rank, size, job and the ranks it has met, or the name and the text of the error.
 WORKER = """
@@ -54,16 +60,34 @@ def tf_config(size: int, index: int, port: int, **variables: str) -> dict[str, s
 
 
 def together(worker: Path, environs: list[dict[str, str]]) -> list[Any]:
-    results = run_together([sys.executable, worker], environs)
-    return [answer for _, output, _ in results for answer in answers(output)]
+    found = run_scripts([worker] * len(environs), environs)
+    return [answer for of_one in found for answer in of_one]
 
 
-@pytest.mark.parametrize("size", [1, 4])
+def run_scripts(scripts: list[Path], environs: list[dict[str, str]]) -> list[list[Any]]:
+    """What each script answers, all at the same time, in processes that have torch already."""
+    return run_ranks(len(scripts), _run_script, [str(one) for one in scripts], environs)
+
+
+def _run_script(
+    _: Store, rank: int, size: int, scripts: list[str], environs: list[dict[str, str]]
+) -> list[Any]:
+    os.environ.clear()
+    os.environ.update(environs[rank])
+    sys.argv = [scripts[rank]]
+    with redirect_stdout(io.StringIO()) as output:
+        runpy.run_path(scripts[rank], run_name="__main__")
+    return answers(output.getvalue())
+
+
+@pytest.mark.parametrize("size", [1, 3])
 def test_tf_config_in_several_shells(worker: Path, size: int) -> None:
     (port,) = free_ports(1)
 
-    found = together(worker, [tf_config(size, index, port) for index in range(size)])
+    environs = [tf_config(size, index, port) for index in range(size)]
+    results = run_together([sys.executable, worker], environs)
 
+    found = [answer for _, output, _ in results for answer in answers(output)]
     (job,) = {job for _, _, job, _ in found}
     assert found == [[rank, size, job, list(range(size))] for rank in range(size)]
 
@@ -149,17 +173,10 @@ def test_another_script_is_told_to_every_process(worker: Path, tmp_path: Path) -
     (port,) = free_ports(1)
     other = tmp_path / "other.py"
     other.write_text(WORKER)
-    chooses = "import runpy, sys; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0])"
-    both = (
-        f"import os, sys; sys.argv[1:] = [sys.argv[1 + int(os.environ['TEST_WHICH'])]]; {chooses}"
-    )
 
-    results = run_together(
-        [sys.executable, "-c", both, worker, other],
-        [tf_config(2, index, port, TEST_WHICH=str(index)) for index in range(2)],
-    )
+    environs = [tf_config(2, index, port) for index in range(2)]
+    found = [answer for (answer,) in run_scripts([worker, other], environs)]
 
-    found = [answer for _, output, _ in results for answer in answers(output)]
     assert [name for name, _ in found] == ["JobMismatchError"] * 2
     assert all("worker.py" in message and "other.py" in message for _, message in found)
 
@@ -185,7 +202,7 @@ def test_another_token_is_refused(worker: Path) -> None:
     waiting, refused = together(
         worker,
         [
-            tf_config(2, index, port, UNISONO_JOB_TOKEN=token, TEST_TIMEOUT="6")
+            tf_config(2, index, port, UNISONO_JOB_TOKEN=token, TEST_TIMEOUT="3")
             for index, token in enumerate(tokens)
         ],
     )
@@ -198,7 +215,7 @@ def test_another_token_is_refused(worker: Path) -> None:
 def test_a_rank_that_does_not_come_is_named(worker: Path) -> None:
     (port,) = free_ports(1)
 
-    found = together(worker, [tf_config(3, index, port, TEST_TIMEOUT="4") for index in range(2)])
+    found = together(worker, [tf_config(3, index, port, TEST_TIMEOUT="2") for index in range(2)])
 
     assert [name for name, _ in found] == ["WorkerTimeoutError"] * 2
     assert all("rank 2 has not come" in message for _, message in found)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -13,16 +12,11 @@ from torch import nn
 
 import unisono as uo
 from processes.harness import run_ranks
+from processes.ports import free_port
 from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
 
 SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
 Facts = dict[str, Any]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def cluster(port: int, size: int) -> ClusterSpec:
@@ -251,6 +245,8 @@ def properties(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
     config = strategy.update_config_proto(uo.contrib.ConfigProto())
     extended = strategy.extended
     strategy.check_health()
+    # Who has closed is lost to those that still ask.
+    extended.workers.communicator.barrier()
     return {
         "in sync": strategy.num_replicas_in_sync,
         "chief": strategy.is_chief,

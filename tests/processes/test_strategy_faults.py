@@ -15,9 +15,12 @@ from torch._C._distributed_c10d import Store
 import unisono as uo
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from processes.namespaces import enter, make_hosts
-from processes.training_faults import Job, Training, free_port
+from processes.ports import free_port
+from processes.training_faults import Job, Training
 from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
+
+pytestmark = pytest.mark.alone
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 SECONDS = 20.0
@@ -61,7 +64,7 @@ def test_survivors_train_on_in_a_smaller_cluster(
     for (kind, message, at_fault, seconds), _ in results.values():
         assert kind == "WorkerLostError"
         assert at_fault == (lost,), message
-        assert seconds < (2 if implementation is AUTO else 4) + SLACK
+        assert seconds < 2 + SLACK
     assert len({loss for _, loss in results.values()}) == 1
 
 
@@ -98,6 +101,42 @@ def test_a_coordinator_that_is_started_again_finds_the_survivors() -> None:
     assert first[0] == second[1]
 
 
+def come_late(store: Store, rank: int, size: int, job: Job) -> float:
+    """Rank 0 waits for rank 1 in vain, twice; then both come, and once more."""
+    if rank == 0:
+        for _ in range(2):
+            assert outcome(lambda: job.join(rank, size, 0.5))[0] == "WorkerTimeoutError"
+        store.set("waited in vain", "")
+    store.wait(["waited in vain"], timedelta(seconds=60))
+    come_again(store, rank, size, job)
+    return come_again(store, rank, size, job)
+
+
+def test_a_worker_that_missed_a_meeting_comes_to_the_next() -> None:
+    first, second = run_ranks(2, come_late, Job(free_port(), 1, AUTO))
+
+    assert first == second
+
+
+def come_after_a_stranger(store: Store, rank: int, size: int, job: Job) -> float | None:
+    """The stranger calls itself rank 1, too."""
+    if rank == 2:
+        os.environ["UNISONO_JOB_TOKEN"] = "another"
+        kind, *_ = outcome(lambda: job.join(1, size - 1, SECONDS))
+        store.set("refused", "")
+        assert kind == "JobMismatchError"
+        return None
+    if rank == 1:
+        store.wait(["refused"], timedelta(seconds=60))
+    return come_again(store, rank, size - 1, job)
+
+
+def test_a_worker_of_another_job_takes_nobodys_place() -> None:
+    first, second, _ = run_ranks(3, come_after_a_stranger, Job(free_port(), 1, AUTO))
+
+    assert first == second
+
+
 def ask_for_health(_: Store, rank: int, size: int, job: Job) -> Outcome:
     strategy = job.join(rank, size, SECONDS)
     strategy.check_health()
@@ -120,7 +159,7 @@ def test_health_is_answered_before_any_collective(
     assert sorted(results) == [0, 2]
     for kind, message, at_fault, seconds in results.values():
         assert (kind, at_fault) == ("WorkerLostError", (1,)), message
-        assert seconds < (2 if implementation is AUTO else 4) + SLACK
+        assert seconds < 2 + SLACK
 
 
 def interrupt(store: Store, rank: int, size: int, job: Job) -> float:

@@ -3,7 +3,7 @@
 from unisono.cluster.address import Address
 from unisono.cluster.card import WorkerCard
 from unisono.cluster.detection import detect
-from unisono.cluster.meeting import meet
+from unisono.cluster.meeting import meet, was_left
 from unisono.cluster.membership import Membership
 from unisono.cluster.resolvers import (
     ClusterResolver,
@@ -34,4 +34,5 @@ __all__ = [
     "detect",
     "meet",
     "open_store",
+    "was_left",
 ]

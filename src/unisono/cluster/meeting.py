@@ -61,6 +61,11 @@ def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[Worker
         ) from None
 
 
+def was_left(store: Store) -> bool:
+    """Whether somebody has given up the meeting, so that whoever comes now comes too late."""
+    return store.add("leaving", 0) > 0
+
+
 class _Meeting:
     def __init__(self, store: Store, card: WorkerCard, timeout_seconds: float) -> None:
         self._store = store
@@ -130,8 +135,11 @@ class _Meeting:
 
     def _mismatch(self) -> JobMismatchError:
         self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
-        self._wait_until(lambda: self._count("present") >= self._card.size)
-        present = [rank for rank in range(self._card.size) if self._is_there(f"card/{rank}")]
+        # One that counts too few workers waits for as many as rank 0 does.
+        first = self._read("card/0") if self._is_there("card/0") else self._card
+        size = max(self._card.size, first.size)
+        self._wait_until(lambda: self._count("present") >= size)
+        present = [rank for rank in range(size) if self._is_there(f"card/{rank}")]
         cards = [self._read(f"card/{rank}") for rank in present]
         misfits = [self._read(f"misfit/{n}") for n in range(1, self._count("misfits") + 1)]
         sentences, ranks = differences([*cards, *(m for m in misfits if m.rank not in present)])
@@ -150,6 +158,13 @@ class _Meeting:
         return [rank for rank in range(self._card.size) if not self._is_there(f"card/{rank}")]
 
     def _absence(self, missing: list[int]) -> WorkerTimeoutError:
+        waited = time.monotonic() - self._start
+        if not missing:
+            return WorkerTimeoutError(
+                f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} "
+                "workers to come. All came, but some had given up before the last was there. Start "
+                "them closer together, or raise `timeout_seconds`."
+            )
         refused = [
             f" {self._store.get(f'refused/{rank}').decode()} came and was refused: it belongs to "
             f"another job, or has another {JOB_TOKEN}."
@@ -157,7 +172,6 @@ class _Meeting:
             if self._is_there(f"refused/{rank}")
         ]
         verb = "has" if len(missing) == 1 else "have"
-        waited = time.monotonic() - self._start
         return WorkerTimeoutError(
             f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} workers "
             f"to come, and {name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
@@ -181,14 +195,16 @@ class _Meeting:
             pause = min(1.5 * pause, _LAST_PAUSE_SECONDS)
 
     def _has_come(self, key: str) -> bool:
-        self._wait_until(lambda: self._is_there(key) or self._count("leaving") > 0)
+        self._wait_until(lambda: self._is_there(key) or was_left(self._store))
         return self._is_there(key)
 
     def _all_fit(self) -> bool:
-        return self._fits and self._count("fits") >= self._card.size
+        # Who has left counts as one that fits, and would be waited for in vain.
+        is_whole = self._fits and self._count("fits") >= self._card.size
+        return is_whole and not was_left(self._store)
 
     def _somebody_gives_up(self) -> bool:
-        return self._count("misfits") > 0 or self._count("leaving") > 0
+        return self._count("misfits") > 0 or was_left(self._store)
 
     def _count(self, key: str) -> int:
         return self._store.add(key, 0)

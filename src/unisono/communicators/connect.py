@@ -160,7 +160,7 @@ class _Link:
                     timeout_seconds=self._timeout_seconds,
                     host=self._host,
                     watch=watch,
-                    names=peers,
+                    speaks_for=layout.hosts,
                     step_bytes=choice.step_bytes,
                 )
             made.pop_all()

@@ -28,18 +28,24 @@ class Exchange:
         watch: Finds out what is wrong when a wait takes long, and keeps the first error.
         owns_watch: Whether the watch is told what goes on here, and ends with this object.
         room: How many bytes may travel beside a header.
-        names: What the ranks are called in messages, if not by their own numbers.
+        speaks_for: For each rank of the group, the ranks of the whole that call what it calls.
     """
 
     def __init__(
-        self, group: Any, watch: Watch, *, owns_watch: bool, room: int, names: Sequence[int]
+        self,
+        group: Any,
+        watch: Watch,
+        *,
+        owns_watch: bool,
+        room: int,
+        speaks_for: Sequence[Sequence[int]],
     ) -> None:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self.room = room
         self.watch = watch
         self.sequence = 0
-        self._names = names
+        self._speaks_for = speaks_for
         self._group = group
         self._owns_watch = owns_watch
         self._stride = HEADER_BYTES + room
@@ -67,13 +73,16 @@ class Exchange:
     ) -> tuple[list[Header], list[Tensor]]:
         """Sends each rank a header and a payload of bytes, and returns what all ranks sent here.
 
+        Ranks of a part send what was called on the whole, of which the part may not see all.
+
         What is returned lies in memory that the next meeting uses again, and is longer than what
         was sent. There is nothing of one's own.
 
         Raises:
             UnequalCollectivesError: if the headers are not those of one collective.
         """
-        encoded = header.encode()
+        called = header if self._owns_watch else self.watch.doing or header
+        encoded = called.encode()
         prefix = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
         others = [rank for rank in range(self.size) if rank != self.rank]
         sent, rooms = [0] * self.size, [0] * self.size
@@ -86,7 +95,7 @@ class Exchange:
         self._wait(self._group.alltoall_base(self._received, torch.cat(pieces), rooms, sent))
         packets = list(self._received.split(self._stride))
         packets.insert(self.rank, prefix)
-        headers = self._agreed(header, encoded, packets)
+        headers = self._agreed(called, encoded, packets)
         return headers, [packet[HEADER_BYTES:] for packet in packets]
 
     def all_to_all(
@@ -125,7 +134,8 @@ class Exchange:
         if all(other == encoded for other in raw):
             return [header] * self.size
         headers = [Header.decode(other) for other in raw]
-        check_agreement(dict(zip(self._names, headers, strict=True)))
+        spoken = zip(self._speaks_for, headers, strict=True)
+        check_agreement({rank: one for ranks, one in spoken for rank in ranks})
         return headers
 
     def _wait(self, work: Any) -> None:

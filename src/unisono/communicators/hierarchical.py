@@ -71,7 +71,22 @@ class HierarchicalCommunicator(Communicator):
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank."""
-        header = Header.of_terms("all_reduce", self._sequence + 1, op, terms, count)
+        self._reduce("all_reduce", op, terms, count)
+
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        """Combines all terms, and returns the part of this rank in the flattened result.
+
+        It moves as much as `all_reduce`.
+        """
+        copies = [term.detach().clone() for term in terms]
+        self._reduce("reduce_scatter", op, copies, count)
+        total = copies[0].view(-1)
+        return total[slice_of(self.rank, self.size, len(total))].clone()
+
+    def _reduce(self, kind: str, op: ReduceOp, terms: Sequence[Tensor], count: int | None) -> None:
+        header = Header.of_terms(kind, self._sequence + 1, op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         if op is ReduceOp.MEAN and count is None:
             count = self.size * len(terms)
@@ -105,18 +120,6 @@ class HierarchicalCommunicator(Communicator):
             terms[0].copy_(all_terms[0])
         self._inside.broadcast(terms[0])
 
-    def reduce_scatter(
-        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
-    ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result.
-
-        It moves as much as `all_reduce`.
-        """
-        copies = [term.detach().clone() for term in terms]
-        self.all_reduce(op, copies, count)
-        total = copies[0].view(-1)
-        return total[slice_of(self.rank, self.size, len(total))].clone()
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, by rank."""
         own = tensor.detach().contiguous()
@@ -141,9 +144,12 @@ class HierarchicalCommunicator(Communicator):
         self.check_root(root)
         host, position = self._layout.place(root)
         with self._collective(Header.of_tensor("broadcast", self._sequence + 1, tensor, root)):
-            if self._inside.rank == position:
+            if self._between.rank == host and position > 0:
+                self._inside.broadcast(tensor, position)
+            if self._inside.rank == 0:
                 self._between.broadcast(tensor, host)
-            self._inside.broadcast(tensor, position)
+            # Also where the tensor is already: nobody returns before the hosts have agreed.
+            self._inside.broadcast(tensor)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
@@ -184,7 +190,8 @@ class HierarchicalCommunicator(Communicator):
     def _agree(self, header: Header) -> None:
         """Raises unless the ranks of this host call the same.
 
-        The parts below see flat tensors, of a wider dtype, and could not tell.
+        The parts below see flat tensors, of a wider dtype, and could not tell. Whether the hosts
+        agree is found out where they meet: the first ranks, at least, do so in every collective.
         """
         encoded = header.encode()
         given = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)

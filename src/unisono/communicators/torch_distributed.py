@@ -59,7 +59,8 @@ class TorchDistributedCommunicator(Communicator):
         timeout_seconds: How long a collective may wait for others.
         host: The address that other ranks reach this one by; found out if not given.
         watch: The watch over a larger communicator of which this one is a part.
-        names: The ranks of this part in the larger communicator.
+        speaks_for: For each rank of this part, those of the larger communicator that have agreed
+            with it on what they call.
         beside_header: How many bytes may travel with a header, a multiple of 16; chosen if not
             given. MPI allows none.
         step_bytes: How many bytes more one step may send than two.
@@ -75,7 +76,7 @@ class TorchDistributedCommunicator(Communicator):
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         host: str | None = None,
         watch: Watch | None = None,
-        names: Sequence[int] | None = None,
+        speaks_for: Sequence[Sequence[int]] | None = None,
         beside_header: int | None = None,
         step_bytes: int = STEP_BYTES,
     ) -> None:
@@ -95,7 +96,7 @@ class TorchDistributedCommunicator(Communicator):
             own_watch,
             owns_watch=watch is None,
             room=room if backend == "gloo" else 0,
-            names=names or range(size),
+            speaks_for=speaks_for or [[one] for one in range(size)],
         )
 
     @property

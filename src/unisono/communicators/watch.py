@@ -2,7 +2,8 @@
 
 A thread of each rank tells the store every half second that its rank lives and what it is doing.
 Nobody reads that until a collective waits for long. So a collective that goes well costs nothing,
-and one that does not ends with the names of the ranks at fault.
+and one that does not ends with the names of the ranks at fault. That a process of one's own host
+has ended is seen at once; on another host it is only not heard any more.
 
 The first rank that fails publishes its error, and all others raise the same.
 """
@@ -10,6 +11,7 @@ The first rank that fails publishes its error, and all others raise the same.
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ from torch._C._distributed_c10d import Store
 
 from unisono import errors
 from unisono.communicators.headers import Header, ranks_in_words
+from unisono.communicators.hosts import has_ended, sign_of
 from unisono.communicators.stores import OwnConnection, coordinator_lost
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
@@ -47,6 +50,7 @@ class _Heard:
     doing: str = ""
     sequence: int = 0
     closed: bool = False
+    ended: bool = False
 
 
 class Watch:
@@ -63,12 +67,14 @@ class Watch:
         self.timeout_seconds = timeout_seconds
         self._rank = rank
         self._size = size
+        self._sign = sign_of(os.getpid())
         # Many ranks look less often, so that the store has no more to do.
         self._interval = 0.5 + size / 200
         self._silence = min(_SILENCE_SECONDS, max(timeout_seconds / 2, 4 * self._interval))
         self._connection = OwnConnection(store, timeout_seconds=self._silence)
         self._store = self._connection.store
         self._heard = [_Heard() for _ in range(size)]
+        self._unheard = set(range(size))
         self._failure: CommunicationError | None = None
         self._unreachable: CommunicationError | None = None
         self._outgoing: CommunicationError | None = None
@@ -156,6 +162,8 @@ class Watch:
         self.raise_failure()
         if self._unreachable is not None:
             raise self._unreachable
+        if ended := self._ended_ranks():
+            raise self.published(self._lost(ended, "has ended"))
         if silent:
             raise self.published(self._lost(silent, "was not heard when asked for"))
 
@@ -179,8 +187,8 @@ class Watch:
         now = time.monotonic()
         if now - max(since, self._last_look) > self._silence:
             raise self.published(coordinator_lost(f"no answer for {now - self._last_look:.0f} s"))
-        if closed := [rank for rank, heard in enumerate(self._heard) if heard.closed]:
-            raise self.published(self._lost(closed, "has closed its communicator"))
+        if gone := self._gone():
+            raise gone
         if silent := [
             rank
             for rank, heard in enumerate(self._heard)
@@ -189,13 +197,24 @@ class Watch:
             what = f"has given no sign of life for {self._silence:.0f} s"
             raise self.published(self._lost(silent, what))
 
+    def _gone(self) -> CommunicationError | None:
+        """Tells of the ranks that have left, if any have."""
+        if closed := [rank for rank, heard in enumerate(self._heard) if heard.closed]:
+            return self.published(self._lost(closed, "has closed its communicator"))
+        if ended := self._ended_ranks():
+            return self.published(self._lost(ended, "has ended"))
+        return None
+
+    def _ended_ranks(self) -> list[int]:
+        return [rank for rank, heard in enumerate(self._heard) if heard.ended]
+
     def _explanation(self, error: BrokenConnectionError) -> CommunicationError:
         """Finds out who is behind a broken connection."""
         silent = self._silent_ranks()
         if known := self._failure or self._unreachable:
             return known
-        if closed := [rank for rank, heard in enumerate(self._heard) if heard.closed]:
-            return self.published(self._lost(closed, "has closed its communicator"))
+        if gone := self._gone():
+            return gone
         if silent:
             return self.published(self._lost(silent, "broke its connection and is gone"))
         return self.published(
@@ -217,9 +236,11 @@ class Watch:
                     if rank != self._rank and heard.time < since and not heard.closed
                 ]
 
-            self._looked.wait_for(
-                lambda: self._failure or self._unreachable or not silent(), timeout=_ANSWER_SECONDS
-            )
+            def is_clear() -> bool:
+                is_told = bool(self._failure or self._unreachable)
+                return is_told or bool(self._ended_ranks()) or not silent()
+
+            self._looked.wait_for(is_clear, timeout=_ANSWER_SECONDS)
             return silent()
 
     @contextmanager
@@ -290,8 +311,8 @@ class Watch:
 
     def _tell(self) -> None:
         self._beat += 1
-        state = [self._beat, self.sequence, self._in_words(), self._closing]
-        self._store.set(f"state/{self._rank}", json.dumps(state))
+        state = [self._beat, self.sequence, self._in_words(), self._closing, self._sign]
+        self._store.set(_key(self._rank), json.dumps(state))
 
     def _publish(self, error: CommunicationError) -> None:
         text = json.dumps([type(error).__name__, str(error), error.ranks])
@@ -300,20 +321,38 @@ class Watch:
             self._failure = error if current == text else _read_failure(current)
             self._looked.notify_all()
 
+    def _newcomers(self) -> set[int]:
+        """The ranks that have told something since they were looked for.
+
+        To read what nobody has written would wait for a rank that may have ended before it did.
+        """
+        if self._store.check([_key(rank) for rank in self._unheard]):
+            return self._unheard
+        return {rank for rank in self._unheard if self._store.check([_key(rank)])}
+
     def _look(self) -> None:
-        keys = [f"state/{rank}" for rank in range(self._size)]
-        failure, *states = self._store.multi_get(["failure", *keys])
+        if self._unheard:
+            self._unheard -= self._newcomers()
+        present = [rank for rank in range(self._size) if rank not in self._unheard]
+        failure, *states = self._store.multi_get(["failure", *map(_key, present)])
         now = time.monotonic()
         with self._looked:
             self._last_look = now
-            for heard, state in zip(self._heard, states, strict=True):
-                beat, heard.sequence, heard.doing, heard.closed = json.loads(state)
+            for rank, state in zip(present, states, strict=True):
+                heard = self._heard[rank]
+                beat, heard.sequence, heard.doing, heard.closed, sign = json.loads(state)
                 if beat != heard.beat:
                     heard.time = now if heard.beat >= 0 else heard.time
                     heard.beat = beat
+                elif not heard.closed:
+                    heard.ended = has_ended(sign)
             if failure.decode() != _NO_FAILURE:
                 self._failure = self._failure or _read_failure(failure.decode())
             self._looked.notify_all()
+
+
+def _key(rank: int) -> str:
+    return f"state/{rank}"
 
 
 def _read_failure(text: str) -> CommunicationError:

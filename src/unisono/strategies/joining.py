@@ -10,7 +10,7 @@ from weakref import WeakSet
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
-from unisono.cluster import Address, Membership, WorkerCard, meet, open_store
+from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, was_left
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
@@ -63,11 +63,11 @@ def join(
     deadline = time.monotonic() + timeout
     joined = _joined(membership, timeout)
     with translated_store_errors():
-        # Counted where a worker that is started anew finds it too.
-        number = joined.store.add(f"joined/{membership.rank}", 1)
-        own = PrefixStore(f"join/{number}", joined.store)
+        card = WorkerCard.of(membership, num_replicas)
+        number = _next_meeting(joined.store, card, membership.coordinator_rank)
+        own = _meeting(joined.store, number)
         left = max(_LEAST_SECONDS, deadline - time.monotonic())
-        meet(PrefixStore("meet", own), WorkerCard.of(membership, num_replicas), left)
+        meet(_door(own), card, left)
         tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning)
         connected = connect(
             PrefixStore("connect", own),
@@ -91,6 +91,31 @@ def _of_rank_0(store: Store, rank: int, tuning: Tuning | None) -> Tuning | None:
         store.set("constants", "none" if tuning is None else tuning.to_text())
     text = store.get("constants").decode()
     return None if text == "none" else Tuning.from_text(text)
+
+
+def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> int:
+    """Returns the number of the meeting in which this worker finds the others.
+
+    Every time that the workers join has one of its own. A worker that is started anew after the
+    others have waited for it in vain comes where the coordinator is by now.
+    """
+    # Counted for each job, so that a worker of another, who will be refused, makes nobody miss one.
+    joined = PrefixStore(f"joined/{card.token}", store)
+    before = joined.add(str(card.rank), 0)
+    number = max(before + 1, joined.add(str(coordinator), 0))
+    while was_left(_door(_meeting(store, number))):
+        number += 1
+    joined.add(str(card.rank), number - before)
+    return number
+
+
+def _meeting(store: Store, number: int) -> Store:
+    """Returns the part of the store in which a meeting is held."""
+    return PrefixStore(f"join/{number}", store)
+
+
+def _door(meeting: Store) -> Store:
+    return PrefixStore("meet", meeting)
 
 
 def leave(communicator: Communicator) -> None:

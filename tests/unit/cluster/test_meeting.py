@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]
 
-from unisono.cluster import Membership, SimpleClusterResolver, WorkerCard, meet
+from unisono.cluster import Membership, SimpleClusterResolver, WorkerCard, meet, was_left
 from unisono.errors import JobMismatchError, WorkerTimeoutError
 
 
@@ -144,6 +144,19 @@ def test_when_one_gives_up_all_do() -> None:
             patient.result()
 
     assert time.monotonic() - start < 10
+
+
+def test_who_comes_when_the_others_have_given_up_is_told_so() -> None:
+    store = HashStore()
+    first, last = cards(2)
+    assert not was_left(store)
+    with pytest.raises(WorkerTimeoutError, match="rank 1 has not come"):
+        meet(store, first, 0.1)
+
+    assert was_left(store)
+    with pytest.raises(WorkerTimeoutError, match="All came, but some had given up") as error:
+        meet(store, last, 5)
+    assert error.value.ranks == ()
 
 
 def test_a_stranger_is_refused_and_does_the_job_no_harm() -> None:

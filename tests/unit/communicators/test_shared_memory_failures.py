@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,12 @@ from unisono.errors import (
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
 
-pytestmark = pytest.mark.skipif(
-    native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
-)
+pytestmark = [
+    pytest.mark.alone,
+    pytest.mark.skipif(
+        native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
+    ),
+]
 
 
 class Report(NamedTuple):
@@ -216,6 +220,26 @@ def test_a_rank_that_closes_is_lost_to_the_others() -> None:
     assert result.kind is WorkerLostError
     assert result.ranks == (1,)
     assert "has closed its communicator" in result.text
+
+
+def close_beside_a_collective(store: Store, rank: int, size: int) -> Report:
+    communicator = join(store, rank, size)
+    communicator.barrier()
+    if rank == 0:
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(report, lambda: communicator.broadcast(torch.ones(3)))
+            time.sleep(0.2)
+            communicator.close()
+            return waiting.result()
+    time.sleep(0.4)
+    return report(communicator.barrier)
+
+
+def test_what_a_rank_that_closed_was_in_is_told() -> None:
+    for result in run_ranks(2, close_beside_a_collective):
+        assert result.kind is WorkerLostError
+        assert result.ranks == (0,)
+        assert "Rank 0 was in call 2, broadcast(root 0) of float32[3], and closed" in result.text
 
 
 def start(store: Store, rank: int, size: int) -> Report:

@@ -13,8 +13,12 @@ import torch
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError
 
-# What stops a replica may reach it while the collector calls back somebody, who cannot pass it on.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [
+    pytest.mark.alone,
+    # What stops a replica may reach it while the collector calls back somebody, who cannot pass it
+    # on.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -288,7 +288,7 @@ def test_the_length_is_that_of_the_source() -> None:
         (3, "iterable of batches, got 3"),
         (None, "iterable of batches, got None"),
     ],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_gives_no_batches_is_refused_with_advice(wrong: Any, advice: str) -> None:
     with pytest.raises(UnsupportedError, match=advice):

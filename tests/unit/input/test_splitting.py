@@ -100,7 +100,7 @@ def test_another_mapping_becomes_one_a_replica(kind: Any) -> None:
         np.array(["a", "b", "c"]),
         [object(), object(), object()],
     ],
-    ids=str,
+    ids=lambda column: f"{type(column).__name__} of {type(column[0]).__name__}",
 )
 def test_a_list_without_tensors_is_sliced(column: Any) -> None:
     first, second = by_replica((torch.arange(3), column))

@@ -119,7 +119,7 @@ def test_an_array_of_any_shape_is_read(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [None, "3", [[1, 2], [3]], {1: 2}, object(), 2**70, np.array(["a"])], ids=repr
+    "wrong", [None, "3", [[1, 2], [3]], {1: 2}, object(), 2**70, np.array(["a"])], ids=type
 )
 def test_what_is_no_tensor_is_refused_and_shown(wrong: Any) -> None:
     with pytest.raises(ReplicaMismatchError, match=f"of type {type(wrong).__name__} as a tensor"):
