@@ -19,7 +19,8 @@ from trace_events import by_thread, check_trace_events
 
 import unisono as uo
 from processes.harness import run_ranks
-from processes.test_multi_worker import cluster, free_port
+from processes.ports import free_port
+from processes.test_multi_worker import cluster
 from unisono.cluster_resolver import SimpleClusterResolver
 from unisono.experimental import CommunicationImplementation
 from unisono.tracing import Trace, read_folder

@@ -14,8 +14,8 @@ from torch._C._distributed_c10d import TCPStore
 
 from processes.harness import run_ranks
 from processes.namespaces import enter, make_hosts
+from processes.ports import free_port
 from processes.programs import clean_environment, run_together
-from processes.test_multi_worker import free_port
 from unisono.cli import main
 from unisono.cli.rank_sweeps import rank_sweeps
 from unisono.costs import Link, Measured, Tuning, fitted, predicted_seconds, read_tuning

@@ -15,7 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from processes.harness import run_ranks
 from processes.namespaces import enter, make_hosts
-from processes.test_multi_worker import free_port, worker
+from processes.ports import free_port
+from processes.test_multi_worker import worker
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.costs import Link, Tuning
