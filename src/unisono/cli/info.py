@@ -12,7 +12,7 @@ from unisono.cli.host_report import HostReport, recorded_host, this_host
 from unisono.errors import DeviceError
 
 
-@click.command()
+@click.command(short_help="Tells what this host has, and what would be chosen here.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, which records the host.")
 @click.option(
     "--topology",

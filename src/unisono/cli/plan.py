@@ -32,7 +32,7 @@ from unisono.errors import UnisonoError
 _CHECKED = Extent([3 * 4**power for power in range(4, 12)], 0.1)
 
 
-@click.command()
+@click.command(short_help="Predicts how long a step's communication takes.")
 @click.option("--hosts", "num_hosts", type=click.IntRange(min=1), required=True, help="Hosts.")
 @click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of each host.")
 @click.option(

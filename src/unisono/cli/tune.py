@@ -51,7 +51,7 @@ FULL = Extent([2**power for power in range(8, 25)], 0.15)
 QUICK = Extent([2**power for power in range(10, 23)], 0.03)
 
 
-@click.command()
+@click.command(short_help="Measures the links of this host or cluster.")
 @click.option(
     "-n",
     "num_ranks",
