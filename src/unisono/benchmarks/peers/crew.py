@@ -7,7 +7,9 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import SpawnProcess
 from typing import Any
 
 from unisono.benchmarks.failure import BenchmarkError
@@ -29,19 +31,28 @@ class Crew:
 
     def __init__(self, name: str, size: int, target: Callable[..., None], *arguments: Any) -> None:
         self._name = name
-        context = multiprocessing.get_context("spawn")
         self._pipes: list[Connection] = []
-        self._workers = []
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            worker = context.Process(
-                target=target, args=(rank, size, theirs, *arguments), daemon=True
-            )
-            with deaf_to_ctrl_c():
-                worker.start()
-            theirs.close()
+        self._workers: list[SpawnProcess] = []
+        # Or the first process would start it, which lets Ctrl-C through.
+        resource_tracker.ensure_running()
+        try:
+            for rank in range(size):
+                self._start(rank, size, target, arguments)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(
+        self, rank: int, size: int, target: Callable[..., None], arguments: tuple[Any, ...]
+    ) -> None:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe()
+        worker = context.Process(target=target, args=(rank, size, theirs, *arguments), daemon=True)
+        with deaf_to_ctrl_c():
+            worker.start()
             self._pipes.append(ours)
             self._workers.append(worker)
+        theirs.close()
 
     def ask(self, *command: Any) -> list[Any]:
         """Sends a command to all, and returns their answers by rank."""
@@ -63,11 +74,12 @@ class Crew:
 @contextmanager
 def deaf_to_ctrl_c() -> Iterator[None]:
     """Processes that are started here do not hear Ctrl-C; who started them does, and ends them."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Blocked, not ignored: one that comes meanwhile is heard here when the block ends.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def ask_all(name: str, pipes: Sequence[Connection], command: tuple[Any, ...]) -> list[Any]:
