@@ -20,7 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
-from unisono.devices import Device, Trail
+from unisono.devices import Device, Trail, lend
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
@@ -209,7 +209,9 @@ class GradientReducer:
         number = context.notes.get("backwards", 0)
         context.notes.update({"pass": None, "backwards": number + 1, "has_finished": True})
         context.meeting.meet(context.local_id, f"backward() number {number}", None, work)
-        current.trail.follow()
+        if current.trail.follow():
+            own = (one.leaves[context.local_id].grad for one in current.arrived)
+            lend(grad for grad in own if grad is not None)
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         """The last gradient of a pack has come."""
