@@ -161,10 +161,13 @@ def test_a_step_never_waits_for_the_gpu(gpus: Strategies, num_replicas: int) -> 
 
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(3):
-            training.step()
+        losses = [training.step() for _ in range(3)]
+        with pytest.raises(RuntimeError, match="synchronizing"):
+            torch.ones(1, device="cuda").item()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+    assert len(losses) == 3
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 4])

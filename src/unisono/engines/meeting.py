@@ -97,6 +97,7 @@ class ReplicaMeeting:
         inner = ReplicaMeeting(self._num_replicas, self._turns, self._gpus, self._guards)
         if self._num_replicas == 1:
             return [calls[0](inner)]
+        self._note(self._done)
         with self._lock:
             self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
@@ -105,6 +106,7 @@ class ReplicaMeeting:
         with span("wait", "answers", replica=0) as waiting:
             self._wait(0, lambda: len(self._answers) == self._num_replicas)
             waiting.note(last=next(reversed(self._answers)))
+        self._given.follow()
         with self._lock:
             answers, self._answers = self._answers, {}
         return [answers[i] for i in range(self._num_replicas)]
@@ -162,8 +164,9 @@ class ReplicaMeeting:
             with self._lock:
                 share = self._shares.pop(replica_id, _NOTHING)
                 call = None if share is not _NOTHING else self._calls.pop(replica_id)
+            comes_from_elsewhere = self._done.follow()
             if call is None:
-                if self._done.follow():
+                if comes_from_elsewhere:
                     lend(tensors_of(share))
                 return share
             call()
@@ -182,6 +185,7 @@ class ReplicaMeeting:
                 inner.fail(error)
                 self.fail(inner.failure or error)
                 raise
+            self._note(self._given)
             with self._lock:
                 self._answers[replica_id] = answer
             self._turns.changed()
