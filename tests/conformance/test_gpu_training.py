@@ -151,6 +151,7 @@ def test_what_follows_waits_for_what_was_noted() -> None:
         assert trail.follow()
         copy = value.clone()
 
+    torch.cuda.synchronize()
     assert bool((copy == 1).all())
 
 
