@@ -74,6 +74,8 @@ NB_MODULE(_native, m) {
            "Returns the part of this rank, or why the terms are not taken.")
       .def("gather", &SharedGroup::gather, "tensor"_a, "root"_a.none(),
            "Returns the tensors of all ranks where they are wanted, or why it is not taken.")
+      .def("share_parts", &SharedGroup::shareParts, "tensor"_a,
+           "Overwrites the part of every rank in place, or returns why it is not taken.")
       .def("broadcast", &SharedGroup::broadcast, "tensor"_a, "root"_a,
            "Overwrites the tensor in place, or returns why it is not taken.")
       .def("barrier", &SharedGroup::barrier, "Returns when every rank has called it.")

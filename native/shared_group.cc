@@ -220,6 +220,28 @@ nb::object SharedGroup::gather(nb::handle tensor, nb::handle root) {
   return std::move(tensors);
 }
 
+nb::object SharedGroup::shareParts(nb::handle tensor) {
+  TensorView view;
+  const char* reason = exchange_.readBytes(tensor, view);
+  if (reason != nullptr) return text(reason);
+  shared::Call call;
+  call.header.kind = Kind::share_parts;
+  describeExactly(view, call);
+  std::vector<std::size_t> bytes;
+  std::vector<void*> places;
+  const std::size_t item = std::size_t{view.stored_dtype.bits} * view.stored_dtype.lanes / 8;
+  const std::size_t numel = view.bytes / item, size = group_.size();
+  for (std::size_t rank = 0; rank < size; ++rank) {
+    const std::size_t begin = numel * rank / size, end = numel * (rank + 1) / size;
+    bytes.push_back((end - begin) * item);
+    places.push_back(static_cast<std::byte*>(view.data) + begin * item);
+  }
+  run([&] {
+    shared::Gather(group_, call, places[group_.rank()], bytes[group_.rank()]).run(bytes, places);
+  });
+  return nb::none();
+}
+
 nb::object SharedGroup::broadcast(nb::handle tensor, std::size_t root) {
   TensorView view;
   const char* reason = exchange_.readBytes(tensor, view);

@@ -30,6 +30,7 @@ class SharedGroup {
                                  nanobind::handle count);
   // To every rank if `root` is None.
   nanobind::object gather(nanobind::handle tensor, nanobind::handle root);
+  nanobind::object shareParts(nanobind::handle tensor);
   nanobind::object broadcast(nanobind::handle tensor, std::size_t root);
   void barrier();
   nanobind::object allocate(std::size_t bytes);

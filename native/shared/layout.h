@@ -32,6 +32,7 @@ enum class Kind : std::uint8_t {
   all_reduce,
   reduce_scatter,
   all_gather,
+  share_parts,
   gather,
   broadcast,
   barrier,

@@ -7,9 +7,9 @@ namespace unisono::shared {
 namespace {
 
 const char* nameOf(Kind kind) {
-  constexpr const char* kNames[] = {"nothing",        "join",       "all_reduce",
-                                    "reduce_scatter", "all_gather", "gather",
-                                    "broadcast",      "barrier",    "allocate"};
+  constexpr const char* kNames[] = {"nothing",    "join",        "all_reduce", "reduce_scatter",
+                                    "all_gather", "share_parts", "gather",     "broadcast",
+                                    "barrier",    "allocate"};
   return kNames[static_cast<std::size_t>(kind)];
 }
 
@@ -86,7 +86,7 @@ std::string wordsOf(const Call& call) {
   if (isReduction(header.kind)) {
     const std::string mean = "mean over " + std::to_string(header.divisor);
     text += "(" + (header.divisor != 0 ? mean : std::string(nameOf(header.op))) + ")";
-  } else if (header.kind != Kind::all_gather) {
+  } else if (header.kind == Kind::gather || header.kind == Kind::broadcast) {
     text += "(root " + std::to_string(header.root) + ")";
   }
   text += " of ";

@@ -106,6 +106,9 @@ class SharedGroup:
     def gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | str | None:
         """Returns the tensors of all ranks where they are wanted, or why it is not taken."""
 
+    def share_parts(self, tensor: Tensor) -> str | None:
+        """Overwrites the part of every rank in place, or returns why it is not taken."""
+
     def broadcast(self, tensor: Tensor, root: int) -> str | None:
         """Overwrites the tensor in place, or returns why it is not taken."""
 

@@ -145,6 +145,19 @@ def all_to_all(name: str, dtype: torch.dtype, shape: Shape) -> Case:
     return case
 
 
+def share_parts(name: str, dtype: torch.dtype, shape: Shape) -> Case:
+    def case(communicator: Communicator) -> str | None:
+        size, length = communicator.size, math.prod(shape)
+        tensors = [drawn(name, rank, dtype, shape) for rank in range(size)]
+        parts = [one.view(-1)[slice_of(rank, size, length)] for rank, one in enumerate(tensors)]
+        expected = torch.cat(parts).view(shape)
+        found = tensors[communicator.rank]
+        communicator.share_parts(found)
+        return difference(found, expected)
+
+    return case
+
+
 def broadcast(name: str, dtype: torch.dtype, shape: Shape) -> Case:
     def case(communicator: Communicator) -> str | None:
         root = communicator.size // 2
@@ -194,6 +207,7 @@ def cases() -> dict[str, Case]:
     for dtype, shape in moved:
         name = f"{dtype} {shape}"
         made[f"broadcast {name}"] = broadcast(name, dtype, shape)
+        made[f"share_parts {name}"] = share_parts(name, dtype, shape)
         for uneven in (False, True):
             kind = f"{name} {'uneven' if uneven else 'even'}"
             made[f"all_gather {kind}"] = all_gather(name, dtype, shape, uneven)

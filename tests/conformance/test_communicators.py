@@ -14,10 +14,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.threads import make_threads
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.kernels import native_core
 
 SECONDS = 60.0
@@ -34,14 +34,10 @@ class Kind(NamedTuple):
     is_native: bool = False
 
 
-def gloo(store: Store, rank: int, size: int) -> Communicator:
-    return TorchDistributedCommunicator(store, rank, size, timeout_seconds=SECONDS)
-
-
-def gloo_with_room(room: int) -> Make:
+def over(backend: str, room: int | None = None) -> Make:
     def make(store: Store, rank: int, size: int) -> Communicator:
-        return TorchDistributedCommunicator(
-            store, rank, size, timeout_seconds=SECONDS, beside_header=room
+        return NetworkCommunicator(
+            store, rank, size, backend=backend, timeout_seconds=SECONDS, beside_header=room
         )
 
     return make
@@ -52,11 +48,13 @@ def shared_memory(store: Store, rank: int, size: int) -> Communicator:
 
 
 KINDS = {
-    "gloo": Kind(gloo, (2, 3, 5, 8)),
-    "gloo, little beside the header": Kind(gloo_with_room(4096), (2, 3)),
-    "gloo, nothing beside the header": Kind(gloo_with_room(0), (2, 5)),
-    "gloo, staged": Kind(lambda *rank: StagedCommunicator(gloo(*rank)), (2,)),
-    "gloo inside two hosts": Kind(hierarchical(gloo, 2, seconds=SECONDS), (4, 6)),
+    "TCP": Kind(over("tcp"), (2, 3, 5, 8)),
+    "TCP, little beside the header": Kind(over("tcp", 4096), (2, 3)),
+    "TCP, nothing beside the header": Kind(over("tcp", 0), (2, 5)),
+    "TCP, staged": Kind(lambda *rank: StagedCommunicator(over("tcp")(*rank)), (2,)),
+    "TCP inside two hosts": Kind(hierarchical(over("tcp"), 2, seconds=SECONDS), (4, 6)),
+    "gloo": Kind(over("gloo"), (2, 3, 5)),
+    "gloo, nothing beside the header": Kind(over("gloo", 0), (2,)),
     "shared memory": Kind(shared_memory, SIZES, is_native=True),
     "shared memory inside two hosts": Kind(
         hierarchical(shared_memory, 2, seconds=SECONDS), (4, 6, 8), is_native=True

@@ -14,8 +14,8 @@ from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.staging import StagedCommunicator
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
 
@@ -56,7 +56,7 @@ def wrong(communicator: Communicator) -> list[str]:
 
 
 def through_the_host(store: Store, rank: int, size: int) -> list[list[str]]:
-    gloo = TorchDistributedCommunicator(PrefixStore("gloo", store), rank, size)
+    gloo = NetworkCommunicator(PrefixStore("gloo", store), rank, size)
     failed = []
     for communicator in (StagedCommunicator(gloo), connect(PrefixStore("auto", store), rank, size)):
         with communicator:
@@ -83,7 +83,7 @@ def test_nccl_carries_gpu_tensors_of_one_rank() -> None:
 def through_nccl(store: Store, rank: int, size: int) -> list[str]:
     # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
-    gloo = TorchDistributedCommunicator(PrefixStore("gloo", store), rank, size)
+    gloo = NetworkCommunicator(PrefixStore("gloo", store), rank, size)
     on_host = StagedCommunicator(gloo)
     with NcclCommunicator(on_host, PrefixStore("nccl", store), timeout_seconds=60) as communicator:
         failed = [failure for failure in wrong(communicator) if "float" not in failure]

@@ -9,7 +9,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 
 Make = Callable[[Store, int, int], Communicator]
@@ -22,7 +22,7 @@ def hierarchical(inside: Make, num_hosts: int, *, seconds: float) -> Make:
         layout = Layout.of([f"host {other * num_hosts // size}" for other in range(size)])
         host, position = layout.place(rank)
         watch = Watch(PrefixStore("watch", store), rank, size, timeout_seconds=seconds)
-        between = TorchDistributedCommunicator(
+        between = NetworkCommunicator(
             PrefixStore(f"between {position}", store),
             host,
             num_hosts,

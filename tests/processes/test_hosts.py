@@ -73,12 +73,9 @@ def test_collectives_between_hosts_have_the_bits_of_the_tree(
         hosts.slow_down("1gbit")
         results = run_ranks(size, collectives, hosts.names, implementation, timeout=90)
 
-    joined = implementation is AUTO and size > num_hosts and native_core().kernel is not None
-    name = (
-        "shared memory inside 2 hosts, torch.distributed with gloo between them"
-        if joined
-        else "torch.distributed with gloo"
-    )
+    name = "TCP" if implementation is AUTO else "torch.distributed with gloo"
+    if implementation is AUTO and size > num_hosts and native_core().kernel is not None:
+        name = "shared memory inside 2 hosts, TCP between them"
     assert results == [(name, [])] * size
 
 

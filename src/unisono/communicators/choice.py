@@ -67,10 +67,11 @@ def choose(
     carrier, why = choose_carrier(
         layout, has_native_core=has_native_core, implementation=implementation
     )
-    if carrier is Carrier.GLOO:
-        return _flat(layout, why, tuning)
     if carrier is Carrier.HIERARCHICAL:
-        return _faster(_hierarchical(layout, why, tuning), _flat(layout, why, tuning), layout)
+        flat = _flat(Carrier.TCP, layout, why, tuning)
+        return _faster(_hierarchical(layout, why, tuning), flat, layout)
+    if carrier in (Carrier.TCP, Carrier.GLOO):
+        return _flat(carrier, layout, why, tuning)
     inside = None if tuning is None else tuning.inside
     return Choice(carrier, why, _cost("exchange", layout, inside, inside, tuning))
 
@@ -103,14 +104,14 @@ def _hierarchical(layout: Layout, why: str, tuning: Tuning | None) -> Choice:
     )
 
 
-def _flat(layout: Layout, why: str, tuning: Tuning | None) -> Choice:
+def _flat(carrier: Carrier, layout: Layout, why: str, tuning: Tuning | None) -> Choice:
     if tuning is None:
-        return Choice(Carrier.GLOO, why)
+        return Choice(carrier, why)
     slowest = tuning.loopback if len(layout.hosts) == 1 else tuning.between
     # Two ranks swap all they have, which is as much as parts and sums, in one step.
     algorithm = "one step" if layout.size == 2 else "exchange"
     return Choice(
-        Carrier.GLOO,
+        carrier,
         why,
         _cost(algorithm, layout, tuning.loopback or slowest, slowest, tuning),
         step_bytes=STEP_BYTES if slowest is None else step_bytes(slowest),

@@ -89,6 +89,15 @@ class Communicator(ABC):
         gathered = [self.gather(part, rank) for rank, part in enumerate(parts)]
         return next(found for found in gathered if found is not None)
 
+    def share_parts(self, tensor: Tensor) -> None:
+        """Overwrites each part of the contiguous `tensor` with what the rank of the part has there.
+
+        The parts are `slice_of(rank, size, numel)` of what is flattened.
+        """
+        flat = tensor.detach().view(-1)
+        for root in range(self.size):
+            self.broadcast(flat[slice_of(root, self.size, len(flat))], root)
+
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""

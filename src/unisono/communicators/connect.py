@@ -16,11 +16,11 @@ from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.selection import Carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
 from unisono.communicators.watch import Watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
@@ -28,6 +28,7 @@ from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
 _GRACE_SECONDS = 2.0
+_BACKENDS = {Carrier.TCP: "tcp", Carrier.GLOO: "gloo"}
 _log = logging.getLogger(__name__)
 
 
@@ -112,27 +113,28 @@ class _Link:
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
         """Makes what was chosen."""
-        if choice.carrier is Carrier.GLOO:
-            return self._flat(choice)
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)
+        if choice.carrier in _BACKENDS:
+            return self._flat(choice)
         return SharedMemoryCommunicator(
             self._store, self._rank, self._size, timeout_seconds=self._timeout_seconds
         )
 
     def _flat(self, choice: Choice) -> Communicator:
-        """Gloo between all ranks."""
-        return TorchDistributedCommunicator(
+        """The same between all ranks."""
+        return NetworkCommunicator(
             PrefixStore("flat", self._store),
             self._rank,
             self._size,
+            backend=_BACKENDS[choice.carrier],
             timeout_seconds=self._timeout_seconds,
             host=self._host,
             step_bytes=choice.step_bytes,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
-        """Shared memory inside a host, and Gloo between ranks of one position on each."""
+        """Shared memory inside a host, and TCP between ranks of one position on each."""
         number, position = layout.place(self._rank)
         peers = [ranks[position] for ranks in layout.hosts]
         with ExitStack() as made:
@@ -153,7 +155,7 @@ class _Link:
             )
             made.callback(watch.close)
             with _named_globally(peers, "one on each host"):
-                between = TorchDistributedCommunicator(
+                between = NetworkCommunicator(
                     PrefixStore(f"position {position}", self._store),
                     number,
                     len(layout.hosts),

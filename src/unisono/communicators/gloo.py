@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 import re
-import socket
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,8 +12,8 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistStoreError
 
+from unisono.communicators.addresses import own_address
 from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.stores import coordinator_address, say_to_all
 from unisono.errors import UnsupportedError, WorkerTimeoutError
 
 _GRACE_SECONDS = 2.0
@@ -29,21 +26,16 @@ def make_gloo_group(
 ) -> Any:
     """Returns a group of its own, apart from torch's default one.
 
-    The network is the one that leads to the coordinator, whatever the host is called;
-    `GLOO_SOCKET_IFNAME` names another. `GLOO_DEVICE_TRANSPORT=TCP_TLS`, with
+    The network is that of `own_address`. `GLOO_DEVICE_TRANSPORT=TCP_TLS`, with
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
     torch was built with it.
     """
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    own = host or address_towards(coordinator_address(store))
-    said = say_to_all(
-        PrefixStore("address", store), rank, size, own, timeout_seconds=timeout_seconds
-    )
+    own = own_address(store, rank, size, host=host, timeout_seconds=timeout_seconds)
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
     # The watch gives up before Gloo does, and can say for whom it has waited.
     options._timeout = timedelta(seconds=timeout_seconds + _GRACE_SECONDS)
-    options._devices = [_device(interface, own if host else reachable(own, said))]
+    options._devices = [_device(own)]
     # As many collectives as are under way at a time.
     options._threads = 4
     try:
@@ -59,11 +51,9 @@ def make_gloo_group(
         ) from error
 
 
-def _device(interface: str, address: str) -> Any:
+def _device(address: str) -> Any:
     group: Any = distributed.ProcessGroupGloo
     try:
-        if interface:
-            return group.create_device(interface=interface)
         return group.create_device(hostname=address)
     except RuntimeError as error:
         transport = os.environ.get("GLOO_DEVICE_TRANSPORT")
@@ -104,31 +94,3 @@ def break_connections(group: Any) -> None:
         receive.wait(timedelta(milliseconds=1))
     except RuntimeError:
         return
-
-
-def address_towards(peer: tuple[str, int] | None) -> str:
-    """Returns the address of this host on the network that leads to `peer`."""
-    if peer is None:
-        return "127.0.0.1"
-    family, kind, protocol, _, address = socket.getaddrinfo(*peer, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind, protocol) as probe:
-        # Sends nothing; it only chooses a route.
-        probe.connect(address)
-        return str(probe.getsockname()[0])
-
-
-def reachable(own: str, all_addresses: Sequence[str]) -> str:
-    """Returns an address that others reach, where `own` is one that only this host does.
-
-    Beside the coordinator the way to it is the loopback, which is of no use to another host.
-    """
-    outside = [address for address in all_addresses if not _is_loopback(address)]
-    return address_towards((outside[0], 1)) if outside and _is_loopback(own) else own
-
-
-def _is_loopback(address: str) -> bool:
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        # A host name, which somebody has given for others to use.
-        return False

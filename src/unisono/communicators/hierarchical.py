@@ -21,10 +21,16 @@ from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import Header, check_agreement, ranks_in_words
 from unisono.communicators.hosts import Layout
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
+
+# A large tensor is reduced in about as many chunks, each worth the while of a host.
+_CHUNKS = 4
+_LEAST_CHUNK_BYTES = 4 << 20
+_MOST_CHUNK_BYTES = 16 << 20
 
 
 class HierarchicalCommunicator(Communicator):
@@ -42,7 +48,7 @@ class HierarchicalCommunicator(Communicator):
     def __init__(
         self,
         inside: Communicator,
-        between: Communicator,
+        between: NetworkCommunicator,
         layout: Layout,
         watch: Watch,
         *,
@@ -94,23 +100,36 @@ class HierarchicalCommunicator(Communicator):
             if not _is_power_of_two(self._inside.size * len(terms)):
                 self._reduce_one_by_one(op, flat, count)
             else:
-                self._reduce_by_parts(op, flat, count)
+                self._reduce_by_host(op, flat, count)
 
-    def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+    def _reduce_by_host(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         sums = [term.to(wide_dtype(term.dtype)) for term in terms]
-        self._inside.all_reduce(ReduceOp.SUM if op is ReduceOp.MEAN else op, sums)
-        parts = self._parts(sums[0])
-        if self._inside.rank < len(parts):
-            self._between.all_reduce(op, [parts[self._inside.rank]], count)
-        for root, part in enumerate(parts):
-            self._inside.broadcast(part, root)
+        if sums[0].nbytes < self._parts_bytes:
+            self._reduce_by_leaders(op, sums, count)
+        else:
+            self._reduce_by_parts(op, sums, count)
         if sums[0] is not terms[0]:
             terms[0].copy_(sums[0])
 
-    def _parts(self, tensor: Tensor) -> list[Tensor]:
-        """Cuts what goes between hosts into one part for each rank that carries one."""
-        num_parts = 1 if tensor.nbytes < self._parts_bytes else self._inside.size
-        return [tensor[slice_of(i, num_parts, len(tensor))] for i in range(num_parts)]
+    def _reduce_by_leaders(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        """Lets the first rank of each host carry all between hosts."""
+        self._inside.all_reduce(_of_sums(op), terms)
+        if self._inside.rank == 0:
+            self._between.all_reduce(op, terms[:1], count)
+        self._inside.broadcast(terms[0])
+
+    def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
+        """Lets every rank carry its part. A host adds up one chunk while others are under way."""
+        chunks = list(zip(*(term.split(_chunk_length(term)) for term in terms), strict=True))
+
+        def own_parts() -> Iterator[Tensor]:
+            for chunk in chunks:
+                self._inside.all_reduce(_of_sums(op), chunk)
+                yield chunk[0][slice_of(self._inside.rank, self._inside.size, len(chunk[0]))]
+
+        reduced = self._between.all_reduce_pieces(op, own_parts(), count)
+        for (chunk, *_), _ in zip(chunks, reduced, strict=True):
+            self._inside.share_parts(chunk)
 
     def _reduce_one_by_one(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         gathered = self._inside.gather(torch.stack(terms))
@@ -214,6 +233,16 @@ class HierarchicalCommunicator(Communicator):
             f"{error}",
             [ranks[rank] for rank in error.ranks],
         )
+
+
+def _of_sums(op: ReduceOp) -> ReduceOp:
+    """What a host does with its own terms: the mean is taken at the end."""
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
+def _chunk_length(term: Tensor) -> int:
+    num_bytes = min(max(term.nbytes // _CHUNKS, _LEAST_CHUNK_BYTES), _MOST_CHUNK_BYTES)
+    return max(1, num_bytes // term.itemsize)
 
 
 def _is_power_of_two(number: int) -> bool:

@@ -14,7 +14,8 @@ class Carrier(Enum):
 
     NOTHING = "nothing"
     SHARED_MEMORY = "shared memory"
-    HIERARCHICAL = "shared memory inside a host, Gloo between"
+    HIERARCHICAL = "shared memory inside a host, TCP between"
+    TCP = "TCP"
     GLOO = "Gloo"
 
 
@@ -35,8 +36,8 @@ def choose_carrier(
 
         one rank                             nothing
         all ranks on one host                shared memory
-        several hosts with as many ranks     shared memory inside a host, Gloo between
-        otherwise, or without a native core  Gloo
+        several hosts with as many ranks     shared memory inside a host, TCP between
+        otherwise, or without a native core  TCP
 
     Args:
         layout: Where the ranks are.
@@ -48,14 +49,14 @@ def choose_carrier(
     if implementation is CommunicationImplementation.RING:
         return CarrierChoice(Carrier.GLOO, "asked for")
     if not has_native_core:
-        return CarrierChoice(Carrier.GLOO, "not every rank has a native core")
+        return CarrierChoice(Carrier.TCP, "not every rank has a native core")
     if len(layout.hosts) == 1:
         return CarrierChoice(Carrier.SHARED_MEMORY, "all ranks are on one host")
     if len(layout.hosts) == layout.size:
-        return CarrierChoice(Carrier.GLOO, "no two ranks share a host")
+        return CarrierChoice(Carrier.TCP, "no two ranks share a host")
     if layout.is_regular:
         return CarrierChoice(Carrier.HIERARCHICAL, f"ranks by host are {layout}")
     return CarrierChoice(
-        Carrier.GLOO,
+        Carrier.TCP,
         f"ranks by host are {layout}, which is not as many on each, one host after the other",
     )

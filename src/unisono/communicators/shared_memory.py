@@ -162,6 +162,12 @@ class SharedMemoryCommunicator(Communicator):
             raise _refusal("gathered", tensor, tensors)
         return tensors
 
+    def share_parts(self, tensor: Tensor) -> None:
+        """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
+        refusal = self._group.share_parts(tensor)
+        if refusal is not None:
+            raise _refusal("shared", tensor, refusal)
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites `tensor` with that of `root`."""
         if self._group.broadcast(tensor, self._check_root(root)) is None:

@@ -101,6 +101,8 @@ class OwnConnection:
     """
 
     def __init__(self, store: Store, *, timeout_seconds: float) -> None:
+        # Kept for as long as this one is used: the server may end with the store that has begun it.
+        self._source = store
         self._port = (coordinator_address(store) or ("", 0))[1]
         with _one_at_a_time:
             before = self._sockets()

@@ -140,6 +140,8 @@ class Watch:
     def published(self, error: CommunicationError) -> CommunicationError:
         """Tells all ranks of `error`, and returns the first error that a rank has told."""
         with self._looked:
+            # Where the coordinator was out of reach before, all else follows from that.
+            error = self._unreachable or error
             self._outgoing = self._outgoing or error
             self._wake.set()
             if not self._looked.wait_for(
@@ -185,8 +187,9 @@ class Watch:
         if self._unreachable is not None:
             raise self.published(self._unreachable)
         now = time.monotonic()
-        if now - max(since, self._last_look) > self._silence:
-            raise self.published(coordinator_lost(f"no answer for {now - self._last_look:.0f} s"))
+        unanswered = now - max(since, self._last_look)
+        if unanswered > self._silence:
+            raise self.published(coordinator_lost(f"no answer for {unanswered:.0f} s"))
         if gone := self._gone():
             raise gone
         if silent := [

@@ -41,8 +41,8 @@ CARRIERS = {
     ONE_HOST: Carrier.SHARED_MEMORY,
     TWO_HOSTS: Carrier.HIERARCHICAL,
     THREES: Carrier.HIERARCHICAL,
-    UNEVEN: Carrier.GLOO,
-    APART: Carrier.GLOO,
+    UNEVEN: Carrier.TCP,
+    APART: Carrier.TCP,
 }
 
 
@@ -53,7 +53,7 @@ def test_untuned_ranks_by_host_decide(layout: Layout, carrier: Carrier) -> None:
     assert choice == Choice(carrier, choice.why)
     assert (choice.parts_bytes, choice.step_bytes) == (PARTS_BYTES, STEP_BYTES)
     assert chosen(layout, None, RING).carrier is Carrier.GLOO
-    assert chosen(layout, None, has_native_core=False).carrier is Carrier.GLOO
+    assert chosen(layout, None, has_native_core=False).carrier is Carrier.TCP
 
 
 @pytest.mark.parametrize("layout", CARRIERS)
@@ -71,13 +71,13 @@ def test_a_slow_link_between_hosts_is_used_by_host() -> None:
 def test_a_slow_way_inside_hosts_makes_all_ranks_alike() -> None:
     choice = chosen(TWO_HOSTS, tuned(inside=SLOW, between=FAST))
 
-    assert choice.carrier is Carrier.GLOO
+    assert choice.carrier is Carrier.TCP
     assert "0, 1 | 2, 3, and for 4 MiB the links as tuned promise" in choice.why
 
 
 def test_hosts_of_three_bring_all_terms_which_is_dear() -> None:
     # Each host would send three times as much as the exchange of all ranks does.
-    assert chosen(THREES, tuned()).carrier is Carrier.GLOO
+    assert chosen(THREES, tuned()).carrier is Carrier.TCP
 
 
 def test_thresholds_are_those_of_the_links() -> None:

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import make_gloo_group, make_mpi_group
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
@@ -42,7 +42,7 @@ def chosen(store: Store, rank: int, size: int) -> tuple[list[str], list[str]]:
 
 
 def test_ranks_of_one_host_share_memory_and_a_log_line_says_so() -> None:
-    fast = "torch.distributed with gloo" if native_core().kernel is None else "shared memory"
+    fast = "TCP" if native_core().kernel is None else "shared memory"
     for names, lines in run_ranks(2, chosen):
         assert [name.split(",")[0] for name in names] == [fast, "torch.distributed with gloo"]
         assert len(lines) == 2
@@ -71,7 +71,7 @@ def test_ranks_that_ask_for_different_implementations_are_told() -> None:
 def beside_the_default_group(store: Store, rank: int, size: int) -> list[float]:
     distributed.init_process_group("gloo", store=PrefixStore("own", store), rank=rank, world_size=2)
     ours, theirs = torch.ones(3), torch.ones(3)
-    with TorchDistributedCommunicator(PrefixStore("ours", store), rank, size) as communicator:
+    with NetworkCommunicator(PrefixStore("ours", store), rank, size) as communicator:
         communicator.all_reduce(ReduceOp.SUM, [ours])
         distributed.all_reduce(theirs)
         communicator.barrier()
@@ -106,8 +106,8 @@ def test_mpi_that_torch_does_not_know_is_an_error() -> None:
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="'gloo' or 'mpi', got 'ucc'"):
-        TorchDistributedCommunicator(HashStore(), 0, 2, backend="ucc")
+    with pytest.raises(UnsupportedError, match="'tcp', 'gloo', 'mpi', got 'ucc'"):
+        NetworkCommunicator(HashStore(), 0, 2, backend="ucc")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may well be here")

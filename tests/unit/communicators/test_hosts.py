@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from unisono.communicators.gloo import address_towards, reachable
+from unisono.communicators.addresses import address_towards, reachable
 from unisono.communicators.hosts import Layout, has_ended, host_identity, sign_of
 
 

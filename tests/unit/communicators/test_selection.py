@@ -14,11 +14,11 @@ UNEVEN = ", which is not as many on each, one host after the other"
         ("aaa", Carrier.SHARED_MEMORY, "all ranks are on one host"),
         ("aabb", Carrier.HIERARCHICAL, "ranks by host are 0, 1 | 2, 3"),
         ("aaabbb", Carrier.HIERARCHICAL, "ranks by host are 0, 1, 2 | 3, 4, 5"),
-        ("ab", Carrier.GLOO, "no two ranks share a host"),
-        ("aab", Carrier.GLOO, f"0, 1 | 2{UNEVEN}"),
+        ("ab", Carrier.TCP, "no two ranks share a host"),
+        ("aab", Carrier.TCP, f"0, 1 | 2{UNEVEN}"),
         (
             "abab",
-            Carrier.GLOO,
+            Carrier.TCP,
             f"0, 2 | 1, 3{UNEVEN}",
         ),
     ],
@@ -40,5 +40,5 @@ def test_gloo_is_what_is_left_or_asked_for(hosts: str) -> None:
     without = choose_carrier(layout, has_native_core=False)
     asked = choose_carrier(layout, has_native_core=True, implementation=RING)
 
-    assert without == (Carrier.GLOO, "not every rank has a native core")
+    assert without == (Carrier.TCP, "not every rank has a native core")
     assert asked == (Carrier.GLOO, "asked for")

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
-from unisono.communicators.torch_distributed import TorchDistributedCommunicator
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 from unisono.options import ReduceOp
 
@@ -29,9 +29,22 @@ TIMEOUT = 6.0
 SECONDS_TO_NOTICE = 3.0
 
 
-def make(store: Store, rank: int, size: int, prefix: str, timeout: float = TIMEOUT) -> Communicator:
-    return TorchDistributedCommunicator(
-        PrefixStore(prefix, store), rank, size, timeout_seconds=timeout
+@pytest.fixture(params=["tcp", "gloo"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """What carries the messages."""
+    return str(request.param)
+
+
+def make(
+    store: Store,
+    rank: int,
+    size: int,
+    prefix: str,
+    timeout: float = TIMEOUT,
+    backend: str = "tcp",
+) -> Communicator:
+    return NetworkCommunicator(
+        PrefixStore(prefix, store), rank, size, backend=backend, timeout_seconds=timeout
     )
 
 
@@ -58,15 +71,15 @@ def descriptors_and_threads() -> tuple[int, int]:
 
 
 def fail_and_build_again(
-    store: Store, rank: int, size: int
+    store: Store, rank: int, size: int, backend: str
 ) -> dict[str, tuple[Outcome, float, str | None]]:
     """Makes every fault on a communicator of its own, each time with another one after it."""
     results = {}
-    with make(store, rank, size, "warm-up") as communicator:
+    with make(store, rank, size, "warm-up", backend=backend) as communicator:
         communicator.barrier()
     for fault, call in FAULTS.items():
         before = descriptors_and_threads()
-        communicator = make(store, rank, size, fault)
+        communicator = make(store, rank, size, fault, backend=backend)
         summed(communicator)
         raised = outcome(functools.partial(call, communicator))
         start = time.monotonic()
@@ -74,7 +87,7 @@ def fail_and_build_again(
         communicator.close()
         assert time.monotonic() - start < 3, "close took long"
         left = left_behind(before)
-        with make(store, rank, size, f"{fault}, again") as communicator:
+        with make(store, rank, size, f"{fault}, again", backend=backend) as communicator:
             results[fault] = raised, summed(communicator), left
             communicator.barrier()
     return results
@@ -122,8 +135,8 @@ SAID = {
 }
 
 
-def test_unequal_calls_are_told_on_every_rank_and_another_communicator_works() -> None:
-    for results in run_ranks(3, fail_and_build_again):
+def test_unequal_calls_are_told_on_every_rank_and_another_communicator_works(backend: str) -> None:
+    for results in run_ranks(3, fail_and_build_again, backend):
         for fault, ((kind, message, at_fault, seconds), total, left) in results.items():
             ranks, words = SAID[fault]
             assert kind == "UnequalCollectivesError"
@@ -134,9 +147,11 @@ def test_unequal_calls_are_told_on_every_rank_and_another_communicator_works() -
             assert left is None
 
 
-def survive(store: Store, rank: int, size: int, timeout: float) -> tuple[Outcome, float]:
+def survive(
+    store: Store, rank: int, size: int, timeout: float, backend: str
+) -> tuple[Outcome, float]:
     """Loses rank 1 in the second collective, and goes on with the others."""
-    communicator = make(store, rank, size, "first", timeout)
+    communicator = make(store, rank, size, "first", timeout, backend)
     summed(communicator)
     store.set(f"ready/{rank}", "")
     if rank == 1:
@@ -144,15 +159,17 @@ def survive(store: Store, rank: int, size: int, timeout: float) -> tuple[Outcome
     raised = outcome(lambda: summed(communicator))
     communicator.close()
     left = rank - (rank > 1)
-    with make(store, left, size - 1, "second") as communicator:
+    with make(store, left, size - 1, "second", backend=backend) as communicator:
         total = summed(communicator)
         communicator.barrier()
     return raised, total
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(sign: signal.Signals) -> None:
-    with Ranks(3, survive, 8.0) as ranks:
+def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(
+    sign: signal.Signals, backend: str
+) -> None:
+    with Ranks(3, survive, 8.0, backend) as ranks:
         ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
         os.kill(ranks.processes[1].pid or 0, sign)
         results = ranks.results(40, of=(0, 2))
@@ -229,8 +246,8 @@ def test_a_worker_that_closed_is_named() -> None:
         assert seconds < TIMEOUT
 
 
-def interrupt(store: Store, rank: int, size: int) -> Outcome | str:
-    with make(store, rank, size, "first", 30.0) as communicator:
+def interrupt(store: Store, rank: int, size: int, backend: str) -> Outcome | str:
+    with make(store, rank, size, "first", 30.0, backend) as communicator:
         summed(communicator)
         if rank == 1:
             time.sleep(3)
@@ -245,8 +262,8 @@ def interrupt(store: Store, rank: int, size: int) -> Outcome | str:
     return "not interrupted"
 
 
-def test_ctrl_c_ends_a_wait_and_the_others_are_told() -> None:
-    first, *others = run_ranks(3, interrupt)
+def test_ctrl_c_ends_a_wait_and_the_others_are_told(backend: str) -> None:
+    first, *others = run_ranks(3, interrupt, backend)
 
     assert first == "interrupted"
     for kind, message, ranks, seconds in others:

@@ -1,4 +1,4 @@
-"""Ranks anywhere, through a process group of torch.distributed: Gloo or MPI.
+"""Ranks anywhere, over TCP or a process group of torch.distributed, Gloo or MPI.
 
 Every collective begins with one exchange in which each rank sends each other what it calls, a
 `Header`, and as much of its data as fits beside. So ranks that do not agree find out before
@@ -12,8 +12,8 @@ anything is mixed up, small collectives take one step, and sizes may differ.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -23,12 +23,13 @@ from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.exchange import Exchange, as_bytes
 from unisono.communicators.gloo import make_gloo_group, make_mpi_group
 from unisono.communicators.headers import Header
+from unisono.communicators.joining import join_mesh
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.sums import combine_into
+from unisono.communicators.transport import ProcessGroupTransport, Transport
 from unisono.communicators.watch import Watch
 from unisono.costs import STEP_BYTES, one_step_pays
 from unisono.errors import JobMismatchError, UnsupportedError
-from unisono.kernels import divide
 from unisono.options import ReduceOp
 
 # What may travel beside a header. Below, another step costs more than a copy.
@@ -36,26 +37,26 @@ _ROOM_BYTES = 1 << 20
 # What the rooms for all ranks may take together, but for very many ranks.
 _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
-# A large tensor goes in pieces, several at a time: Gloo sends and receives one of them in turns.
+# A large tensor goes in pieces, several at a time, so that while one is added up others travel.
 _PIECE_BYTES = 1 << 20
 _IN_FLIGHT = 4
 
+# The words for each backend.
+_NAMES = {
+    "tcp": "TCP",
+    "gloo": "torch.distributed with gloo",
+    "mpi": "torch.distributed with mpi",
+}
 
-# From here on it pays that Gloo's own sum sends and receives at the same time, which its messages
-# do not, though it takes a step more.
-_BOTH_WAYS_BYTES = 512 << 10
-# What Gloo adds up as it is.
-_EXACT = (torch.float32, torch.float64, torch.int32, torch.int64)
 
-
-class TorchDistributedCommunicator(Communicator):
-    """Collectives over a private process group, never torch's default one.
+class NetworkCommunicator(Communicator):
+    """Collectives in host memory, over connections or a process group of their own.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one communicator.
         rank: Which rank this is.
         size: How many there are, at least two.
-        backend: "gloo", or "mpi" where torch was built with it.
+        backend: "tcp", "gloo", or "mpi" where torch was built with it.
         timeout_seconds: How long a collective may wait for others.
         host: The address that other ranks reach this one by; found out if not given.
         watch: The watch over a larger communicator of which this one is a part.
@@ -72,7 +73,7 @@ class TorchDistributedCommunicator(Communicator):
         rank: int,
         size: int,
         *,
-        backend: str = "gloo",
+        backend: str = "tcp",
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
         host: str | None = None,
         watch: Watch | None = None,
@@ -84,7 +85,7 @@ class TorchDistributedCommunicator(Communicator):
         self._backend = backend
         self._step_bytes = step_bytes
         self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
-        group = _make_group(store, rank, size, backend, host, timeout_seconds)
+        transport = _make_transport(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
             room = min(_ROOM_BYTES, max(_ALL_ROOMS_BYTES // size, _LEAST_ROOM_BYTES))
@@ -92,17 +93,17 @@ class TorchDistributedCommunicator(Communicator):
             PrefixStore("watch", store), rank, size, timeout_seconds=timeout_seconds
         )
         self._exchange = Exchange(
-            group,
+            transport,
             own_watch,
             owns_watch=watch is None,
-            room=room if backend == "gloo" else 0,
+            room=0 if backend == "mpi" else room,
             speaks_for=speaks_for or [[one] for one in range(size)],
         )
 
     @property
     def name(self) -> str:
         """In words, what carries the collectives."""
-        return f"torch.distributed with {self._backend}"
+        return _NAMES[self._backend]
 
     def takes(self, device: torch.device) -> bool:
         """Host memory."""
@@ -113,20 +114,26 @@ class TorchDistributedCommunicator(Communicator):
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         with self._exchange.collective(header):
-            is_one_addition = self._is_one_addition(op, flat)
-            if self._is_small(flat) and not is_one_addition:
+            if self._is_small(flat):
                 combine_into(op, self._exchange_terms(header, flat), flat[:1], count)
-                return
-            if self._fits_in_parts(flat) and not is_one_addition:
+            elif self._fits_in_parts(flat) and self.size > 2:
                 self._return_sums(op, self._exchange_parts(header, flat), flat[0], count)
-                return
-            self._exchange.meet(header, [None] * self.size)
-            if not is_one_addition:
-                self._reduce_by_pieces(op, flat, count)
-                return
-            self._exchange.add_up(flat[0])
-            if op is ReduceOp.MEAN:
-                flat[0].copy_(divide(flat[0], count or self.size, flat[0].dtype))
+            else:
+                pieces = zip(*(term.split(_piece_length(term)) for term in flat), strict=True)
+                for _ in self._reduce_by_pieces(header, op, pieces, count):
+                    pass
+
+    def all_reduce_pieces(
+        self, op: ReduceOp, pieces: Iterable[Tensor], count: int | None = None
+    ) -> Iterator[Tensor]:
+        """Combines flat tensors as `all_reduce` does, one after the other, and yields each then.
+
+        While the next ones are made, the last ones are under way. All ranks bring as many, and no
+        others call this at the same time.
+        """
+        header = Header("all_reduce", self._next(), op, count=count)
+        with self._exchange.collective(header):
+            yield from self._reduce_by_pieces(header, op, ([piece] for piece in pieces), count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -226,12 +233,6 @@ class TorchDistributedCommunicator(Communicator):
         data[self.rank] = raw
         return _cut(data, terms)
 
-    def _is_one_addition(self, op: ReduceOp, terms: Sequence[Tensor]) -> bool:
-        """Whether the group itself had better add up: a sum of two has one order only."""
-        is_sum = op in (ReduceOp.SUM, ReduceOp.MEAN) and terms[0].dtype in _EXACT
-        is_large = terms[0].nbytes > _BOTH_WAYS_BYTES
-        return self.size == 2 and len(terms) == 1 and is_sum and is_large
-
     def _fits_in_parts(self, terms: Sequence[Tensor]) -> bool:
         # All ranks must decide alike, so the longest part decides.
         longest = max(self._lengths(len(terms[0])))
@@ -249,19 +250,30 @@ class TorchDistributedCommunicator(Communicator):
         data[self.rank] = payloads[self.rank]
         return _cut(data, by_rank[self.rank])
 
-    def _reduce_by_pieces(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        """Reduces large terms. While one piece is added up, the next ones are under way."""
+    def _reduce_by_pieces(
+        self, header: Header, op: ReduceOp, pieces: Iterable[Sequence[Tensor]], count: int | None
+    ) -> Iterator[Tensor]:
+        """Reduces one piece after the other. While it is added up, the next ones are under way."""
         send = self._swap if self.size == 2 else self._send_parts
-        pieces = list(zip(*(term.split(_piece_length(term)) for term in terms), strict=True))
-        under_way: list[Callable[[], list[Tensor]]] = []
+        met = self._exchange.begin_to_meet(header, [None] * self.size)
+        under_way: deque[tuple[Tensor, Callable[[], list[Tensor]]]] = deque()
         for number, piece in enumerate(pieces):
-            for ahead in range(number + len(under_way), min(number + _IN_FLIGHT, len(pieces))):
-                under_way.append(send(pieces[ahead], ahead % _IN_FLIGHT))
-            received = under_way.pop(0)()
-            if self.size == 2:
-                combine_into(op, received, piece[:1], count)
-            else:
-                self._return_sums(op, received, piece[0], count)
+            if number == 0:
+                met()
+            if len(under_way) == _IN_FLIGHT:
+                yield self._combined(op, *under_way.popleft(), count)
+            under_way.append((piece[0], send(piece, number % _IN_FLIGHT)))
+        while under_way:
+            yield self._combined(op, *under_way.popleft(), count)
+
+    def _combined(
+        self, op: ReduceOp, output: Tensor, received: Callable[[], list[Tensor]], count: int | None
+    ) -> Tensor:
+        if self.size == 2:
+            combine_into(op, received(), [output], count)
+        else:
+            self._return_sums(op, received(), output, count)
+        return output
 
     def _send_parts(self, terms: Sequence[Tensor], turn: int | None) -> Callable[[], list[Tensor]]:
         """Begins to send every rank its part; returns what waits for this rank's parts."""
@@ -342,12 +354,13 @@ class TorchDistributedCommunicator(Communicator):
                 tensor.view(-1).copy_(part)
 
 
-def _make_group(
+def _make_transport(
     store: Store, rank: int, size: int, backend: str, host: str | None, timeout_seconds: float
-) -> Any:
-    if backend not in ("gloo", "mpi"):
+) -> Transport:
+    if backend not in _NAMES:
         raise UnsupportedError(
-            f"`backend` must be 'gloo' or 'mpi', got {backend!r}. For NCCL use `NcclCommunicator`."
+            f"`backend` must be one of {', '.join(map(repr, _NAMES))}, got {backend!r}. For NCCL "
+            "use `NcclCommunicator`."
         )
     said = say_to_all(
         PrefixStore("backend", store), rank, size, backend, timeout_seconds=timeout_seconds
@@ -357,8 +370,12 @@ def _make_group(
             f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
         )
     if backend == "mpi":
-        return make_mpi_group(rank, size)
-    return make_gloo_group(store, rank, size, host=host, timeout_seconds=timeout_seconds)
+        return ProcessGroupTransport(make_mpi_group(rank, size))
+    if backend == "gloo":
+        return ProcessGroupTransport(
+            make_gloo_group(store, rank, size, host=host, timeout_seconds=timeout_seconds)
+        )
+    return join_mesh(store, rank, size, host=host, timeout_seconds=timeout_seconds)
 
 
 def _piece_length(term: Tensor) -> int:

@@ -1,0 +1,94 @@
+"""What carries the messages of an `Exchange`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from unisono.communicators.gloo import break_connections
+from unisono.communicators.watch import BrokenConnectionError
+
+# Waits for so many seconds, and returns whether what was begun is done.
+Finished = Callable[[float], bool]
+
+
+class Transport(Protocol):
+    """Messages of bytes between ranks, which all begin the same ones in the same order.
+
+    What is given must not change, nor what is received be read, before it is finished. A connection
+    that breaks is a `BrokenConnectionError`.
+
+    Attributes:
+        rank: Which rank this is.
+        size: How many there are.
+    """
+
+    rank: int
+    size: int
+
+    def all_to_all(
+        self, output: Tensor, rooms: Sequence[int], given: Tensor, sent: Sequence[int]
+    ) -> Finished:
+        """Begins to send every rank its part of `given`, and to receive its part from each.
+
+        Args:
+            output: Where to put what is received, one room for each rank after the other.
+            rooms: The length of each room. A message may be shorter, and lies at its beginning.
+            given: What to send, one part for each rank after the other.
+            sent: The length of each part. Nothing is sent where both lengths are 0.
+        """
+        ...
+
+    def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
+        """Begins to overwrite each tensor with that of the rank it stands under."""
+        ...
+
+    def close(self, *, has_failed: bool) -> None:
+        """Ends connections and threads, also those that other threads wait for.
+
+        After a failure nobody may go on with what was sent before.
+        """
+        ...
+
+
+class ProcessGroupTransport:
+    """A process group of torch.distributed, Gloo or MPI."""
+
+    def __init__(self, group: Any) -> None:
+        self.rank: int = group.rank()
+        self.size: int = group.size()
+        self._group = group
+
+    def all_to_all(
+        self, output: Tensor, rooms: Sequence[int], given: Tensor, sent: Sequence[int]
+    ) -> Finished:
+        """Begins to send every rank its part of `given`, and to receive its part from each."""
+        return _finished([self._group.alltoall_base(output, given, list(rooms), list(sent))])
+
+    def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
+        """Begins to overwrite each tensor with that of the rank it stands under."""
+        return _finished([self._group.broadcast(tensors[root], root) for root in tensors])
+
+    def close(self, *, has_failed: bool) -> None:
+        """Ends connections and threads, at which others fail in any case."""
+        group, self._group = self._group, None
+        if hasattr(group, "recv"):
+            break_connections(group)
+
+
+def _finished(works: list[Any]) -> Finished:
+    def finished(seconds: float) -> bool:
+        while works:
+            try:
+                works[0].wait(timedelta(seconds=seconds))
+            except RuntimeError as error:
+                if works[0].is_completed():
+                    raise BrokenConnectionError(str(error).splitlines()[0]) from error
+                return False
+            works.pop(0)
+        return True
+
+    return finished

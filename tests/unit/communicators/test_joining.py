@@ -1,0 +1,167 @@
+"""How ranks come to be connected: strangers, secrets, encryption, and who is missing."""
+
+from __future__ import annotations
+
+import os
+import socket
+import ssl
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import trustme
+from processes.harness import Outcome, run_ranks
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+
+from unisono.communicators.addresses import address_of_interface
+from unisono.communicators.joining import _Reception, join_mesh
+from unisono.communicators.mesh import Mesh
+from unisono.communicators.network import NetworkCommunicator
+from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
+from unisono.options import ReduceOp
+
+TLS = "GLOO_DEVICE_TRANSPORT_TCP_TLS"
+
+
+def join(store: Store, rank: int, size: int, seconds: float = 20.0) -> Mesh:
+    return join_mesh(store, rank, size, host="127.0.0.1", timeout_seconds=seconds)
+
+
+@pytest.mark.parametrize(
+    "first_words",
+    [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, b"0" * 32 + b"\0\0\0\1", b"5" * 32 + b"\0\0\0\2"],
+    ids=["nothing", "another protocol", "another secret", "a rank that is here already"],
+)
+def test_strangers_are_hung_up_on(first_words: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        reception = _Reception(0, listener, "5" * 32, None)
+        with socket.create_connection(listener.getsockname(), timeout=5) as stranger:
+            stranger.sendall(first_words)
+            stranger.shutdown(socket.SHUT_WR)
+            assert reception.next_guest({1}, deadline=time.monotonic() + 5) is None
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""
+
+
+def joined(pool: ThreadPoolExecutor, store: Store, size: int) -> list[Future[Mesh]]:
+    return [pool.submit(join, store, rank, size) for rank in range(size)]
+
+
+def test_a_rank_that_said_where_it_is_and_never_calls_is_named() -> None:
+    store = HashStore()
+    # Rank 1 says all that it should, and does no more.
+    for part in ("address", "mesh"):
+        said = PrefixStore(part, store)
+        said.add("came/1", 1)
+        said.set("says/1", '2/["127.0.0.1", 1, "", false]' if part == "mesh" else "2/127.0.0.1")
+
+    with pytest.raises(
+        WorkerTimeoutError, match=r"waited 1 s for rank 1 of 2 to connect"
+    ) as caught:
+        join(store, 0, 2, seconds=1.0)
+    assert caught.value.ranks == (1,)
+
+
+def test_nobody_listens_once_all_are_connected() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with ThreadPoolExecutor(3) as pool:
+        meshes = [future.result() for future in joined(pool, HashStore(), 3)]
+    # Two connections on each of three ranks.
+    assert len(set(os.listdir("/proc/self/fd")) - before) == 6
+    for mesh in meshes:
+        mesh.close()
+    assert set(os.listdir("/proc/self/fd")) <= before
+
+
+def test_an_address_of_another_host_is_an_error() -> None:
+    with pytest.raises(UnsupportedError, match=r"'192.0.2.1' is not an address of this host"):
+        join_mesh(HashStore(), 0, 1, host="192.0.2.1", timeout_seconds=5)
+
+
+def test_an_interface_has_an_address() -> None:
+    assert address_of_interface("lo") == "127.0.0.1"
+    with pytest.raises(UnsupportedError, match=r"'no such network'.* There are .*lo"):
+        address_of_interface("no such network")
+
+
+def keys(folder: Path, authority: trustme.CA, name: str) -> dict[str, str]:
+    """The environment of a host that encrypts."""
+    certificate = authority.issue_cert(name)
+    files = {"PKEY": folder / f"{name}.key", "CERT": folder / f"{name}.pem"}
+    certificate.private_key_pem.write_to_path(files["PKEY"])
+    certificate.cert_chain_pems[0].write_to_path(files["CERT"])
+    files["CA_FILE"] = folder / "authority.pem"
+    authority.cert_pem.write_to_path(files["CA_FILE"])
+    settings = {f"{TLS}_{which}": str(path) for which, path in files.items()}
+    return {"GLOO_DEVICE_TRANSPORT": "TCP_TLS", **settings}
+
+
+def talk(store: Store, rank: int, size: int, settings: list[dict[str, str]]) -> Outcome | bool:
+    """Whether what was said was encrypted, or what was raised."""
+    os.environ.update(settings[rank])
+    try:
+        communicator = NetworkCommunicator(store, rank, size, timeout_seconds=5)
+    except CommunicationError as error:
+        return type(error).__name__, str(error), error.ranks, 0.0
+    with communicator:
+        for length in (1, 1_000_001, 1):
+            total = torch.ones(length)
+            communicator.all_reduce(ReduceOp.SUM, [total])
+            assert bool((total == size).all())
+        return _is_encrypted(communicator)
+
+
+def _is_encrypted(communicator: NetworkCommunicator) -> bool:
+    connections = communicator._exchange._transport._connections  # type: ignore[attr-defined]
+    return all(isinstance(one._socket, ssl.SSLSocket) for one in connections.values())
+
+
+def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    settings = [keys(tmp_path, authority, f"host{rank}.test") for rank in range(3)]
+
+    assert run_ranks(3, talk, settings) == [True] * 3
+    assert run_ranks(2, talk, [{}, {}]) == [False] * 2
+
+
+def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
+    settings = []
+    for rank in range(2):
+        (folder := tmp_path / str(rank)).mkdir()
+        settings.append(keys(folder, trustme.CA(), f"host{rank}.test"))
+
+    first, second = run_ranks(2, talk, settings)
+
+    assert (first[0], first[2]) == ("WorkerTimeoutError", (1,))
+    assert "was refused" in first[1]
+    assert (second[0], second[2]) == ("WorkerLostError", (0,))
+    assert "certificate verify failed" in second[1]
+
+
+def test_encryption_on_some_ranks_alone_is_an_error(tmp_path: Path) -> None:
+    for kind, message, *_ in run_ranks(2, talk, [keys(tmp_path, trustme.CA(), "a.test"), {}]):
+        assert kind == "JobMismatchError"
+        assert "Encrypt on all ranks or on none" in message
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({f"{TLS}_CERT": "here.pem"}, f"needs {TLS}_PKEY and {TLS}_CA_FILE too"),
+        (
+            {f"{TLS}_{which}": "/no/such/file" for which in ("PKEY", "CERT", "CA_FILE")},
+            "could not be used together",
+        ),
+    ],
+)
+def test_missing_or_unreadable_keys_are_an_error(
+    settings: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"GLOO_DEVICE_TRANSPORT": "TCP_TLS", **settings}.items():
+        monkeypatch.setenv(name, value)
+
+    with pytest.raises(UnsupportedError, match=words):
+        join(HashStore(), 0, 1)

@@ -1,0 +1,127 @@
+"""Messages over connections of one's own: order, lengths, and connections that break."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+
+from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.watch import BrokenConnectionError
+
+SECONDS = 20.0
+# More than the buffers of the kernel take while nobody reads.
+LARGE = 8 << 20
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Mesh, Mesh]]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        calling = socket.create_connection(listener.getsockname())
+        called, _ = listener.accept()
+    both = Mesh(0, {1: Connection(calling, 1)}), Mesh(1, {0: Connection(called, 0)})
+    yield both
+    for mesh in both:
+        mesh.close()
+
+
+def filled(length: int, value: int) -> Tensor:
+    return torch.full((length,), value, dtype=torch.uint8)
+
+
+def lengths(mesh: Mesh, length: int) -> list[int]:
+    """All for the other of two."""
+    return [0, length] if mesh.rank == 0 else [length, 0]
+
+
+def swap(mesh: Mesh, given: Tensor, room: int) -> Tensor:
+    output = filled(room, 0)
+    finished = mesh.all_to_all(output, lengths(mesh, room), given, lengths(mesh, len(given)))
+    assert finished(SECONDS)
+    return output
+
+
+@pytest.mark.parametrize("length", [1, 5, 1000, 40_000, LARGE])
+def test_both_send_at_the_same_time(pair: tuple[Mesh, Mesh], length: int) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            given = [filled(length, 3), filled(length, 4)]
+            found = list(pool.map(swap, pair, given, [length, length]))
+            assert torch.equal(found[0], given[1])
+            assert torch.equal(found[1], given[0])
+
+
+def test_messages_arrive_in_order_however_many_are_under_way(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    given = [filled(length, number) for number, length in enumerate([7, 100_000, 0, 1, 33_000])]
+    rooms = [torch.empty_like(tensor) for tensor in given]
+    sent = [
+        first.all_to_all(filled(0, 0), [0, 0], tensor, lengths(first, len(tensor)))
+        for tensor in given
+    ]
+    received = [
+        second.all_to_all(room, lengths(second, len(room)), filled(0, 0), [0, 0]) for room in rooms
+    ]
+
+    with ThreadPoolExecutor(1) as pool:
+        # The last one first: what comes before it is moved on the way.
+        last = pool.submit(received[-1], SECONDS)
+        assert sent[-1](SECONDS)
+        assert last.result()
+    assert all(finished(0.0) for finished in [*sent, *received])
+    assert all(torch.equal(*both) for both in zip(rooms, given, strict=True))
+
+
+def test_a_message_may_be_shorter_than_its_room(pair: tuple[Mesh, Mesh]) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(swap, pair, [filled(3, 1), filled(50_000, 2)], [60_000, 60_000]))
+
+    assert found[1][:4].tolist() == [1, 1, 1, 0]
+    assert int(found[0].sum()) == 100_000
+
+
+def test_a_message_that_is_too_long_is_noticed(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    first.all_to_all(filled(0, 0), [0, 0], filled(8, 1), lengths(first, 8))
+
+    with pytest.raises(BrokenConnectionError, match="rank 0: it sent 8 bytes where 4 were"):
+        second.all_to_all(filled(4, 0), lengths(second, 4), filled(0, 0), [0, 0])(SECONDS)
+
+
+def test_a_wait_ends_after_its_time(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    room = filled(4, 0)
+    finished = second.all_to_all(room, lengths(second, 4), filled(0, 0), [0, 0])
+    start = time.monotonic()
+
+    assert not finished(0.2)
+    assert 0.2 <= time.monotonic() - start < 5
+    first.all_to_all(filled(0, 0), [0, 0], filled(4, 9), lengths(first, 4))
+    assert finished(SECONDS)
+    assert room.tolist() == [9] * 4
+
+
+def test_a_peer_that_closed_is_named(pair: tuple[Mesh, Mesh]) -> None:
+    first, second = pair
+    first.close()
+    finished = second.all_to_all(filled(4, 0), lengths(second, 4), filled(0, 0), [0, 0])
+
+    with pytest.raises(BrokenConnectionError, match="rank 0"):
+        finished(SECONDS)
+
+
+def test_closing_ends_a_wait_of_another_thread(pair: tuple[Mesh, Mesh]) -> None:
+    first, _ = pair
+    finished = first.all_to_all(filled(4, 0), lengths(first, 4), filled(0, 0), [0, 0])
+    threading.Timer(0.2, first.close).start()
+    start = time.monotonic()
+
+    with pytest.raises(BrokenConnectionError):
+        finished(SECONDS)
+    assert time.monotonic() - start < SECONDS / 2
