@@ -25,7 +25,7 @@ class Device:
     A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
     Two devices with the same name are the same object, so they compare and hash by identity.
 
-    Args:
+    Attributes:
         type: "cpu" or "cuda".
         index: Its number, from 0.
         job: The job of the task that it belongs to, such as "worker"; None for this process.
