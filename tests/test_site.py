@@ -34,8 +34,8 @@ ERRORS = [
     if inspect.isclass(thing) and issubclass(thing, uo.errors.UnisonoError)
 ]
 
-# What each of the five API pages defines: its class, members and arguments. Each is a name by itself
-# in the first column of a table.
+# What each of the five API pages defines: its class, members and arguments. Each has a place of its
+# own in the first column of a table.
 TENSORFLOW_MEMBERS = {
     "tf.distribute.CrossDeviceOps": """
         CrossDeviceOps reduce reduce_implementation batch_reduce batch_reduce_implementation
