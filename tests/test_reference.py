@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import builtins
 import enum
+import importlib
 import inspect
 import re
 import textwrap
@@ -27,7 +28,8 @@ def shown() -> Iterator[tuple[str, Any, type | None]]:
     """Everything with arguments that a page shows: its name, itself, and the class it is of."""
     for page in PAGES:
         for name, options in re.findall(r"^::: ([\w.]+)\n((?:    .*\n)*)", page.read_text(), re.M):
-            thing = KNOWN[name.rpartition(".")[2]]
+            module, _, key = name.rpartition(".")
+            thing = getattr(importlib.import_module(module), key)
             yield name, thing, None
             if not inspect.isclass(thing) or "members: false" in options:
                 continue
