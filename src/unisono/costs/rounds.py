@@ -74,7 +74,7 @@ def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) ->
 
 
 def line_of(phases: tuple[Phase, ...], cluster: Cluster) -> Line:
-    """Returns what `phases` cost on a `cluster`: a line from an empty tensor to a very large one."""
+    """Returns what `phases` cost on a `cluster`: a line from an empty tensor to a huge one."""
     latency = seconds_of(phases, cluster, 0)
     return Line(latency, (seconds_of(phases, cluster, _FAR_BYTES) - latency) / _FAR_BYTES)
 
