@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -149,6 +150,21 @@ def test_every_error_has_a_section() -> None:
     assert set(ERRORS) - {"UnisonoError"} - set(sections) == set()
 
 
+def test_every_message_on_the_page_of_errors_is_one() -> None:
+    tables = re.findall(
+        r"^\| message \|.*\n\|-.*\n((?:\|.*\n)+)", page_text("errors.md"), re.MULTILINE
+    )
+    cells = [
+        row.split(" | ")[0].removeprefix("| ") for table in tables for row in table.split("\n")
+    ]
+    pieces = [piece.strip() for cell in cells for piece in re.split(r";|\.\.\.", cell)]
+    messages = "\n".join(texts_of_the_sources())
+
+    assert len(pieces) > 60
+    # Write `...` for what differs from case to case.
+    assert [piece for piece in pieces if piece not in messages] == []
+
+
 @pytest.mark.parametrize("page", TENSORFLOW_MEMBERS)
 def test_every_member_of_a_tensorflow_page_has_a_row(page: str) -> None:
     rows = re.findall(r"^\|(.*?)\|", tensorflow_section(page), re.MULTILINE)
@@ -257,6 +273,16 @@ def shell_blocks() -> list[str]:
     pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *DOCS.rglob("*.md")]
     text = "\n".join(page.read_text() for page in pages)
     return re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def texts_of_the_sources() -> Iterator[str]:
+    """All texts in the Python sources, with nothing in the place of what is filled in."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "\0".join(str(getattr(part, "value", "")) for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 def tensorflow_section(page: str) -> str:
