@@ -202,7 +202,9 @@ def is_ours(thing: object) -> bool:
 
 
 def has_no_docstring(thing: object) -> bool:
-    can_have_one = inspect.isclass(thing) or inspect.isfunction(thing)
+    # To Python 3.10 an alias such as `Callable[[int], int]` is a class.
+    is_alias = hasattr(thing, "__origin__")
+    can_have_one = (inspect.isclass(thing) and not is_alias) or inspect.isfunction(thing)
     return (can_have_one or isinstance(thing, ModuleType)) and not thing.__doc__
 
 
