@@ -162,6 +162,11 @@ BROADCAST = "tensor, destinations"
             "fn, iterator, iterations=1, initial_loop_values=None",
         ),
         ("StrategyExtended.experimental_make_numpy_dataset", "numpy_input, session=None"),
+        (
+            "Variable",
+            "initial_value, trainable=None, dtype=None, synchronization=AUTO, aggregation=NONE, "
+            "name=None",
+        ),
         ("ReplicaContext.merge_call", "merge_fn, args=(), kwargs=None"),
         ("ReplicaContext.all_reduce", "reduce_op, value, options=None"),
         ("ReplicaContext.all_gather", "value, axis, options=None"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,12 @@ class _MadeOnce(type):
         if context is None:
             return make(*args, **kwargs)
         return context.merge_call(lambda _: make(*args, **kwargs))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of `__init__`, for `help` and editors."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
