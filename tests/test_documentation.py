@@ -1,8 +1,10 @@
-"""Every Python block of the documentation runs, and every link in it leads somewhere."""
+"""Every Python block of the documentation runs, and what pages link to or name is there."""
 
 from __future__ import annotations
 
+import doctest
 import gc
+import importlib
 import re
 import threading
 from pathlib import Path
@@ -10,10 +12,16 @@ from typing import Any
 
 import pytest
 
+import unisono
+
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FENCE = re.compile(r"^[ >]*(?:```|~~~)(.*)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
+EXAMPLES = sorted(path for path in (ROOT / "src").rglob("*.py") if ">>> " in path.read_text())
+
+each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 
 blocks = [
     pytest.param(
@@ -46,7 +54,74 @@ def end_replica_threads() -> None:
             thread.join(timeout=10)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@each_page
+def test_no_block_is_passed_over(page: Path) -> None:
+    text = page.read_text()
+    fences = list(FENCE.finditer(text))
+    kinds = [fence[1] for fence in fences[::2]]
+
+    # What is written otherwise, or further in, would look like a program and never run.
+    assert set(kinds) <= {"python", "py", "bash", "diff", ""}
+    assert kinds.count("python") == len(BLOCK.findall(text))
+    assert "py" not in kinds or page.name in ("coming_from_ddp.md", "coming_from_tensorflow.md")
+    for fence, end in zip(fences[::2], fences[1::2], strict=True):
+        assert fence[1] or not is_python(text[fence.end() : end.start()])
+
+
+def test_a_program_is_told_from_other_text() -> None:
+    assert is_python("import unisono\nunisono.PerReplica([1])")
+    assert not is_python("WorkerLostError: Rank 2 was in call 33")
+
+
+def is_python(text: str) -> bool:
+    try:
+        compile(text, "text", "exec")
+    except SyntaxError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
+def test_the_examples_of_a_docstring_hold(path: Path) -> None:
+    name = ".".join(path.relative_to(ROOT / "src").with_suffix("").parts)
+
+    failed, tried = doctest.testmod(importlib.import_module(name))
+
+    assert (failed, tried > 0) == (0, True)
+
+
+@each_page
+def test_files_that_a_page_names_exist(page: Path) -> None:
+    folders = "benchmarks|examples|tests|scripts|native|src|docs"
+    named = re.findall(rf"(?<![\w./])((?:{folders})/[\w./]*\w)(?![{{\w])", page.read_text())
+
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@each_page
+def test_names_of_ours_that_a_page_uses_exist(page: Path) -> None:
+    code = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))
+    named = re.findall(r"(?<![\w./'\"$])(?:uo|unisono)((?:\.[A-Za-z_]\w*)+)", code)
+
+    # `X` stands for any name.
+    assert [name for name in named if name[-2:] != ".X" and not exists(name.split(".")[1:])] == []
+
+
+def exists(parts: list[str]) -> bool:
+    """Whether `unisono` has this attribute, or a module that has it."""
+    found: Any = unisono
+    for number, part in enumerate(parts):
+        if not hasattr(found, part):
+            try:
+                found = importlib.import_module(".".join(["unisono", *parts[: number + 1]]))
+            except ImportError:
+                return False
+        else:
+            found = getattr(found, part)
+    return True
+
+
+@each_page
 def test_links_lead_somewhere(page: Path) -> None:
     missing = [link for link in LINK.findall(page.read_text()) if not (page.parent / link).exists()]
 

@@ -162,6 +162,11 @@ BROADCAST = "tensor, destinations"
             "fn, iterator, iterations=1, initial_loop_values=None",
         ),
         ("StrategyExtended.experimental_make_numpy_dataset", "numpy_input, session=None"),
+        (
+            "Variable",
+            "initial_value, trainable=None, dtype=None, synchronization=AUTO, aggregation=NONE, "
+            "name=None",
+        ),
         ("ReplicaContext.merge_call", "merge_fn, args=(), kwargs=None"),
         ("ReplicaContext.all_reduce", "reduce_op, value, options=None"),
         ("ReplicaContext.all_gather", "value, axis, options=None"),
@@ -202,7 +207,9 @@ def is_ours(thing: object) -> bool:
 
 
 def has_no_docstring(thing: object) -> bool:
-    can_have_one = inspect.isclass(thing) or inspect.isfunction(thing)
+    # To Python 3.10 an alias such as `Callable[[int], int]` is a class.
+    is_alias = hasattr(thing, "__origin__")
+    can_have_one = (inspect.isclass(thing) and not is_alias) or inspect.isfunction(thing)
     return (can_have_one or isinstance(thing, ModuleType)) and not thing.__doc__
 
 

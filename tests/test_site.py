@@ -11,6 +11,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -34,34 +35,54 @@ ERRORS = [
     if inspect.isclass(thing) and issubclass(thing, uo.errors.UnisonoError)
 ]
 
-# What each of the five API pages names, with the names that it refers to.
-TENSORFLOW_PAGES = {
+# What each of the five API pages defines: its class, members and arguments. Each has a place of its
+# own in the first column of a table.
+TENSORFLOW_MEMBERS = {
     "tf.distribute.CrossDeviceOps": """
-        reduce reduce_implementation batch_reduce batch_reduce_implementation broadcast
-        broadcast_implementation reduce_op per_replica_value destinations options tensor
-        value_destination_pairs tf.distribute.experimental.CommunicationOptions tf.Tensor Variable
-        DistributedValues ValueError tf.compat.v1.distribute.CrossDeviceOps""",
+        CrossDeviceOps reduce reduce_implementation batch_reduce batch_reduce_implementation
+        broadcast broadcast_implementation reduce_op per_replica_value destinations options tensor
+        value_destination_pairs""",
     "tf.distribute.ReductionToOneDevice": """
-        reduce_to_device accumulation_fn tf.math.add_n reduce batch_reduce broadcast
-        tf.distribute.NcclAllReduce tf.distribute.HierarchicalCopyAllReduce
-        tf.distribute.MirroredStrategy StrategyExtended.reduce_to
-        StrategyExtended.batch_reduce_to""",
+        ReductionToOneDevice reduce_to_device accumulation_fn reduce batch_reduce broadcast
+        reduce_op per_replica_value destinations options value_destination_pairs tensor""",
     "tf.contrib.distribute.AllReduceCrossDeviceOps": """
-        all_reduce_alg num_packs agg_small_grads_max_bytes agg_small_grads_max_group reduce
-        batch_reduce broadcast reduce_op per_replica_value destinations value_destination_pairs
-        tensor ReduceOp.SUM ReduceOp.MEAN PerReplica Mirrored ValueError""",
+        AllReduceCrossDeviceOps all_reduce_alg num_packs agg_small_grads_max_bytes
+        agg_small_grads_max_group reduce batch_reduce broadcast reduce_op per_replica_value
+        destinations value_destination_pairs tensor PerReplica Mirrored""",
     "tf.contrib.distribute.CrossTowerOps": """
-        reduce batch_reduce broadcast aggregation per_device_value destinations
-        value_destination_pairs tensor tf.VariableAggregation.SUM tf.VariableAggregation.MEAN
-        PerDevice ValueError""",
+        CrossTowerOps reduce batch_reduce broadcast aggregation per_device_value destinations
+        value_destination_pairs tensor PerDevice""",
     "tf.contrib.distribute.CollectiveAllReduceStrategy": """
-        num_gpus_per_worker extended num_replicas_in_sync __deepcopy__ configure cluster_spec
-        experimental_finalize experimental_initialize experimental_run fn input_iterator
-        make_dataset_iterator dataset make_input_fn_iterator input_fn replication_mode
-        InputReplicationMode.PER_WORKER tf.distribute.InputContext num_input_pipelines
-        input_pipeline_id InputIterator initialize get_next reduce reduce_op value scope
-        update_config_proto config_proto ConfigProto call_for_each_replica
-        tf.distribute.get_replica_context replica_id_in_sync_group tf.data.Dataset""",
+        CollectiveAllReduceStrategy num_gpus_per_worker extended num_replicas_in_sync __deepcopy__
+        memo configure cluster_spec experimental_finalize experimental_initialize experimental_run
+        fn input_iterator make_dataset_iterator dataset make_input_fn_iterator input_fn
+        replication_mode initialize get_next num_input_pipelines input_pipeline_id reduce reduce_op
+        value scope update_config_proto config_proto replica_id_in_sync_group PerReplica Mirrored
+        Tensor""",
+}
+
+# What they refer to; it is anywhere in the section.
+TENSORFLOW_REFERENCES = {
+    "tf.distribute.CrossDeviceOps": """
+        tf.distribute.experimental.CommunicationOptions tf.Tensor tf.Variable
+        tf.distribute.DistributedValues tf.distribute.ReduceOp tf.distribute.Strategy
+        tf.distribute.MirroredStrategy tf.distribute.ReductionToOneDevice
+        tf.distribute.NcclAllReduce tf.distribute.HierarchicalCopyAllReduce
+        tf.distribute.StrategyExtended.reduce_to tf.distribute.StrategyExtended.batch_reduce_to
+        tf.compat.v1.distribute.CrossDeviceOps ValueError""",
+    "tf.distribute.ReductionToOneDevice": """
+        tf.math.add_n tf.distribute.MirroredStrategy tf.distribute.NcclAllReduce
+        tf.distribute.HierarchicalCopyAllReduce StrategyExtended.reduce_to
+        StrategyExtended.batch_reduce_to CrossDeviceOps""",
+    "tf.contrib.distribute.AllReduceCrossDeviceOps": """
+        tf.distribute.ReduceOp.SUM tf.distribute.ReduceOp.MEAN CrossDeviceOps ValueError""",
+    "tf.contrib.distribute.CrossTowerOps": """
+        tf.VariableAggregation.SUM tf.VariableAggregation.MEAN Mirrored ValueError""",
+    "tf.contrib.distribute.CollectiveAllReduceStrategy": """
+        tf.distribute.Strategy tf.distribute.StrategyExtended tf.distribute.InputContext
+        tf.distribute.InputIterator tf.distribute.InputReplicationMode.PER_WORKER
+        tf.distribute.ReduceOp tf.distribute.get_replica_context tf.data.Dataset tf.ConfigProto
+        tf.nest call_for_each_replica""",
 }
 
 
@@ -115,8 +136,7 @@ def test_every_command_of_ours_has_known_options(tmp_path: Path, monkeypatch: An
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__)
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
-    public = ERRORS if module is uo.errors else module.__all__
-    names = [key for key in public if not inspect.ismodule(getattr(module, key))]
+    names = [key for key in module.__all__ if not inspect.ismodule(getattr(module, key))]
 
     listed = re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", REFERENCE, re.MULTILINE)
 
@@ -130,18 +150,53 @@ def test_every_error_has_a_section() -> None:
     assert set(ERRORS) - {"UnisonoError"} - set(sections) == set()
 
 
-@pytest.mark.parametrize("page", TENSORFLOW_PAGES)
-def test_every_name_of_a_tensorflow_page_is_explained(page: str) -> None:
-    _, section = page_text("coming_from_tensorflow.md").split(f"### `{page}`")
-    code = " ".join(re.findall(r"`([^`\n]+)`", section.partition("\n##")[0]))
-
-    missing = [
-        name
-        for name in TENSORFLOW_PAGES[page].split()
-        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", code)
+def test_every_message_on_the_page_of_errors_is_one() -> None:
+    tables = re.findall(
+        r"^\| message \|.*\n\|-.*\n((?:\|.*\n)+)", page_text("errors.md"), re.MULTILINE
+    )
+    cells = [
+        row.split(" | ")[0].removeprefix("| ") for table in tables for row in table.split("\n")
     ]
+    pieces = [piece.strip() for cell in cells for piece in re.split(r";|\.\.\.", cell)]
+    messages = "\n".join(texts_of_the_sources())
 
-    assert missing == []
+    assert len(pieces) > 60
+    # Write `...` for what differs from case to case.
+    assert [piece for piece in pieces if piece not in messages] == []
+
+
+@pytest.mark.parametrize("page", TENSORFLOW_MEMBERS)
+def test_every_member_of_a_tensorflow_page_has_a_row(page: str) -> None:
+    rows = re.findall(r"^\|(.*?)\|", tensorflow_section(page), re.MULTILINE)
+    code = " ".join(re.findall(r"`([^`\n]+)`", " ".join(rows)))
+
+    # A part of another name, such as that of `extended` in `strategy.extended`, does not count.
+    assert [
+        name
+        for name in TENSORFLOW_MEMBERS[page].split()
+        if not re.search(rf"(?<![\w.]){name}(?![\w.])", code)
+    ] == []
+
+
+@pytest.mark.parametrize("page", TENSORFLOW_REFERENCES)
+def test_every_reference_of_a_tensorflow_page_is_explained(page: str) -> None:
+    code = " ".join(re.findall(r"`([^`\n]+)`", tensorflow_section(page)))
+
+    assert [
+        name
+        for name in TENSORFLOW_REFERENCES[page].split()
+        if not re.search(rf"(?<!\w){re.escape(name)}(?!\w)", code)
+    ] == []
+
+
+@pytest.mark.parametrize("page", TENSORFLOW_MEMBERS)
+def test_every_row_of_a_tensorflow_page_says_what_it_is_here(page: str) -> None:
+    rows = re.findall(r"^\| `.*", tensorflow_section(page), re.MULTILINE)
+
+    assert rows
+    assert [
+        row for row in rows if len(cells := row.split(" | ")) != 3 or not cells[1].strip()
+    ] == []
 
 
 def test_the_tensorflow_program_of_the_page_is_that_of_the_example() -> None:
@@ -181,6 +236,7 @@ def test_a_picture_says_what_its_script_says(name: str, tmp_path: Path, monkeypa
 
     # Run `python docs/pictures/draw.py` if they differ.
     assert words(DOCS / "pictures" / f"{name}.svg") == words(drawn)
+    assert shapes(DOCS / "pictures" / f"{name}.svg") == shapes(drawn)
 
 
 def test_every_picture_is_drawn_and_shown(monkeypatch: Any) -> None:
@@ -219,6 +275,22 @@ def shell_blocks() -> list[str]:
     return re.findall(r"^```bash\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
 
 
+def texts_of_the_sources() -> Iterator[str]:
+    """All texts in the Python sources, with nothing in the place of what is filled in."""
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                yield "\0".join(str(getattr(part, "value", "")) for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def tensorflow_section(page: str) -> str:
+    """What is said of one of TensorFlow's pages."""
+    _, section = page_text("coming_from_tensorflow.md").split(f"### `{page}`")
+    return section.partition("\n##")[0]
+
+
 def page_text(page: str) -> str:
     return (DOCS / page).read_text()
 
@@ -231,3 +303,9 @@ def other_programs(page: str) -> list[str]:
 def words(picture: Path) -> list[str]:
     """The texts of a picture, in the order in which they were drawn."""
     return re.findall(r"<!-- (.*?) -->", picture.read_text(), re.DOTALL)
+
+
+def shapes(picture: Path) -> list[list[int]]:
+    """The boxes, bars and arrows of a picture: where each is, in whole points."""
+    paths = re.findall(r'<g id="patch_\d+">\s*<path d="(.*?)"', picture.read_text(), re.DOTALL)
+    return [[round(float(number)) for number in re.findall(r"-?[\d.]+", path)] for path in paths]

@@ -7,11 +7,12 @@ from matplotlib.figure import Figure
 
 # A question, and what to take if the answer is yes.
 QUESTIONS = [
-    ("Do you study reductions, or need\na sum that is none?", "your own CrossDeviceOps"),
-    ("Do all devices share a memory?\n(CPU replicas, virtual GPUs)", "ReductionToOneDevice"),
+    ("Do you study reductions, or want\nanother result than a sum?", "your own CrossDeviceOps"),
     ("Do you need an accumulation_fn?", "ReductionToOneDevice"),
+    ("Do all devices share a memory?\n(CPU replicas, one GPU)", "ReductionToOneDevice"),
+    ("Are some devices CPUs\nand some GPUs?", "ReductionToOneDevice"),
     ("Must the bits be those of every\nother path?", "HierarchicalCopyAllReduce"),
-    ("Are all GPUs different, and is\nNCCL there?", "NcclAllReduce"),
+    ("Has each replica its own GPU,\nand is NCCL there?", "NcclAllReduce"),
 ]
 OTHERWISE = "HierarchicalCopyAllReduce"
 

@@ -30,24 +30,23 @@ def draw_strategy() -> Figure:
 
 
 def draw_values() -> Figure:
-    """Per-replica and mirrored values, and where their components lie."""
-    canvas = Canvas(92, 40)
-    canvas.text(22, 37, "PerReplica", bold=True, size=12)
-    canvas.text(22, 33.6, "may differ: a loss, a batch, a gradient", size=9, grey=True)
-    canvas.text(70, 37, "Mirrored", bold=True, size=12)
-    canvas.text(70, 33.6, "always the same: a weight, a reduced gradient", size=9, grey=True)
+    """Per-replica and mirrored values, component by component."""
+    canvas = Canvas(92, 32)
+    canvas.text(22, 29, "PerReplica", bold=True, size=12)
+    canvas.text(22, 25.6, "may differ: a loss, a batch, a gradient", size=9, grey=True)
+    canvas.text(70, 29, "Mirrored", bold=True, size=12)
+    canvas.text(70, 25.6, "always the same: a reduced gradient", size=9, grey=True)
     for i, name in enumerate(("0.8", "0.5", "1.1")):
-        canvas.box(2 + 14 * i, 22, 12, 8, name, fill=REPLICA_FILLS[i], size=12)
-        canvas.text(8 + 14 * i, 19.6, f"replica {i}", size=9)
-    canvas.text(22, 15, "a component a replica:", size=9)
-    canvas.text(22, 12, "value.values, value.devices", size=9, bold=True)
+        canvas.box(2 + 14 * i, 14, 12, 8, name, fill=REPLICA_FILLS[i], size=12)
+        canvas.text(8 + 14 * i, 11.6, f"replica {i}", size=9)
+    canvas.text(22, 7, "one component a replica:", size=9)
+    canvas.text(22, 4, "value.values, value.devices", size=9, bold=True)
     for i in range(3):
-        canvas.box(50 + 14 * i, 22, 12, 8, "0.8", fill=REPLICA_FILLS[i], size=12)
-        canvas.text(56 + 14 * i, 19.6, f"replica {i}", size=9)
-        canvas.arrow((56 + 14 * i, 17.8), (62 + 8 * i, 12.6))
-    canvas.box(54, 6, 32, 6.5, "one storage", fill="meeting")
-    canvas.text(70, 3, "where replicas share a memory; else a copy each", size=9, grey=True)
-    canvas.line((46, 4), (46, 38))
+        canvas.box(50 + 14 * i, 14, 12, 8, "0.8", fill=REPLICA_FILLS[i], size=12)
+        canvas.text(56 + 14 * i, 11.6, f"replica {i}", size=9)
+    canvas.text(70, 7, "the same, and can be used as one tensor:", size=9)
+    canvas.text(70, 4, "value + 1, torch.sum(value)", size=9, bold=True)
+    canvas.line((46, 2), (46, 30))
     return canvas.figure
 
 
@@ -81,27 +80,27 @@ def draw_tree() -> Figure:
 
 def draw_packs() -> Figure:
     """Two replicas in time: packs of gradients are reduced while the backward passes run."""
-    canvas = Canvas(96, 40)
-    for replica, y in ((0, 28), (1, 18)):
+    canvas = Canvas(96, 33)
+    for replica, y, forward in ((0, 18, 18), (1, 8, 20)):
         canvas.text(6, y + 3, f"replica {replica}", bold=True)
-        late = 2 * replica
-        canvas.box(12, y, 20 + late, 6, "forward", fill="plain")
+        canvas.box(12, y, forward, 6, "forward", fill="plain")
+        x = 12 + forward
         for pack in range(3):
             fill = REPLICA_FILLS[pack]
-            x = 32 + late + 14 * pack
-            canvas.box(x, y, 14, 6, f"backward\nlayer {3 - pack}", fill=fill, size=8.5)
+            canvas.box(x, y, 11, 6, f"backward\nlayer {3 - pack}", fill=fill, size=8.5)
+            x += 11
+            if replica == 1:
+                canvas.box(x, y, 7, 6, f"reduce\npack {pack + 1}", fill="meeting", size=8)
+                x += 7
+        if replica == 0:
+            canvas.box(x, y, 86 - x, 6, "waits for pack 3", size=8.5, dashed=True)
         canvas.box(86, y, 8, 6, "step", fill="program", size=9)
-    canvas.text(6, 11, "packs", bold=True)
-    for pack in range(3):
-        x = 48 + 14 * pack
-        canvas.arrow((x, 18), (x + 1, 14))
-        canvas.box(x + 1, 8, 10, 6, f"reduce\npack {pack + 1}", fill=REPLICA_FILLS[pack], size=8.5)
     canvas.arrow((12, 4), (94, 4))
     canvas.text(52, 2, "time", size=9, grey=True)
     canvas.text(
         52,
-        37.5,
-        "A pack is reduced when the last replica has filled it; only the last pack is waited for.",
+        29.5,
+        "The replica that fills a pack last reduces it, while the others go on.",
         size=9,
     )
     return canvas.figure

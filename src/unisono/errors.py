@@ -129,6 +129,6 @@ class JobMismatchError(CommunicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds to an error where it was raised, as far as Python can."""
+    """Adds a `note` to an `error`, such as where it was raised; nothing before Python 3.11."""
     if sys.version_info >= (3, 11):
         error.add_note(note)

@@ -22,7 +22,7 @@ class ReduceOp(enum.Enum):
 
     @staticmethod
     def check(op: object) -> ReduceOp:
-        """Returns `op`, which must be a member."""
+        """Returns `op`, which must be a member; otherwise it is an `UnsupportedError`."""
         if isinstance(op, ReduceOp):
             return op
         members = ", ".join(str(member) for member in ReduceOp)

@@ -84,7 +84,14 @@ def make_plan(
     memories: tuple[Hashable, ...],
     destinations: tuple[int, ...],
 ) -> Plan:
-    """Works out `schedule` for places in `memories`, with results at `destinations`."""
+    """Works out a schedule: which sums and copies it takes.
+
+    Args:
+        schedule: Who sends what to whom.
+        num_replicas: How many values are combined; they are at the first places.
+        memories: The memory of each place. Inside one memory nothing is copied.
+        destinations: The places that get the result.
+    """
     return _Planner(num_replicas, memories).plan(schedule, destinations)
 
 

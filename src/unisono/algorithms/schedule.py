@@ -14,14 +14,24 @@ from typing import NamedTuple, TypeAlias
 
 
 class Gather(NamedTuple):
-    """What `members` hold goes to `root`."""
+    """What some devices hold goes to another one, where it is summed.
+
+    Attributes:
+        root: The number of the device that receives.
+        members: The numbers of those that send.
+    """
 
     root: int
     members: tuple[int, ...]
 
 
 class Spread(NamedTuple):
-    """The result on `root` goes to `members`."""
+    """A result goes from one device to others.
+
+    Attributes:
+        root: The number of the device that sends.
+        members: The numbers of those that receive.
+    """
 
     root: int
     members: tuple[int, ...]
@@ -32,7 +42,7 @@ Schedule: TypeAlias = tuple[Move, ...]
 
 
 def num_transfers(schedule: Schedule) -> int:
-    """Returns how many tensors cross between places, when partial sums are combined on the way."""
+    """Returns how many tensors a `schedule` moves, when partial sums are combined on the way."""
     return sum(len(move.members) for move in schedule)
 
 

@@ -37,15 +37,19 @@ class ClusterSpec:
         return list(self._tasks)
 
     def num_tasks(self, job_name: str) -> int:
-        """Returns how many tasks a job has."""
+        """Returns how many tasks the job `job_name` has."""
         return len(self._job(job_name))
 
     def task_indices(self, job_name: str) -> list[int]:
-        """Returns the numbers of the tasks of a job."""
+        """Returns the numbers of the tasks of the job `job_name`."""
         return list(range(self.num_tasks(job_name)))
 
     def task_address(self, job_name: str, task_index: int) -> str:
-        """Returns the address of a task, which must be known."""
+        """Returns the address of the task `task_index` of the job `job_name`.
+
+        Raises:
+            ClusterError: If there is no such task, or its address is not known.
+        """
         tasks = self._job(job_name)
         if not 0 <= task_index < len(tasks):
             raise ClusterError(
@@ -61,7 +65,7 @@ class ClusterSpec:
         return address
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of a job by task number."""
+        """Returns the addresses of the job `job_name`, by task number."""
         return list(self._job(job_name))
 
     def as_dict(self) -> dict[str, list[str | None]]:

@@ -51,6 +51,7 @@ class ReplicaContext:
         local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
         weight: What this replica's gradients count for in a mean; 1 unless batches are uneven.
+        notes: What the engine remembers of this replica in this run.
     """
 
     strategy: Strategy
@@ -92,9 +93,17 @@ class ReplicaContext:
     ) -> Any:
         """Waits until every replica makes a `merge_call`, then calls `merge_fn` once.
 
-        `merge_fn(strategy, *args, **kwargs)` runs in cross-replica context, with the arguments of
-        all replicas as `PerReplica` values; replica 0's function is the one that is called. Of what
-        it returns each replica gets its own components.
+        Args:
+            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)` in cross-replica context, with
+                the arguments of all replicas as `PerReplica` values. That of replica 0 is called.
+            args: Its arguments, of this replica.
+            kwargs: Its keyword arguments, of this replica.
+
+        Returns:
+            This replica's components of what `merge_fn` returns.
+
+        Raises:
+            UnequalCallsError: If another replica makes another call, or has returned.
         """
         self._check_current("merge_call()")
         return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
@@ -105,6 +114,15 @@ class ReplicaContext:
         """Reduces every tensor of `value` over all replicas; every replica gets the result.
 
         Gradients flow through sums and means: they are reduced in the same way on their way back.
+        All replicas must call it; see `merge_call`.
+
+        Args:
+            reduce_op: How; a `ReduceOp` or its name.
+            value: A tensor, or a nested structure of them, the same on all replicas.
+            options: Hints for this reduction.
+
+        Returns:
+            The structure of `value`, with the results.
         """
         self._check_current("all_reduce()")
         op = ReduceOp.read(reduce_op)
@@ -115,7 +133,19 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Puts every tensor of `value` end to end over all replicas, along `axis`.
 
-        The replicas' tensors may differ in length along `axis`. Gradients flow through.
+        Gradients flow through. All replicas must call it; see `merge_call`.
+
+        Args:
+            value: A tensor, or a nested structure of them, the same on all replicas. The tensors
+                may differ in length along `axis`.
+            axis: The dimension along which they are put together.
+            options: Hints for this collective.
+
+        Returns:
+            The structure of `value`, with the results.
+
+        Raises:
+            UnsupportedError: If `axis` is no int, or a tensor is a scalar or sparse.
         """
         self._check_current("all_gather()")
         if not isinstance(axis, int):

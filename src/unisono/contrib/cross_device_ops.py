@@ -39,7 +39,11 @@ class ContribOps(CrossDeviceOps):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Mirrored:
-        """Reduces `per_replica_value`; see `CrossDeviceOps.reduce`. Returns a `Mirrored`."""
+        """See `CrossDeviceOps.reduce`; `destinations` may be a list of device names, too.
+
+        Returns:
+            A `Mirrored`, also for one device.
+        """
         targets = _listed(destinations)
         return _always_mirrored(
             super().reduce(reduce_op, per_replica_value, targets, options), targets
@@ -51,7 +55,11 @@ class ContribOps(CrossDeviceOps):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
-        """Reduces many values; see `CrossDeviceOps.batch_reduce`."""
+        """See `CrossDeviceOps.batch_reduce`; destinations may be lists of device names, too.
+
+        Returns:
+            A list of `Mirrored`, in the order of the pairs.
+        """
         pairs = [(value, _listed(to)) for value, to in listed_pairs(value_destination_pairs)]
         results = super().batch_reduce(reduce_op, pairs, options)
         return [
@@ -60,7 +68,11 @@ class ContribOps(CrossDeviceOps):
         ]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
-        """Copies `tensor` to the destinations. Returns a `Mirrored`."""
+        """See `CrossDeviceOps.broadcast`; `destinations` may be a list of device names, too.
+
+        Returns:
+            A `Mirrored`, also for one device.
+        """
         targets = _listed(destinations)
         return _always_mirrored(super().broadcast(tensor, targets), targets)
 

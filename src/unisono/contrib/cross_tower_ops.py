@@ -30,6 +30,16 @@ class CrossTowerOps(ContribOps):
     ) -> Mirrored:
         """Combines the values of a `PerDevice` and puts the result on the destinations.
 
+        Args:
+            aggregation: How: `VariableAggregation.SUM` or `MEAN`.
+            per_device_value: A `PerDevice` or another distributed value; or a tensor, which counts
+                as the value of a single device.
+            destinations: Where the result goes: as for `CrossDeviceOps.reduce`, or a list of
+                device names.
+
+        Returns:
+            A `Mirrored`, also for one device.
+
         Raises:
             ValueError: If `aggregation` is neither SUM nor MEAN, or the value cannot be reduced.
         """
@@ -38,7 +48,15 @@ class CrossTowerOps(ContribOps):
     def batch_reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, value_destination_pairs: Any
     ) -> list[Mirrored]:
-        """Reduces a list or tuple of `(value, destinations)` tuples, as `reduce` does each."""
+        """Reduces many values, as `reduce` does each.
+
+        Args:
+            aggregation: How: `VariableAggregation.SUM` or `MEAN`.
+            value_destination_pairs: Tuples of a value and its destinations.
+
+        Returns:
+            A list of `Mirrored`, in the order of the pairs.
+        """
         return super().batch_reduce(_reduce_op(aggregation), value_destination_pairs)
 
 

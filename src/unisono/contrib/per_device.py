@@ -10,7 +10,11 @@ from unisono.values import PerReplica
 
 
 class PerDevice(PerReplica):
-    """One value a device, given as a mapping; replica ids follow the order of the mapping."""
+    """One value a device.
+
+    Args:
+        index: The values by device. Replica ids follow the order of the mapping.
+    """
 
     __slots__ = ()
 

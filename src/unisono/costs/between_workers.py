@@ -24,6 +24,7 @@ from unisono.algorithms import (
 )
 from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, line_of
+from unisono.errors import UnsupportedError
 
 # Without constants: what one step may send more than two. Below, a step costs more than that.
 STEP_BYTES = 64 << 10
@@ -35,13 +36,26 @@ _FLAT = {
     "halving": halving,
     "tree": tree,
 }
+_BY_HOST = ("leaders", "parts", "terms")
 
 
 @functools.lru_cache(maxsize=64)
 def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phase, ...]:
-    """Returns an algorithm of `algorithms_for`, as phases of rounds."""
+    """Returns an algorithm as phases of rounds.
+
+    Args:
+        algorithm: Its name, such as "ring" or "parts".
+        num_hosts: How many hosts there are.
+        ranks_per_host: How many ranks each of them has.
+
+    Raises:
+        UnsupportedError: If there is no algorithm of that name.
+    """
     if algorithm in _FLAT:
         return (Phase(_FLAT[algorithm](num_hosts * ranks_per_host)),)
+    if algorithm not in _BY_HOST:
+        known = ", ".join(map(repr, (*_FLAT, *_BY_HOST)))
+        raise UnsupportedError(f"`algorithm` must be one of {known}, got {algorithm!r}.")
     inside, between = Phase(exchange(ranks_per_host)), exchange(num_hosts)
     back = Phase(spread(ranks_per_host))
     if algorithm == "leaders":

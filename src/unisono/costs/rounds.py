@@ -66,7 +66,7 @@ def loads_of(phases: tuple[Phase, ...], ranks_per_host: int) -> tuple[Load, ...]
 
 
 def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) -> float:
-    """Returns how long an algorithm takes for tensors of `num_bytes`."""
+    """Returns how long the `phases` of an algorithm take on a `cluster`, for `num_bytes` a rank."""
     return sum(
         load.times * _seconds(load, cluster, num_bytes)
         for load in loads_of(phases, cluster.ranks_per_host)
@@ -74,7 +74,7 @@ def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) ->
 
 
 def line_of(phases: tuple[Phase, ...], cluster: Cluster) -> Line:
-    """Returns the line from an empty tensor to a very large one."""
+    """Returns what `phases` cost on a `cluster`: a line from an empty tensor to a huge one."""
     latency = seconds_of(phases, cluster, 0)
     return Line(latency, (seconds_of(phases, cluster, _FAR_BYTES) - latency) / _FAR_BYTES)
 

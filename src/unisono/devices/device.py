@@ -24,6 +24,12 @@ class Device:
 
     A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
     Two devices with the same name are the same object, so they compare and hash by identity.
+
+    Attributes:
+        type: "cpu" or "cuda".
+        index: Its number, from 0.
+        job: The job of the task that it belongs to, such as "worker"; None for this process.
+        task: The number of that task.
     """
 
     __slots__ = ("__weakref__", "index", "job", "task", "type")
@@ -52,7 +58,14 @@ class Device:
 
     @classmethod
     def parse(cls, spec: object, default: object = None) -> Device:
-        """Reads a device; parts that `spec` leaves out come from `default`.
+        """Reads a device.
+
+        Args:
+            spec: A spelling of TensorFlow or torch, a `torch.device` or a `Device`.
+            default: Where job and task come from if `spec` has none.
+
+        Raises:
+            DeviceError: If it cannot be read.
 
         >>> Device.parse("/gpu:1"), Device.parse("/cpu:0", default="/job:worker/task:1")
         (cuda:1, /job:worker/task:1/device:cpu:0)

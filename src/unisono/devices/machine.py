@@ -95,7 +95,10 @@ def pretend(**changes: object) -> Iterator[Machine]:
 
 
 def as_recorded(topology: Topology) -> AbstractContextManager[Machine]:
-    """Makes this process see the GPUs of a recording, to ask what would be chosen there."""
+    """Within the block this process sees the GPUs of a recorded `topology`.
+
+    So it can be asked what would be chosen there.
+    """
     gpus = tuple(torch.device("cuda", index) for index in range(len(topology.gpus)))
     return pretend(gpus=gpus, recorded=topology)
 

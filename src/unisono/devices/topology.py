@@ -126,7 +126,11 @@ class Topology:
 
     @classmethod
     def from_json(cls, recording: Mapping[str, Any]) -> Topology:
-        """Reads a recording."""
+        """Reads a `recording`: what `to_json` returned.
+
+        Raises:
+            DeviceError: If it is none, or its links do not go together.
+        """
         try:
             gpus = tuple(
                 Gpu(**{**gpu, "links": tuple(Link.parse(link) for link in gpu["links"])})

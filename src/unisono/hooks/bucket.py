@@ -11,6 +11,12 @@ class GradBucket:
     """The gradients of some parameters of one dtype, end to end in one flat tensor.
 
     It has the methods of `torch.distributed.GradBucket`, which only torch itself can make.
+
+    Args:
+        index: Its place among the buckets of the backward pass.
+        buffer: The gradients, flat.
+        parameters: Whose gradients they are, in order.
+        is_last: Whether no other bucket of this backward pass follows.
     """
 
     def __init__(
@@ -34,7 +40,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts another tensor of as many elements in the place of the buffer."""
+        """Puts `buffer`, another tensor of as many elements, in the place of the buffer."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -36,7 +36,14 @@ class InputContext:
             )
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the share of one replica, which must come out even."""
+        """Returns the share of one replica.
+
+        Args:
+            global_batch_size: How many samples all replicas get together.
+
+        Raises:
+            UnsupportedError: If they cannot be shared out evenly.
+        """
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise UnsupportedError(

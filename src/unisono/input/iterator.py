@@ -78,6 +78,10 @@ class DistributedIterator(Iterator[Any]):
 
     Each element has the structure of a batch, with a `PerReplica` in the place of each leaf that
     is not None; a single replica gets the bare batch.
+
+    Args:
+        dataset: Whose pass it is; it makes the iterator when it is iterated.
+        deal: How the batches of this pass are dealt.
     """
 
     def __init__(self, dataset: Dealt, deal: Deal) -> None:
@@ -130,7 +134,11 @@ class DistributedIterator(Iterator[Any]):
         return parts.tree.build([leaf[0] for leaf in parts.leaves])
 
     def get_next(self) -> Any:
-        """Returns the next step's input, or raises `EndOfInputError`."""
+        """Returns the next step's input.
+
+        Raises:
+            EndOfInputError: If the pass is over.
+        """
         try:
             return next(self)
         except StopIteration:

@@ -32,7 +32,7 @@ class AllReduce(ScheduledOps):
         self._packing = packing_of(num_packs)
 
     def all_reduce_schedule(self, devices: tuple[Device, ...], turn: int) -> Schedule:
-        """Returns the schedule among `devices`; with each turn another one may be the root."""
+        """Returns the schedule among `devices`; with each `turn` another one may be the root."""
         return one_device(len(devices), root=turn % len(devices), destinations=range(len(devices)))
 
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:

@@ -90,7 +90,15 @@ class CrossDeviceOps:
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
-        """Reduces many values, as `reduce` does each, and returns the results in order.
+        """Reduces many values, as `reduce` does each.
+
+        Args:
+            reduce_op: How to combine the components of each value.
+            value_destination_pairs: Tuples of a value and its destinations; see `reduce`.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
 
         Raises:
             ValueError: If `value_destination_pairs` is not an iterable of `(value, destinations)`
@@ -119,10 +127,18 @@ class CrossDeviceOps:
         return [_copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs]
 
     def broadcast(self, tensor: Any, destinations: Any) -> Result:
-        """Copies a tensor, or anything that can be read as one, to the destinations.
+        """Copies a tensor to the destinations.
+
+        Args:
+            tensor: A tensor or a mirrored value, or anything that can be read as a tensor.
+            destinations: Where the copies go; see `reduce`.
 
         Returns:
             The copy for one destination device, a `Mirrored` for several.
+
+        Raises:
+            ValueError: If `tensor` differs from replica to replica, or an argument is none of the
+                above.
         """
         if isinstance(tensor, DistributedValues) and not isinstance(tensor, TensorLike):
             raise ReplicaMismatchError(
@@ -146,7 +162,17 @@ class CrossDeviceOps:
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """Does the work of `reduce`. Must be overridden."""
+        """Does the work of `reduce`. Must be overridden.
+
+        Args:
+            reduce_op: How to combine the components.
+            per_replica_value: Tensors of one shape, dtype and layout.
+            destinations: Where the result goes: `destinations.devices`.
+            options: Hints for this reduction.
+
+        Returns:
+            The tensor for one destination device, a `Mirrored` for several.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} must override `reduce_implementation(reduce_op, "
             "per_replica_value, destinations, options)`."
@@ -158,14 +184,31 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """Does the work of `batch_reduce`: unless overridden, one `reduce` after the other."""
+        """Does the work of `batch_reduce`: unless overridden, one `reduce` after the other.
+
+        Args:
+            reduce_op: How to combine the components of each value.
+            value_destination_pairs: Values and destinations; see `reduce_implementation`.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
+        """
         return [
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """Does the work of `broadcast`: unless overridden, a copy to each device."""
+        """Does the work of `broadcast`: unless overridden, a copy to each device.
+
+        Args:
+            tensor: What to copy.
+            destinations: Where the copies go: `destinations.devices`.
+
+        Returns:
+            The copy for one destination device, a `Mirrored` for several.
+        """
         machine = this_machine()
         return mirrored(
             tuple(
@@ -180,7 +223,13 @@ class CrossDeviceOps:
     ) -> bool:
         """All-reduces tensors, one a replica, into themselves where that saves memory and time.
 
-        Returns False, with nothing done, where it does not: then `batch_reduce` is the way.
+        Args:
+            reduce_op: How to combine them.
+            batch: For each value, the tensors of all replicas.
+            devices: The device of each replica.
+
+        Returns:
+            Whether it was done. If not, nothing was, and `batch_reduce` is the way.
         """
         return False
 

@@ -13,7 +13,11 @@ from unisono.values import DistributedValues
 
 
 class Destinations(NamedTuple):
-    """Devices to reduce to. Implementations are given one, whatever the caller wrote."""
+    """Where to reduce to. Implementations are given one, whatever the caller wrote.
+
+    Attributes:
+        devices: The devices, in the order of the result's components.
+    """
 
     devices: tuple[Device, ...]
 

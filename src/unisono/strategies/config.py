@@ -30,7 +30,7 @@ class ConfigProto:
     timeout_seconds: float | None = None
 
     def leader_rank(self, spec: ClusterSpec) -> int:
-        """Returns the rank of the group leader."""
+        """Returns the rank of the group leader in the cluster `spec`."""
         if not self.collective_group_leader:
             return 0
         task_type, task_id, _ = _parse(self.collective_group_leader)
@@ -39,7 +39,7 @@ class ConfigProto:
     def visible(
         self, devices: tuple[Device, ...], task_type: str, task_id: int
     ) -> tuple[Device, ...]:
-        """Returns those devices of a task that the filters let through."""
+        """Returns those `devices` of task `task_id` of `task_type` that the filters let through."""
         filters = [_parse(text) for text in self.device_filters]
         own = [device for job, task, device in filters if (job, task) == (task_type, task_id)]
         if not filters or None in own:

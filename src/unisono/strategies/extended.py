@@ -233,7 +233,7 @@ class StrategyExtended(VariableMethods):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `fn` on every replica; see `Strategy.run`."""
+        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
         self.strategy._check_cross_replica("call_for_each_replica()")
         if is_inside_run():
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
@@ -271,6 +271,9 @@ class StrategyExtended(VariableMethods):
 
         Returns:
             The context, with what the last step gave.
+
+        Raises:
+            UnsupportedError: If `iterations` is negative.
         """
         self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
         if iterations < 0:
@@ -284,7 +287,7 @@ class StrategyExtended(VariableMethods):
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None
     ) -> ArrayDataset:
-        """Makes a dataset of the rows of one array, or of a nested structure of arrays."""
+        """See `Strategy.experimental_make_numpy_dataset`."""
         return numpy_dataset(numpy_input)
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
@@ -333,9 +336,10 @@ class StrategyExtended(VariableMethods):
         destinations: Any,
         options: CommunicationOptions | None = None,
     ) -> Any:
-        """Reduces a value to devices, or every distributed value of a nested structure.
+        """Reduces a value, or every distributed value of a nested structure, to devices.
 
-        A mirrored value is its own mean, and has no sum.
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. A mirrored `value` is its own mean,
+        and has no sum: that is an `UnsupportedError`.
         """
         self.strategy._check_cross_replica("reduce_to()")
         op = ReduceOp.read(reduce_op)
@@ -370,7 +374,7 @@ class StrategyExtended(VariableMethods):
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Any]:
-        """Reduces many values to devices."""
+        """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
         results = self.cross_device_ops.batch_reduce(
@@ -379,7 +383,7 @@ class StrategyExtended(VariableMethods):
         return list(results)
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to devices."""
+        """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""
         self.strategy._check_cross_replica("broadcast_to()")
         return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unisono.devices import Device
+from unisono.errors import UnsupportedError
 from unisono.input import (
     ArrayDataset,
     DistributedDataset,
@@ -46,8 +47,13 @@ class InputMethods:
         leaves; with one replica, the batch itself. A last batch that does not divide is split as it
         is: some replicas get fewer samples, or none, and no sample is lost or seen twice.
 
-        Many workers read the same batches and each keeps its part, unless the
-        `auto_shard_policy` of the options says that each has data of its own.
+        Args:
+            dataset: A `DataLoader`, or any iterable of batches.
+            options: How batches are fetched. Many workers read the same batches and each keeps its
+                part, unless their `auto_shard_policy` says that each has data of its own.
+
+        Returns:
+            An iterable, which can be iterated as often as `dataset` can.
         """
         return DistributedDataset(
             dataset,
@@ -67,6 +73,9 @@ class InputMethods:
                 Returns a `DataLoader` or an iterable of batches, of whatever data it likes; the
                 `InputContext` says which part is this worker's. Each replica gets a batch a step.
             options: How batches are fetched.
+
+        Returns:
+            An iterable of the inputs of each step.
         """
         return DistributedDatasetsFromFunction(
             dataset_fn,
@@ -83,8 +92,12 @@ class InputMethods:
     ) -> Any:
         """Calls `value_fn(value_context)` for each replica of this worker, in order.
 
-        The context has the number of the replica and says how many there are. The result has the
-        structure of a value with `PerReplica` leaves, also where there is one replica.
+        Args:
+            value_fn: Returns the value of one replica. The context that it is given has the number
+                of the replica and says how many there are.
+
+        Returns:
+            The structure of a value with `PerReplica` leaves, also where there is one replica.
         """
         first, total = self.extended.first_replica_id, self.extended.num_replicas_in_sync
         contexts = [ValueContext(first + i, total) for i in range(len(self._input_devices))]
@@ -93,11 +106,17 @@ class InputMethods:
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None
     ) -> ArrayDataset:
-        """Makes a dataset of the rows of one array, or of a nested structure of arrays."""
+        """Makes a dataset of the rows of `numpy_input`, an array or a nested structure of arrays.
+
+        `session` is taken for the sake of `tf.distribute`, and left alone.
+        """
         return numpy_dataset(numpy_input)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """Returns an iterator over the distributed dataset; `initialize()` begins it anew."""
+        """Returns an iterator over `dataset`, distributed; its `initialize()` begins it anew.
+
+        See `experimental_distribute_dataset`.
+        """
         return iter(self.experimental_distribute_dataset(dataset))
 
     def make_input_fn_iterator(
@@ -105,9 +124,15 @@ class InputMethods:
         input_fn: Callable[[InputContext], Any],
         replication_mode: InputReplicationMode = InputReplicationMode.PER_WORKER,
     ) -> DistributedIterator:
-        """Returns an iterator over what `input_fn(input_context)` makes, once on each worker."""
+        """Returns an iterator over what `input_fn(input_context)` makes, once on each worker.
+
+        See `distribute_datasets_from_function`.
+
+        Raises:
+            UnsupportedError: If `replication_mode` is not `PER_WORKER`.
+        """
         if replication_mode is not InputReplicationMode.PER_WORKER:
-            raise ValueError(
+            raise UnsupportedError(
                 f"`replication_mode` must be {InputReplicationMode.PER_WORKER}, got "
                 f"{replication_mode!r}."
             )
@@ -116,7 +141,10 @@ class InputMethods:
     def experimental_run(
         self, fn: Callable[..., Any], input_iterator: DistributedIterator | None = None
     ) -> Any:
-        """Runs `fn` on every replica, with the next element of `input_iterator` as its argument."""
+        """Runs `fn` on every replica, with the next element of `input_iterator` as its argument.
+
+        Without an iterator it has no argument. See `run`.
+        """
         self._check_cross_replica("experimental_run()")
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)

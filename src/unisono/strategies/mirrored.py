@@ -78,7 +78,11 @@ def _warn_of_other_workers() -> None:
 
 
 class OneDeviceStrategy(Strategy):
-    """Trains on one device, with the programming model of many."""
+    """Trains on one device, with the programming model of many.
+
+    Args:
+        device: Where its one replica runs.
+    """
 
     def __init__(self, device: DeviceLike) -> None:
         resolved = (resolve(device),)

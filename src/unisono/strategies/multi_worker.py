@@ -138,6 +138,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             cluster_spec: The workers; a `ClusterSpec` or a dict of one.
             task_type: The job of this process in it.
             task_id: Its number there.
+
+        Raises:
+            UnsupportedError: If `session_config` is no `ConfigProto`.
+            ClusterError: If the cluster cannot be used, or something was made in the scope before.
+            CommunicationError: If the workers do not come together.
         """
         config = ConfigProto() if session_config is None else session_config
         if not isinstance(config, ConfigProto):
@@ -164,7 +169,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         Strategy.__init__(self, before.maker(resolver, before.options, config))
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a copy of a configuration that says where this worker is in its cluster."""
+        """Returns a copy of `config_proto` that says where this worker is in its cluster."""
         changed = copy.deepcopy(config_proto)
         membership = self._worker.membership
         if isinstance(changed, ConfigProto) and membership.task_type is not None:

@@ -86,6 +86,10 @@ class Strategy(InputMethods):
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
             same object on all of them, and everything where there is one replica, comes as it is.
+
+        Raises:
+            UnsupportedError: If `args` is no list or tuple.
+            ContextError: If it is called on a replica, or under another strategy.
         """
         if not isinstance(args, (list, tuple)):
             raise UnsupportedError(
@@ -105,6 +109,9 @@ class Strategy(InputMethods):
             value: A `PerReplica` value, or a nested structure of them.
             axis: Also reduce over these dimensions of each component. A mean is then over all
                 elements of all replicas, which is right for uneven and empty batches.
+
+        Returns:
+            The structure of `value` with tensors, on the first replica's device.
         """
         self._check_cross_replica("reduce()")
         op = ReduceOp.read(reduce_op)
@@ -114,8 +121,14 @@ class Strategy(InputMethods):
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
 
-        Their lengths along `axis` may differ. On many workers all of them call it, and all get the
-        components of all replicas.
+        On many workers all of them call it, and all get the components of all replicas.
+
+        Args:
+            value: A `PerReplica` of tensors, whose lengths along `axis` may differ.
+            axis: The dimension along which they are put together.
+
+        Returns:
+            One tensor, on the first replica's device.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
@@ -126,7 +139,12 @@ class Strategy(InputMethods):
         return torch.cat(workers.gather(here), dim=axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns what each replica of this worker has of `value`, always as a tuple."""
+        """Returns what each replica of this worker has of `value`, always as a tuple.
+
+        Args:
+            value: A distributed value, or a nested structure of them; anything else is the one
+                entry of the tuple.
+        """
         leaves, _ = flatten(value)
         if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
             return (value,)
@@ -138,7 +156,10 @@ class Strategy(InputMethods):
     unwrap = experimental_local_results
 
     def mirror(self, target: T) -> T:
-        """Brings in a model, optimizer, scheduler or `GradScaler` that was made elsewhere.
+        """Brings in what was made elsewhere.
+
+        Args:
+            target: A model, optimizer, scheduler or `GradScaler`.
 
         Returns:
             The same object, which now belongs to the strategy as if it had been made in its scope.
@@ -174,6 +195,9 @@ class Strategy(InputMethods):
         """On a replica: within the block backward passes add to its own gradients only.
 
         The next backward pass outside the block reduces all that has been added up.
+
+        Raises:
+            ContextError: If it is not entered on a replica of this strategy.
         """
         context = current_replica()
         if context is None or context.strategy is not self:
@@ -188,11 +212,11 @@ class Strategy(InputMethods):
             context.notes["no_sync"] = before
 
     def experimental_initialize(self) -> list[Any]:
-        """Does what must be done before a run, which is nothing on one host."""
+        """Does what must be done before a run, which is nothing. Returns an empty list."""
         return []
 
     def experimental_finalize(self) -> list[Any]:
-        """Does what must be done after the last run: ends the threads of the replicas."""
+        """Does what must be done after the last run, which is `close`. Returns an empty list."""
         self.close()
         return []
 
@@ -205,7 +229,14 @@ class Strategy(InputMethods):
     ) -> None:
         """Refuses a cluster, which this strategy of one host has no use for.
 
-        There is no session to configure: `session_config` is taken and left as it is.
+        Args:
+            session_config: Taken and left as it is: there is no session.
+            cluster_spec: Must be None.
+            task_type: Must be None.
+            task_id: Must be None.
+
+        Raises:
+            UnsupportedError: If a cluster or a task is given.
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
@@ -214,7 +245,7 @@ class Strategy(InputMethods):
             )
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a copy of a configuration, changed for this strategy: on one host, not at all."""
+        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all."""
         return copy.deepcopy(config_proto)
 
     def close(self) -> None:

@@ -40,12 +40,22 @@ class VariableMethods:
     ) -> Any:
         """Calls `fn(component, *args, **kwargs)` once for each storage of a variable.
 
-        `fn` changes the component, a tensor, in place. Of distributed arguments it gets the
-        component of the same replica. On a replica this is a `merge_call`.
+        On a replica this is a `merge_call`.
+
+        Args:
+            var: A variable of this strategy.
+            fn: Changes the component, a tensor, in place.
+            args: Its further arguments. Of distributed ones it gets the component of the replica.
+            kwargs: Its keyword arguments, likewise.
+            group: Whether the results become one `Mirrored`.
 
         Returns:
             A `Mirrored` of what `fn` returns, or with `group=False` a tuple of it, one entry a
             storage: replicas that share a memory share one.
+
+        Raises:
+            UnsupportedError: If `var` is no `Variable`.
+            ContextError: If it was made under another strategy.
         """
         if not isinstance(var, Variable):
             raise UnsupportedError(
@@ -93,7 +103,18 @@ class VariableMethods:
         kwargs: dict[str, Any] | None = None,
         group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
     ) -> Any:
-        """Calls `fn(*args, **kwargs)` once for each of the devices, with their own arguments."""
+        """Calls `fn(*args, **kwargs)` once for each of the devices, with their own arguments.
+
+        Args:
+            colocate_with: The devices, as `non_slot_devices` returns them.
+            fn: What to call.
+            args: Its arguments. Of distributed ones it gets the component of the replica.
+            kwargs: Its keyword arguments, likewise.
+            group: Whether the results become one `Mirrored`; otherwise they are a tuple.
+
+        Raises:
+            UnsupportedError: If a device is none of this strategy's.
+        """
         self.strategy._check_cross_replica("update_non_slot()")
         devices = tuple(colocate_with)
         results = []
@@ -112,11 +133,11 @@ class VariableMethods:
         return Mirrored.placed(tuple(results), devices)
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[Device, ...]:
-        """Returns the devices for what belongs to no single variable."""
+        """Returns the devices of all variables of `var_list`; those of none are `cpu:0`."""
         return tuple(dict.fromkeys(d for var in var_list for d in var.devices)) or cpu_slots(1)
 
     def read_var(self, v: Variable) -> Any:
-        """Reads a variable; one that is `ON_READ`, as the aggregation says."""
+        """Reads the variable `v`; one that is `ON_READ`, as its aggregation says."""
         return v.value()
 
     def value_container(self, value: Any) -> Any:
@@ -130,14 +151,18 @@ class VariableMethods:
         return value
 
     def variable_created_in_scope(self, v: Any) -> bool:
-        """Whether a variable was made under this strategy."""
+        """Whether `v` is a variable that was made under this strategy."""
         return isinstance(v, Variable) and v.strategy is self.strategy
 
     @contextmanager
     def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
-        """Within the block, variables are made on the devices of another variable.
+        """Within the block, variables are made on the devices of `colocate_with_variable`.
 
         All variables of a strategy are on all its devices, so this only checks whose it is.
+
+        Raises:
+            ContextError: If it is entered outside the scope of this strategy.
+            UnsupportedError: If the variable was not made under this strategy.
         """
         if get_strategy() is not self.strategy:
             raise ContextError(

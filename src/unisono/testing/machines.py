@@ -13,6 +13,12 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
 
     Several of them share a GPU and its memory when there are fewer real ones, so a script for many
     GPUs can be tried on one.
+
+    Args:
+        num_gpus: How many there are within the block.
+
+    Raises:
+        DeviceError: If this host has no GPU.
     """
     real = dict.fromkeys(this_machine().gpus)
     if not real:

@@ -36,7 +36,7 @@ class Difference(NamedTuple):
 
 
 def align(workers: Sequence[WorkerTrace]) -> list[WorkerTrace]:
-    """Returns the traces with all times on the clock of the first worker."""
+    """Returns the traces of `workers` with all times on the clock of the first."""
     first = workers[0]
     return [first, *(_shifted(other, difference(first, other)) for other in workers[1:])]
 

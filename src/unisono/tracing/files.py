@@ -21,7 +21,15 @@ _NAME = re.compile(r"worker-(\d+)\.jsonl")
 
 
 class Event(NamedTuple):
-    """One span of one thread; times are nanoseconds."""
+    """One span of one thread.
+
+    Attributes:
+        start: When it began, in nanoseconds.
+        end: When it ended.
+        category: What kind it is, such as "compute" or "collective".
+        name: What was done.
+        arguments: What else is known of it.
+    """
 
     start: int
     end: int
@@ -36,7 +44,12 @@ class Event(NamedTuple):
 
 
 class Thread(NamedTuple):
-    """The events of a thread, by start, an outer one before those within it."""
+    """What one thread did.
+
+    Attributes:
+        name: The thread's name.
+        events: By start, an outer one before those within it.
+    """
 
     name: str
     events: list[Event]
@@ -96,7 +109,11 @@ def write(folder: Path, place: Place, clock: Clock, lanes: Iterable[Lane]) -> Pa
 
 
 def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
-    """Reads the files of all workers, by rank, each with the times of its own clock."""
+    """Reads the files of all workers in `folder`, by rank, each with the times of its own clock.
+
+    Raises:
+        TraceError: If there are none, or they do not go together.
+    """
     folder = Path(folder)
     found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
     if not found:

@@ -24,7 +24,11 @@ MAX_EVENTS = 100_000
 
 
 class Trace:
-    """What was, or is being, recorded into a folder."""
+    """What was, or is being, recorded.
+
+    Args:
+        folder: The folder with the files of all workers.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self.folder = Path(folder)
@@ -57,6 +61,12 @@ def record(
         folder: Where the file goes; made if it is not there.
         max_events: How many events of each thread are kept. The oldest make room, and are counted.
         clock: What tells the time, in nanoseconds. That of other workers may be another.
+
+    Yields:
+        The trace, to be read when the block has ended.
+
+    Raises:
+        UnsupportedError: If `max_events` is less than 1.
     """
     if max_events < 1:
         raise UnsupportedError(f"`max_events` must be 1 or more, got {max_events}.")

@@ -28,7 +28,7 @@ class Span:
     __slots__ = ()
 
     def note(self, **arguments: Any) -> None:
-        """Adds what is known only within the block."""
+        """Adds `arguments`, which are known only within the block."""
 
     def __enter__(self) -> Self:
         return self
@@ -134,7 +134,7 @@ def span(
 
 
 def join_workers(rank: int, size: int) -> None:
-    """Says which worker this process is, for the name of its file."""
+    """Says that this process is worker `rank` of `size`, for the name of its file."""
     global _place
     _place = Place(rank, size)
 

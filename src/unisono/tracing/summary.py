@@ -124,7 +124,11 @@ class Summary:
 
 
 def summarise(workers: Sequence[WorkerTrace]) -> Summary:
-    """Sums up the traces of all workers, which must be on one clock."""
+    """Sums up the traces of all `workers`, which must be on one clock; see `align`.
+
+    Raises:
+        TraceError: If no step was recorded.
+    """
     blocked = blocks(workers)
     times = {worker.rank: WorkerTime(worker, blocked[worker.rank]) for worker in workers}
     num_local = max((time.num_replicas for time in times.values()), default=0)

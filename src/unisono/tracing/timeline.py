@@ -13,7 +13,7 @@ from unisono.tracing.files import Event, Thread, WorkerTrace
 
 
 def timeline(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
-    """Returns the timeline of all workers, which must be on one clock."""
+    """Returns the timeline of all `workers`, which must be on one clock; see `align`."""
     origin = min((event.start for worker in workers for event in worker.events()), default=0)
     num_replicas = max(map(_num_replicas, workers), default=1)
     events = [

@@ -54,7 +54,14 @@ class DistributedValues:
         return self._devices
 
     def select(self, replica_id: int) -> Any:
-        """Returns what code on a replica sees of this value: its component."""
+        """Returns what code on a replica sees of this value: its component.
+
+        Args:
+            replica_id: The number of the replica on this worker.
+
+        Raises:
+            ReplicaMismatchError: If there is no component for it.
+        """
         values = self.values
         if not 0 <= replica_id < len(values):
             raise ReplicaMismatchError(
@@ -78,6 +85,10 @@ class PerReplica(TorchArgument, DistributedValues):
 
     It has no operators. On a replica a torch function that is given one works on the replica's own
     component; elsewhere there is no telling which is meant, and that is an error.
+
+    Args:
+        values: See `DistributedValues`.
+        devices: See `DistributedValues`.
 
     Attributes:
         counts: For input, how many samples each replica got: those of all workers, while the
@@ -103,7 +114,11 @@ class PerReplica(TorchArgument, DistributedValues):
         return value
 
     def value(self) -> Any:
-        """Returns the component of the replica that the running code is on."""
+        """Returns the component of the replica that the running code is on.
+
+        Raises:
+            UnsupportedError: If it is on none.
+        """
         replica_id = replica_seen()
         if replica_id is None:
             raise UnsupportedError(
@@ -117,6 +132,10 @@ class Mirrored(TensorLike, DistributedValues):
     """Values that are the same on every replica, such as a reduced gradient.
 
     It can be used as one tensor: code on a replica sees its own component, other code the first.
+
+    Args:
+        values: See `DistributedValues`.
+        devices: See `DistributedValues`.
     """
 
     __slots__ = ()

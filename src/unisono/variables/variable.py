@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,6 +48,12 @@ class _MadeOnce(type):
         if context is None:
             return make(*args, **kwargs)
         return context.merge_call(lambda _: make(*args, **kwargs))
+
+    @property
+    def __signature__(cls) -> inspect.Signature:
+        """The arguments of `__init__`, for `help` and editors."""
+        signature = inspect.signature(cls.__init__)  # type: ignore[misc]
+        return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
@@ -148,6 +155,10 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
         code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
 
+        Args:
+            value: A tensor, or what can be read as one, of the variable's shape.
+            read_value: Whether something is returned.
+
         Returns:
             The component on a replica; elsewhere the components, or what an `ON_READ` variable
             reads as; None without `read_value`.
@@ -155,18 +166,22 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         return self._write(Write.ASSIGN, value, is_read=read_value)
 
     def assign_add(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Adds to the variable; see `assign`."""
+        """Adds `delta` to the variable; see `assign`."""
         return self._write(Write.ASSIGN_ADD, delta, is_read=read_value)
 
     def assign_sub(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Subtracts from the variable; see `assign`."""
+        """Subtracts `delta` from the variable; see `assign`."""
         return self._write(Write.ASSIGN_SUB, delta, is_read=read_value)
 
     def scatter_add(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
         """Adds `updates[i]` to row `indices[i]`, for every i.
 
-        On a replica, a sum applies what all replicas give, and a mean an N-th of it. Rows may come
-        several times.
+        On a replica, a sum applies what all replicas give, and a mean an N-th of it.
+
+        Args:
+            indices: Numbers of rows, which may come several times.
+            updates: One row for each of them.
+            read_value: Whether something is returned; see `assign`.
         """
         return self._write(Write.SCATTER_ADD, updates, indices, is_read=read_value)
 
@@ -175,23 +190,26 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         return self._write(Write.SCATTER_SUB, updates, indices, is_read=read_value)
 
     def scatter_mul(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Multiplies rows. A mean takes the average factor; a replica without one counts as 0."""
+        """Multiplies rows; see `scatter_add`.
+
+        A mean takes the average factor; a replica without one counts as 0.
+        """
         return self._write(Write.SCATTER_MUL, updates, indices, is_read=read_value)
 
     def scatter_div(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Divides rows, integers towards zero; means are as in `scatter_mul`."""
+        """Divides rows, integers towards zero; see `scatter_mul`."""
         return self._write(Write.SCATTER_DIV, updates, indices, is_read=read_value)
 
     def scatter_min(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Lowers rows to `updates`; not for variables that are a sum or mean."""
+        """Lowers rows; see `scatter_add`. Not for variables that are a sum or mean."""
         return self._write(Write.SCATTER_MIN, updates, indices, is_read=read_value)
 
     def scatter_max(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Raises rows to `updates`; not for variables that are a sum or mean."""
+        """Raises rows; see `scatter_add`. Not for variables that are a sum or mean."""
         return self._write(Write.SCATTER_MAX, updates, indices, is_read=read_value)
 
     def scatter_update(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Sets rows; not for variables that are a sum or mean."""
+        """Sets rows; see `scatter_add`. Not for variables that are a sum or mean."""
         return self._write(Write.SCATTER_UPDATE, updates, indices, is_read=read_value)
 
     def state(self) -> Tensor:
@@ -200,7 +218,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         return self.value().detach().clone()
 
     def load(self, value: Any) -> None:
-        """Sets the variable to what `state` returned; a sum is spread without loss."""
+        """Sets the variable to `value`, which `state` returned; a sum is spread without loss."""
         self._check_place("load()", is_for_all=True)
         self._write_all(Write.ASSIGN, value, is_rest_allowed=True)
 

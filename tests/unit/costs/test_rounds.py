@@ -19,6 +19,7 @@ from unisono.costs import (
     seconds_of,
 )
 from unisono.costs.rounds import loads_of
+from unisono.errors import UnsupportedError
 
 A, B, E, G = 3e-6, 5e9, 7e-7, 2e10
 LINK = Link(A, B, E)
@@ -128,3 +129,8 @@ def test_a_line_has_the_latency_and_the_slope() -> None:
     assert line.latency == pytest.approx(6 * A)
     assert line.seconds(N) == pytest.approx(seconds_of(phases_of("ring", 1, 4), one_host(4), N))
     assert num_steps(phases_of("ring", 1, 4)) == 6
+
+
+def test_an_unknown_algorithm_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match=r"'ring'.*'parts'.*got 'rnig'"):
+        phases_of("rnig", 2, 2)

@@ -203,7 +203,7 @@ def test_make_input_fn_iterator(mirrored: Make) -> None:
     result = strategy.experimental_run(lambda x: x.sum().item(), iterator)
 
     assert result.values == (0, 4)
-    with pytest.raises(ValueError, match="replication_mode"):
+    with pytest.raises(UnsupportedError, match="replication_mode"):
         strategy.make_input_fn_iterator(input_fn, "per replica")  # type: ignore[arg-type]
 
 

@@ -68,7 +68,13 @@ class ClusterResolver(ABC):
         task_id: int | None = None,
         rpc_layer: str | None = None,
     ) -> str:
-        """Returns the address of a task, by default of this one; "" if the process is alone."""
+        """Returns the address of a task; "" if the process is alone.
+
+        Args:
+            task_type: The job of the task; that of this process if None.
+            task_id: Its number there; that of this process if None.
+            rpc_layer: A protocol to put before the address, as in "grpc://host:2222".
+        """
         spec = self.cluster_spec()
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -81,7 +87,15 @@ class ClusterResolver(ABC):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """Returns how many GPUs this process sees. Nothing is known of another task."""
+        """Returns how many GPUs this process sees, by kind.
+
+        Args:
+            task_type: The job of this process, or None.
+            task_id: Its number there, or None.
+
+        Raises:
+            ClusterError: If another task is asked for: nothing is known of it.
+        """
         asked = (task_type or self.task_type, self.task_id if task_id is None else task_id)
         if asked != (self.task_type, self.task_id):
             raise ClusterError(
