@@ -125,5 +125,5 @@ def draw_workers() -> Figure:
             canvas.arrow((x + 9.5, 19), (x + 9.5, 15), both=True)
         canvas.box(left + 2, 9, 40, 6, "shared memory: packs lie here", fill="meeting", size=9)
     canvas.arrow((44, 12), (52, 12), both=True)
-    canvas.text(48, 3, "between hosts: Gloo or NCCL, each slice crosses once", size=9, grey=True)
+    canvas.text(48, 3, "between hosts: TCP or NCCL, each slice crosses once", size=9, grey=True)
     return canvas.figure

@@ -52,7 +52,7 @@ class VariableAggregation(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """Who carries a collective between workers.
 
-    `AUTO` takes shared memory inside a host and Gloo between hosts. `RING` is Gloo alone, between
+    `AUTO` takes shared memory inside a host and TCP between hosts. `RING` is Gloo alone, between
     all workers. `NCCL` is for GPU tensors, one GPU a worker.
     """
 

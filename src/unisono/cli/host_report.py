@@ -186,7 +186,7 @@ def _engines() -> dict[str, Engine]:
         NATIVE: Engine(core.kernel is not None, core.status),
         "GPU kernels": _gpu_kernels(),
         NCCL: _backend("for GPUs that are all different", is_found=distributed.is_nccl_available()),
-        "Gloo": _backend("between hosts", is_found=distributed.is_gloo_available()),
+        "Gloo": _backend("where asked for", is_found=distributed.is_gloo_available()),
         "MPI": _backend("where asked for", is_found=distributed.is_mpi_available()),
     }
 

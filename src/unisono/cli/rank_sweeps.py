@@ -17,13 +17,12 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from unisono.cli.sweeps import all_reduce_sweep
 from unisono.communicators import connect
 from unisono.communicators.hosts import Layout, host_identity
+from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.stores import say_to_all
 from unisono.costs import Measured
 from unisono.errors import TuningError
 from unisono.kernels import native_core
-from unisono.options import CommunicationImplementation
 
-_AUTO, _RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 # How long a rank may be silent.
 _PATIENCE_SECONDS = 60.0
 
@@ -72,13 +71,9 @@ def _group(
     for count in sorted({2, size} if size > 1 else set()):
         if rank >= count:
             continue
-        with connect(
-            PrefixStore(f"{name}/{count}", store),
-            rank,
-            count,
-            timeout_seconds=_PATIENCE_SECONDS,
-            implementation=_AUTO if link == "inside" else _RING,
-        ) as communicator:
+        make = connect if link == "inside" else NetworkCommunicator
+        prefixed = PrefixStore(f"{name}/{count}", store)
+        with make(prefixed, rank, count, timeout_seconds=_PATIENCE_SECONDS) as communicator:
             yield from all_reduce_sweep(link, communicator, sizes, seconds)
             communicator.barrier()
 

@@ -98,6 +98,6 @@ def predicted_seconds(one: Measured, link: Link, sum_rate: float) -> float:
 
 def _phases(one: Measured) -> tuple[Phase, ...]:
     """Returns what the communicator over this link does with such a tensor."""
-    through_gloo = one.link != "inside"
-    is_one_step = through_gloo and one_step_pays(one.num_ranks, one.num_bytes, STEP_BYTES)
+    through_network = one.link != "inside"
+    is_one_step = through_network and one_step_pays(one.num_ranks, one.num_bytes, STEP_BYTES)
     return phases_of("one step" if is_one_step else "exchange", 1, one.num_ranks)

@@ -31,8 +31,8 @@ class Tuning:
         memory: A sum inside one memory: to begin it, and bytes read and written a second.
         devices: A copy between the devices of one process.
         inside: Between processes of one host, through shared memory.
-        loopback: Between processes of one host, through Gloo.
-        between: Between hosts, through Gloo.
+        loopback: Between processes of one host, through TCP.
+        between: Between hosts, through TCP.
         sum_rate: Bytes a second that a process reads and writes when it adds up for others.
         machine: What was measured.
         date: When.
