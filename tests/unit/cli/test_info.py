@@ -51,7 +51,7 @@ def test_the_text_says_what_is_there_and_what_is_not() -> None:
 
     assert f"torch {torch.__version__}" in lines
     assert "1 worker, cpu:0 and cpu:1 ReductionToOneDevice" in lines
-    assert f"Gloo {'yes between' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
+    assert f"Gloo {'yes where' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
 
 
 def test_the_native_core_decides_what_workers_of_a_host_share(path: str) -> None:
@@ -59,7 +59,7 @@ def test_the_native_core_decides_what_workers_of_a_host_share(path: str) -> None
 
     assert report["engines"]["native core"]["is_found"] is (path == "native")
     carrier = report["communicators"]["2 workers on this host"]["what"]
-    assert carrier == ("shared memory" if path == "native" else "Gloo")
+    assert carrier == ("shared memory" if path == "native" else "TCP")
 
 
 def test_the_matrix_of_a_dgx_1_is_drawn() -> None:
@@ -140,7 +140,7 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
     assert report["groups"] == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
     assert report["reductions"]["cuda:0 to cuda:3"]["what"] == "HierarchicalCopyAllReduce"
     assert report["communicators"]["2 workers on this host"] == {
-        "what": "Gloo",
+        "what": "TCP",
         "reason": "not every rank has a native core",
     }
 
