@@ -126,9 +126,13 @@ class Exchange:
 
     def broadcast(self, tensors: Mapping[int, Tensor]) -> None:
         """Overwrites each tensor with that of the rank it stands under."""
-        if tensors:
-            raw = {root: as_bytes(tensor) for root, tensor in tensors.items()}
-            self._wait(self._transport.broadcast(raw))
+        self.begin_to_broadcast(tensors)()
+
+    def begin_to_broadcast(self, tensors: Mapping[int, Tensor]) -> Callable[[], None]:
+        """Begins to overwrite each tensor, and returns what waits for the end of it."""
+        raw = {root: as_bytes(tensor) for root, tensor in tensors.items() if tensor.numel()}
+        finished = self._transport.broadcast(raw)
+        return lambda: self._wait(finished)
 
     def close(self) -> None:
         """Ends connections and threads. May be called twice."""

@@ -26,7 +26,9 @@ from unisono.communicators.watch import BrokenConnectionError
 
 _LENGTH = struct.Struct("!Q")
 # What is moved in one direction before the other has its turn.
-_TURN_BYTES = 256 << 10
+_TURN_BYTES = 1 << 20
+# Of a long message as much should have come before this rank wakes up.
+_WORTH_WAKING_BYTES = 256 << 10
 # Up to here a message and its length are sent as one.
 _SMALL_BYTES = 32 << 10
 # Linger for 0 seconds.
@@ -61,6 +63,8 @@ class Connection:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connected.settimeout(0)
         self._socket = connected
+        self._is_encrypted = isinstance(connected, ssl.SSLSocket)
+        self._awaited = 1
         self._peer = peer
         self._outgoing: deque[tuple[memoryview, Message]] = deque()
         self._incoming: deque[Message] = deque()
@@ -94,12 +98,21 @@ class Connection:
 
     def watch_with(self, poll: select.poll) -> None:
         """Lets `poll` notice when something can be moved."""
+        if self._incoming:
+            self._await_much()
         wanted = (select.POLLIN if self._incoming else 0) | (
             select.POLLOUT if self._outgoing else 0
         )
         # A descriptor is no longer valid when another thread has closed it.
         with contextlib.suppress(ValueError):
             poll.register(self._socket, wanted)
+
+    def _await_much(self) -> None:
+        """Sees to it that this rank does not wake up for every packet of a long message."""
+        wanted = 1 if self._is_encrypted else min(len(self._target), _WORTH_WAKING_BYTES)
+        if wanted != self._awaited:
+            self._awaited = wanted
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
 
     def move(self) -> bool:
         """Moves some bytes out and some in, if that is possible now; returns whether it was."""
@@ -186,8 +199,6 @@ class Mesh:
     ) -> Finished:
         """Begins to send every rank its part of `given`, and to receive its part from each."""
         parts, into = given.split(list(sent)), output.split(list(rooms))
-        if sent[self.rank]:
-            into[self.rank][: sent[self.rank]].copy_(parts[self.rank])
         return self._begin(dict(enumerate(parts)), dict(enumerate(into)))
 
     def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:

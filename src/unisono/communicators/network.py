@@ -11,19 +11,19 @@ anything is mixed up, small collectives take one step, and sizes may differ.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.communicator import Communicator
 from unisono.communicators.exchange import Exchange, as_bytes
 from unisono.communicators.gloo import make_gloo_group, make_mpi_group
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
+from unisono.communicators.pieces import Pieces, lengths_of
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
 from unisono.communicators.sums import combine_into
 from unisono.communicators.transport import ProcessGroupTransport, Transport
@@ -37,8 +37,8 @@ _ROOM_BYTES = 1 << 20
 # What the rooms for all ranks may take together, but for very many ranks.
 _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
-# A large tensor goes in pieces, several at a time, so that while one is added up others travel.
-_PIECE_BYTES = 1 << 20
+# Up to here a further copy costs less than a further step.
+_COPIED_BYTES = 512 << 10
 _IN_FLIGHT = 4
 
 # The words for each backend.
@@ -84,7 +84,6 @@ class NetworkCommunicator(Communicator):
         super().__init__(rank, size)
         self._backend = backend
         self._step_bytes = step_bytes
-        self._rooms = [torch.empty(0, dtype=torch.uint8) for _ in range(_IN_FLIGHT)]
         transport = _make_transport(store, rank, size, backend, host, timeout_seconds)
         room = beside_header
         if room is None:
@@ -99,6 +98,7 @@ class NetworkCommunicator(Communicator):
             room=0 if backend == "mpi" else room,
             speaks_for=speaks_for or [[one] for one in range(size)],
         )
+        self._pieces = Pieces(self._exchange)
 
     @property
     def name(self) -> str:
@@ -116,12 +116,12 @@ class NetworkCommunicator(Communicator):
         with self._exchange.collective(header):
             if self._is_small(flat):
                 combine_into(op, self._exchange_terms(header, flat), flat[:1], count)
-            elif self._fits_in_parts(flat) and self.size > 2:
-                self._return_sums(op, self._exchange_parts(header, flat), flat[0], count)
+            elif self._parts_pay(flat):
+                parts = self._exchange_parts(header, flat)
+                self._pieces.begin_to_share(op, flat[0], parts, count)()
             else:
-                pieces = zip(*(term.split(_piece_length(term)) for term in flat), strict=True)
-                for _ in self._reduce_by_pieces(header, op, pieces, count):
-                    pass
+                met = self._exchange.begin_to_meet(header, [None] * self.size)
+                deque(self._pieces.reduced(op, self._pieces.of(flat), count, met), maxlen=0)
 
     def all_reduce_pieces(
         self, op: ReduceOp, pieces: Iterable[Tensor], count: int | None = None
@@ -133,7 +133,8 @@ class NetworkCommunicator(Communicator):
         """
         header = Header("all_reduce", self._next(), op, count=count)
         with self._exchange.collective(header):
-            yield from self._reduce_by_pieces(header, op, ([piece] for piece in pieces), count)
+            met = self._exchange.begin_to_meet(header, [None] * self.size)
+            yield from self._pieces.reduced(op, ([piece] for piece in pieces), count, met)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
@@ -142,7 +143,7 @@ class NetworkCommunicator(Communicator):
         header = Header.of_terms("reduce_scatter", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         with self._exchange.collective(header):
-            total = flat[0].new_empty(self._lengths(len(flat[0]))[self.rank])
+            total = flat[0].new_empty(lengths_of(len(flat[0]), self.size)[self.rank])
             combine_into(op, self._exchange_parts(header, flat), [total], count)
             return total
 
@@ -217,10 +218,6 @@ class NetworkCommunicator(Communicator):
     def _next(self) -> int:
         return self._exchange.sequence + 1
 
-    def _lengths(self, num_elements: int) -> list[int]:
-        parts = [slice_of(rank, self.size, num_elements) for rank in range(self.size)]
-        return [part.stop - part.start for part in parts]
-
     def _is_small(self, terms: list[Tensor]) -> bool:
         num_bytes = sum(term.nbytes for term in terms)
         fits = num_bytes <= self._exchange.room
@@ -233,102 +230,27 @@ class NetworkCommunicator(Communicator):
         data[self.rank] = raw
         return _cut(data, terms)
 
+    def _parts_pay(self, terms: Sequence[Tensor]) -> bool:
+        """Whether parts had better travel beside the header, for which they are copied."""
+        num_bytes = sum(term.nbytes for term in terms)
+        return self.size > 2 and num_bytes <= _COPIED_BYTES and self._fits_in_parts(terms)
+
     def _fits_in_parts(self, terms: Sequence[Tensor]) -> bool:
         # All ranks must decide alike, so the longest part decides.
-        longest = max(self._lengths(len(terms[0])))
+        longest = max(lengths_of(len(terms[0]), self.size))
         return longest * len(terms) * terms[0].itemsize <= self._exchange.room
 
     def _exchange_parts(self, header: Header, terms: list[Tensor]) -> list[Tensor]:
         """Sends every rank its part of each term, and returns this rank's parts in order."""
         if not self._fits_in_parts(terms):
             self._exchange.meet(header, [None] * self.size)
-            return self._send_parts(terms, None)()
-        lengths = self._lengths(len(terms[0]))
+            return self._pieces.send_parts(terms, None)()
+        lengths = lengths_of(len(terms[0]), self.size)
         by_rank = list(zip(*(term.split(lengths) for term in terms), strict=True))
         payloads = [as_bytes(torch.cat(parts)) for parts in by_rank]
         _, data = self._exchange.meet(header, payloads)
         data[self.rank] = payloads[self.rank]
         return _cut(data, by_rank[self.rank])
-
-    def _reduce_by_pieces(
-        self, header: Header, op: ReduceOp, pieces: Iterable[Sequence[Tensor]], count: int | None
-    ) -> Iterator[Tensor]:
-        """Reduces one piece after the other. While it is added up, the next ones are under way."""
-        send = self._swap if self.size == 2 else self._send_parts
-        met = self._exchange.begin_to_meet(header, [None] * self.size)
-        under_way: deque[tuple[Tensor, Callable[[], list[Tensor]]]] = deque()
-        for number, piece in enumerate(pieces):
-            if number == 0:
-                met()
-            if len(under_way) == _IN_FLIGHT:
-                yield self._combined(op, *under_way.popleft(), count)
-            under_way.append((piece[0], send(piece, number % _IN_FLIGHT)))
-        while under_way:
-            yield self._combined(op, *under_way.popleft(), count)
-
-    def _combined(
-        self, op: ReduceOp, output: Tensor, received: Callable[[], list[Tensor]], count: int | None
-    ) -> Tensor:
-        if self.size == 2:
-            combine_into(op, received(), [output], count)
-        else:
-            self._return_sums(op, received(), output, count)
-        return output
-
-    def _send_parts(self, terms: Sequence[Tensor], turn: int | None) -> Callable[[], list[Tensor]]:
-        """Begins to send every rank its part; returns what waits for this rank's parts."""
-        lengths = self._lengths(len(terms[0]))
-        received = self._room(turn, terms[0], (len(terms), self.size, lengths[self.rank]))
-        waits = [
-            self._exchange.all_to_all(room, [lengths[self.rank]] * self.size, term, lengths)
-            for term, room in zip(terms, received, strict=True)
-        ]
-
-        def finish() -> list[Tensor]:
-            for wait in waits:
-                wait()
-            return [part for rank in range(self.size) for part in received[:, rank]]
-
-        return finish
-
-    def _swap(self, terms: Sequence[Tensor], turn: int) -> Callable[[], list[Tensor]]:
-        """Begins to send all terms to the only other rank; returns what waits for those of both.
-
-        It moves as many bytes as parts and sums would, in one step instead of two.
-        """
-        received = self._room(turn, terms[0], (len(terms), len(terms[0])))
-        lengths = [0, len(terms[0])] if self.rank == 0 else [len(terms[0]), 0]
-        waits = [
-            self._exchange.all_to_all(room, lengths, term, lengths)
-            for term, room in zip(terms, received, strict=True)
-        ]
-
-        def finish() -> list[Tensor]:
-            for wait in waits:
-                wait()
-            return [*terms, *received] if self.rank == 0 else [*received, *terms]
-
-        return finish
-
-    def _room(self, turn: int | None, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """Returns memory for a piece, which is kept for a later one."""
-        if turn is None:
-            return like.new_empty(shape)
-        # Fresh memory would cost as much as what is received into it.
-        num_bytes = math.prod(shape) * like.itemsize
-        if len(self._rooms[turn]) < num_bytes:
-            self._rooms[turn] = torch.empty(num_bytes, dtype=torch.uint8)
-        return self._rooms[turn][:num_bytes].view(like.dtype).view(shape)
-
-    def _return_sums(
-        self, op: ReduceOp, parts: list[Tensor], output: Tensor, count: int | None
-    ) -> None:
-        """Adds up this rank's parts, and fills `output` with the sums of all ranks."""
-        # The sum is written once for each rank, so that it can be sent from there.
-        sums = output.new_empty(self.size, len(parts[0]))
-        combine_into(op, parts, list(sums), count)
-        sent = [len(parts[0])] * self.size
-        self._exchange.all_to_all(output, self._lengths(len(output)), sums, sent)()
 
     def _unpack(self, headers: list[Header], data: list[Tensor], own: Tensor) -> list[Tensor]:
         """Returns the tensors that came beside headers, and room for those that did not."""
@@ -376,10 +298,6 @@ def _make_transport(
             make_gloo_group(store, rank, size, host=host, timeout_seconds=timeout_seconds)
         )
     return join_mesh(store, rank, size, host=host, timeout_seconds=timeout_seconds)
-
-
-def _piece_length(term: Tensor) -> int:
-    return max(1, _PIECE_BYTES // term.itemsize)
 
 
 def _cut(data: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

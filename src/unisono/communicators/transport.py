@@ -35,7 +35,8 @@ class Transport(Protocol):
         """Begins to send every rank its part of `given`, and to receive its part from each.
 
         Args:
-            output: Where to put what is received, one room for each rank after the other.
+            output: Where to put what is received, one room for each rank after the other. What is
+                in that of this rank is undefined.
             rooms: The length of each room. A message may be shorter, and lies at its beginning.
             given: What to send, one part for each rank after the other.
             sent: The length of each part. Nothing is sent where both lengths are 0.
