@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from unisono.cli.parameters import OutputPath
 from unisono.errors import UnisonoError
 from unisono.tracing import align, read_folder, summarise, timeline
 
@@ -16,8 +17,9 @@ from unisono.tracing import align, read_folder, summarise, timeline
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the timeline goes; FOLDER/timeline.json if not given.",
+    metavar="FILE",
+    type=OutputPath(),
+    help="Where the timeline goes. Without it: FOLDER/timeline.json.",
 )
 @click.option("--summary", "only_summary", is_flag=True, help="Write no timeline.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")

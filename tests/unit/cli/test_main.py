@@ -64,20 +64,39 @@ def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("0", 0), ("64", 64), ("4K", 4096), ("4k", 4096), ("256M", 2**28)]
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("64", 64),
+        ("64B", 64),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("4KB", 4096),
+        ("256M", 2**28),
+        ("1MiB", 2**20),
+        ("2G", 2**31),
+    ],
 )
 def test_bytes_are_read_as_people_write_them(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "K", "-4", "4.5K", "4G", "four"])
+@pytest.mark.parametrize("text", ["", "K", "B", "-4", "4.5K", "4T", "4Ki", "4 K", "four"])
 def test_what_is_not_a_number_of_bytes_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256M"):
+    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256MB"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize(
-    "words", ["--ranks 2 4 8", "--ranks 2 --ranks 4 8", "--bind --ranks 2 4 8 --seconds 1"]
+    "words",
+    [
+        "--ranks 2 4 8",
+        "--ranks 2 --ranks 4 8",
+        "--bind --ranks 2 4 8 --seconds 1",
+        "--ranks 2,4,8",
+        "--ranks=2,4 8 --bind",
+        "--ranks 2, 4, 8",
+    ],
 )
 def test_an_option_that_may_be_repeated_takes_several_values(words: str) -> None:
     bench = main.commands["bench"]
@@ -86,6 +105,13 @@ def test_an_option_that_may_be_repeated_takes_several_values(words: str) -> None
     context = bench.commands["all-reduce"].make_context("all-reduce", words.split())
 
     assert context.params["ranks"] == (2, 4, 8)
+
+
+def test_an_option_that_may_be_repeated_needs_a_value() -> None:
+    result = CliRunner().invoke(main, ["bench", "all-reduce", "--bind", "--ranks"])
+
+    assert result.exit_code == 2
+    assert "'--ranks' requires an argument" in result.output
 
 
 def test_a_value_of_an_option_that_may_not_be_repeated_stays_alone() -> None:
