@@ -8,13 +8,13 @@ import click
 
 import unisono
 from unisono.cli.bench import bench
-from unisono.cli.completion import completion
 from unisono.cli.demo import demo
 from unisono.cli.info import info
 from unisono.cli.launch import launch
 from unisono.cli.plan import plan
 from unisono.cli.trace import trace
 from unisono.cli.tune import tune
+from unisono_command import completion
 
 
 class _Commands(click.Group):

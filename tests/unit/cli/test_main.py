@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import click
@@ -11,6 +14,7 @@ from click.testing import CliRunner
 import unisono as uo
 from unisono.cli import main
 from unisono.cli.parameters import parse_bytes
+from unisono_command import FILE, described, restored
 
 
 def commands(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
@@ -61,6 +65,59 @@ def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     assert script.exit_code == 0
     assert f"_UNISONO_COMPLETE={shell}_complete" in script.output
     assert "all-reduce" in answer.output
+
+
+def test_the_stored_description_is_that_of_the_commands() -> None:
+    assert FILE.read_text() == described(main), "`python -m unisono_command` writes it anew"
+    assert described(restored(FILE.read_text())) == FILE.read_text()
+
+
+COMPLETES = """
+import sys
+import unisono_command
+try:
+    unisono_command.main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "unisono ",
+        "unisono bench all-reduce --quick --r",
+        "unisono bench step --sec",
+        "unisono completion z",
+        "unisono info --topology ",
+        "unisono plan --no",
+        "unisono trace ",
+    ],
+)
+def test_a_shell_is_answered_as_by_the_commands_but_without_torch(line: str) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    variables = words | {"_UNISONO_COMPLETE": "bash_complete"}
+
+    slow = CliRunner().invoke(main, prog_name="unisono", env=variables)
+    fast = subprocess.run(
+        [sys.executable, "-c", COMPLETES],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert slow.output.strip()
+    assert fast.stdout == slow.output
+    assert (fast.returncode, fast.stderr) == (slow.exit_code, "False\n")
+
+
+def test_the_script_for_a_shell_is_printed_without_torch() -> None:
+    command = [sys.executable, "-c", COMPLETES, "completion", "bash"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert (ran.returncode, ran.stderr) == (0, "False\n")
+    assert ran.stdout == CliRunner().invoke(main, ["completion", "bash"]).output
 
 
 @pytest.mark.parametrize(
