@@ -139,6 +139,8 @@ def _measure_cluster(membership: Membership, extent: Extent) -> Iterator[Measure
 
 def _tune(measured: Iterable[Measured], output: Path | None, count: int | None = None) -> None:
     path = output or tuning_path()
+    # Now, because it is the wrong moment to fail when all is measured.
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = _former(path)
     rows = with_progress(measured, count)
     found, sum_rate = fitted(rows)
@@ -170,7 +172,6 @@ def _former(path: Path) -> Tuning | None:
 
 
 def _write(path: Path, tuning: Tuning) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A run that starts meanwhile reads the old file or the new one, never half of it.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(tuning.to_text())

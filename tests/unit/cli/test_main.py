@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -51,6 +52,18 @@ def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
 
     assert result.exit_code == 2
     assert "Did you mean 'completion'?" in result.output
+
+
+def test_a_file_that_cannot_be_written_is_named_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.mkdir()
+    with uo.tracing.record(tmp_path):
+        pass
+
+    result = CliRunner().invoke(main, ["trace", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert result.output == f"Error: {path} cannot be read or written: Is a directory.\n"
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
