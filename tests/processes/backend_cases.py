@@ -205,6 +205,85 @@ def send_around(world: World, length: int, dtype: torch.dtype) -> Sequence[Tenso
     return [output]
 
 
+def all_to_all_lists(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    parts = [world.brought(length, dtype, of=world.rank + rank) for rank in range(world.size)]
+    outputs = [torch.zeros(length, dtype=dtype) for _ in range(world.size)]
+    distributed.all_to_all(outputs, parts, group=world.group)
+    return outputs
+
+
+def all_gather_lists(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    own = [world.brought(length, dtype), world.brought(length + 2, dtype)]
+    outputs = [[torch.zeros_like(one) for one in own] for _ in range(world.size)]
+    _calls.all_gather_coalesced(outputs, own, group=world.group)
+    return [tensor for row in outputs for tensor in row]
+
+
+def receive_from_any(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The first rank hears all others, in the order in which they come."""
+    # From any rank Gloo does not receive what is empty.
+    length += 1
+    if world.rank > 0:
+        distributed.send(world.brought(length, dtype), group=world.group, group_dst=0, tag=5)
+        return []
+    heard: dict[int, Tensor] = {}
+    for _ in range(world.size - 1):
+        output = torch.zeros(length, dtype=dtype)
+        source = distributed.recv(output, group=world.group, tag=5)
+        heard[source] = output
+    return [heard[source] for source in sorted(heard)]
+
+
+def batch_of_messages(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    if world.size == 1:
+        return []
+    before, after = (world.rank - 1) % world.size, (world.rank + 1) % world.size
+    output = torch.zeros(length, dtype=dtype)
+    messages = [
+        distributed.P2POp(distributed.irecv, output, group=world.group, group_peer=before),
+        distributed.P2POp(
+            distributed.isend, world.brought(length, dtype), group=world.group, group_peer=after
+        ),
+    ]
+    for work in distributed.batch_isend_irecv(messages):
+        work.wait()
+    return [output]
+
+
+def objects(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    last = world.size - 1
+    gathered: list[Any] = [None] * world.size
+    is_last = world.rank == last
+    own = {"rank": world.rank, "values": world.brought(length, dtype).tolist()}
+    distributed.gather_object(own, gathered if is_last else None, last, group=world.group)
+    told = [own]
+    distributed.broadcast_object_list(told, last, group=world.group)
+    given: list[Any] = [None]
+    parts = list(range(world.size)) if is_last else None
+    distributed.scatter_object_list(given, parts, last, group=world.group)
+    ranks = [one["rank"] for one in gathered if one is not None]
+    return [torch.tensor([*ranks, told[0]["rank"], *given]).to(dtype)]
+
+
+def methods(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
+    """The methods of a group, called in the short ways that torch lets programs use."""
+    group: Any = world.group or distributed.group.WORLD
+    largest, first, total = (world.brought(length, dtype) for _ in range(3))
+    group.allreduce(largest, ReduceOp.MAX).wait()
+    group.allreduce([largest], op=ReduceOp.SUM).wait()
+    group.broadcast(first, root=0).wait()
+    group.reduce(total, 0, ReduceOp.SUM).wait()
+    gathered = [torch.zeros(length, dtype=dtype) for _ in range(world.size)]
+    group.allgather(gathered, world.brought(length, dtype)).wait()
+    part = torch.zeros(length, dtype=dtype)
+    group.reduce_scatter(part, gathered, ReduceOp.SUM).wait()
+    group.barrier().wait()
+    key = f"{group.name()} was here"
+    group.get_group_store().set(key, "yes")
+    assert group.get_group_store().get(key) == b"yes"
+    return [largest, first, *([total] if world.rank == 0 else []), *gathered, part]
+
+
 def barrier(world: World, length: int, dtype: torch.dtype) -> Sequence[Tensor]:
     distributed.barrier(group=world.group)
     work = distributed.barrier(group=world.group, async_op=True)
@@ -238,6 +317,12 @@ CASES: list[tuple[str, Case, Sequence[torch.dtype]]] = [
     ("reduce_scatter_single", reduce_scatter_one, NUMBERS),
     ("reduce_scatter_single coalesced", reduce_scatter_one_coalesced, (torch.float32,)),
     ("all_to_all_single", all_to_all, GLOO_DTYPES),
+    ("all_to_all", all_to_all_lists, (torch.float32,)),
+    ("all_gather_coalesced", all_gather_lists, (torch.float32,)),
     ("send and recv", send_around, GLOO_DTYPES),
+    ("recv from any", receive_from_any, (torch.float32,)),
+    ("batch_isend_irecv", batch_of_messages, (torch.float32,)),
+    ("objects", objects, (torch.float32,)),
+    ("methods of the group", methods, (torch.float32,)),
     ("barrier", barrier, (torch.float32,)),
 ]

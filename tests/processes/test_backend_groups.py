@@ -17,7 +17,7 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
-from processes.backend_cases import joined
+from processes.backend_cases import joined, reduce_scatter_single
 from processes.harness import outcome, run_ranks
 from processes.leftovers import Holdings, settled
 from processes.programs import clean_environment, run_together
@@ -59,6 +59,30 @@ def _sums_match(brought: list[Tensor], rank: int) -> list[bool]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_sums_have_the_bits_of_the_tree(size: int) -> None:
     assert run_ranks(size, sums_of_the_tree) == [[True] * 9] * size
+
+
+def means_of_integers(store: Store, rank: int, size: int) -> list[list[int]]:
+    """Each collective that can take a mean, twice for each dtype."""
+    mean = distributed.ReduceOp.AVG
+    found = []
+    with joined(store, rank, size):
+        for dtype in (torch.int8, torch.int16, torch.int32, torch.int64) * 2:
+            own = torch.tensor([rank, 7 - rank, -9 + rank], dtype=dtype)
+            everywhere, at_first = own.clone(), own.clone()
+            distributed.all_reduce(everywhere, mean)
+            distributed.reduce(at_first, 0, mean)
+            parts = [torch.empty_like(own) for _ in range(2)]
+            reduce_scatter_single(parts[0], own.repeat(size), op=mean)
+            distributed.reduce_scatter(parts[1], [own] * size, op=mean)
+            firsts = [at_first] if rank == 0 else []
+            found += [one.tolist() for one in (everywhere, *firsts, *parts)]
+    return found
+
+
+def test_a_mean_of_integers_drops_its_fraction() -> None:
+    # Lightning takes means of counts, where the backend is not called "gloo".
+    for rank, found in enumerate(run_ranks(2, means_of_integers)):
+        assert found == [[0, 6, -8]] * (8 * (4 if rank == 0 else 3))
 
 
 def talk_in_parts(store: Store, rank: int, size: int) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from unisono.communicators import Communicator, all_reduce_sparse, own_op
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
+# Communicators divide fractions alone; these are divided here.
+_DIVIDED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+
 
 def reducible_op(
     op: distributed.ReduceOp, tensors: Sequence[Tensor], *, or_sparse: bool
@@ -24,11 +27,16 @@ def reducible_op(
 
 
 def _can_reduce(op: ReduceOp, tensor: Tensor, *, or_sparse: bool) -> bool:
-    is_fraction = tensor.is_floating_point() or tensor.is_complex()
-    if not (is_fraction if op is ReduceOp.MEAN else tensor.dtype is not torch.bool):
-        return False
-    is_sum_of_rows = tensor.layout is torch.sparse_coo and op in (ReduceOp.SUM, ReduceOp.MEAN)
-    return (or_sparse and is_sum_of_rows and tensor.is_cpu) or are_dense([tensor])
+    if tensor.layout is torch.sparse_coo:
+        is_sum = op is ReduceOp.SUM or (op is ReduceOp.MEAN and _is_fraction(tensor))
+        return or_sparse and is_sum and tensor.is_cpu
+    can_divide = _is_fraction(tensor) or tensor.dtype in _DIVIDED
+    can_combine = can_divide if op is ReduceOp.MEAN else tensor.dtype is not torch.bool
+    return can_combine and are_dense([tensor])
+
+
+def _is_fraction(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def are_dense(tensors: Sequence[Tensor]) -> bool:
@@ -54,7 +62,7 @@ def all_reduce(communicator: Communicator, op: ReduceOp, tensors: Sequence[Tenso
                 tensor.copy_(all_reduce_sparse(communicator, op, tensor).coalesce())
             continue
         own = _plain(tensor)
-        communicator.all_reduce(op, [own])
+        _combine(communicator, op, own)
         _copy_back(own, tensor)
 
 
@@ -63,7 +71,7 @@ def reduce(communicator: Communicator, op: ReduceOp, tensor: Tensor, root: int) 
     own = _plain(tensor)
     if communicator.rank != root:
         own = own.clone()
-    communicator.all_reduce(op, [own])
+    _combine(communicator, op, own)
     if communicator.rank == root:
         _copy_back(own, tensor)
 
@@ -109,9 +117,9 @@ def reduce_scatter(
     terms = torch.cat([_plain(one).view(-1) for one in inputs])
     _check_room(output, lengths[communicator.rank], terms.dtype)
     if len(set(lengths)) == 1:
-        _fill(output, communicator.reduce_scatter(op, [terms]))
+        _fill(output, _combined_part(communicator, op, terms))
     else:
-        communicator.all_reduce(op, [terms])
+        _combine(communicator, op, terms)
         _fill(output, terms.split(lengths)[communicator.rank])
 
 
@@ -121,7 +129,26 @@ def reduce_scatter_single(
     """Combines inputs of as many parts as ranks, and fills each output with that of this rank."""
     for output, tensor in zip(outputs, inputs, strict=True):
         _check_room(tensor, output.numel() * communicator.size, output.dtype)
-        _fill(output, communicator.reduce_scatter(op, [_plain(tensor).view(-1)]))
+        _fill(output, _combined_part(communicator, op, _plain(tensor).view(-1)))
+
+
+def _combine(communicator: Communicator, op: ReduceOp, own: Tensor) -> None:
+    if op is ReduceOp.MEAN and not _is_fraction(own):
+        communicator.all_reduce(ReduceOp.SUM, [own])
+        _divide(own, communicator.size)
+    else:
+        communicator.all_reduce(op, [own])
+
+
+def _combined_part(communicator: Communicator, op: ReduceOp, own: Tensor) -> Tensor:
+    if op is ReduceOp.MEAN and not _is_fraction(own):
+        return _divide(communicator.reduce_scatter(ReduceOp.SUM, [own]), communicator.size)
+    return communicator.reduce_scatter(op, [own])
+
+
+def _divide(total: Tensor, count: int) -> Tensor:
+    """Makes a sum of integers their mean, without the fraction, as NCCL does."""
+    return total.div_(count, rounding_mode="trunc")
 
 
 def _plain(tensor: Tensor) -> Tensor:

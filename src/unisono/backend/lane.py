@@ -13,6 +13,10 @@ class Lane:
 
     Whoever waits anyway runs its collective itself if none is before it: two switches of threads
     cost more than a small collective. Others go to a thread, which starts with the first of them.
+
+    What is called on that thread, by a callback of the collective that has just ended, runs before
+    all that waits: the callback may wait for it. So the order is the same as where the collective
+    had ended before it got its callback.
     """
 
     def __init__(self, name: str) -> None:
@@ -22,9 +26,13 @@ class Lane:
         self._change = threading.Lock()
         self._num_queued = 0
         self._thread: threading.Thread | None = None
+        self._serving: int | None = None
 
     def run(self, work: CollectiveWork, *, is_awaited: bool) -> None:
         """Runs `work` now if it is awaited and nothing is before it, or else soon."""
+        if threading.get_ident() == self._serving:
+            work.run()
+            return
         if is_awaited and self._num_queued == 0 and self._turn.acquire(blocking=False):
             try:
                 work.run()
@@ -47,6 +55,7 @@ class Lane:
             thread.join()
 
     def _serve(self) -> None:
+        self._serving = threading.get_ident()
         while (work := self._queue.get()) is not None:
             with self._turn:
                 work.run()
@@ -54,3 +63,4 @@ class Lane:
                 self._num_queued -= 1
             # Nobody but those who wait for it should keep its tensors.
             del work
+        self._serving = None

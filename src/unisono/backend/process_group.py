@@ -27,6 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from unisono.backend import collectives
+from unisono.backend.arguments import listed, listed_twice, options
 from unisono.backend.lane import Lane
 from unisono.backend.other_devices import make_backend
 from unisono.backend.work import CollectiveWork
@@ -88,13 +89,18 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._communicator.close()
         super().shutdown()
 
+    def get_group_store(self) -> Store:
+        """Where the ranks of this group meet."""
+        return self._store
+
     # Collectives that are done here. Their names and signatures are those that torch calls.
 
-    def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any = None) -> Work:
+    def allreduce(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, *, op: Any = None
+    ) -> Work:
         """Overwrites the tensor with the combination of those of all ranks."""
-        # DDP gives a tensor alone when it counts the ranks that still have data.
-        listed = [tensors] if isinstance(tensors, Tensor) else tensors
-        return self._all_reduce("allreduce", listed, opts or AllreduceOptions())
+        opts = options(AllreduceOptions, opts, reduceOp=op)
+        return self._all_reduce("allreduce", listed(tensors), opts)
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
         """Overwrites each tensor with the combination of those of all ranks."""
@@ -110,9 +116,17 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
             or_sparse=True,
         )
 
-    def reduce(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def reduce(
+        self,
+        tensors: list[Tensor] | Tensor,
+        opts: Any = None,
+        op: Any = None,
+        *,
+        root: int | None = None,
+    ) -> Work:
         """Overwrites the tensor of one rank with the combination of those of all ranks."""
-        opts = opts or ReduceOptions()
+        tensors = listed(tensors)
+        opts = options(ReduceOptions, opts, rootRank=root, reduceOp=op)
         return self._reduction(
             lambda communicator, op: collectives.reduce(
                 communicator, op, tensors[0], opts.rootRank
@@ -123,9 +137,12 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
             opts,
         )
 
-    def broadcast(self, tensors: list[Tensor], opts: Any = None) -> Work:
+    def broadcast(
+        self, tensors: list[Tensor] | Tensor, opts: Any = None, *, root: int | None = None
+    ) -> Work:
         """Overwrites the tensor with that of one rank."""
-        opts = opts or BroadcastOptions()
+        tensors = listed(tensors)
+        opts = options(BroadcastOptions, opts, rootRank=root)
         return self._movement(
             lambda communicator: collectives.broadcast(communicator, tensors[0], opts.rootRank),
             tensors,
@@ -135,9 +152,13 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allgather(
-        self, output_tensors: list[list[Tensor]], input_tensors: list[Tensor], opts: Any = None
+        self,
+        output_tensors: list[list[Tensor]] | list[Tensor],
+        input_tensors: list[Tensor] | Tensor,
+        opts: Any = None,
     ) -> Work:
         """Fills a list with the tensors of all ranks."""
+        output_tensors, input_tensors = listed_twice(output_tensors), listed(input_tensors)
         opts = opts or AllgatherOptions()
         outputs, tensor = output_tensors[0], input_tensors[0]
         return self._movement(
@@ -176,10 +197,16 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def reduce_scatter(
-        self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any = None
+        self,
+        output_tensors: list[Tensor] | Tensor,
+        input_tensors: list[list[Tensor]] | list[Tensor],
+        opts: Any = None,
+        *,
+        op: Any = None,
     ) -> Work:
         """Combines one input for each rank, and fills the output with that of this rank."""
-        opts = opts or ReduceScatterOptions()
+        output_tensors, input_tensors = listed(output_tensors), listed_twice(input_tensors)
+        opts = options(ReduceScatterOptions, opts, reduceOp=op)
         output, inputs = output_tensors[0], input_tensors[0]
         return self._reduction(
             lambda communicator, op: collectives.reduce_scatter(communicator, op, output, inputs),

@@ -82,7 +82,7 @@ _sizes_option = click.option(
     metavar="BYTES...",
     type=parse_bytes,
     multiple=True,
-    help="These alone, such as 64 16K 4M.",
+    help="These alone: 64 16K 4M, or 64,16KB,4MiB.",
 )
 _tensorflow_option = click.option(
     "--tensorflow",

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from click import style
 
 from unisono.cli.host_report import Chosen, HostReport
+from unisono.cli.tables import LINK_NAMES, spell_rate, spell_seconds
 from unisono.devices import Link, LinkKind, Topology
 
 _WIDTH = 80
@@ -33,6 +34,7 @@ def draw(report: HostReport) -> str:
         ("Devices", _devices(report)),
         (f"Links ({report.topology.source})", _links(report.topology)),
         ("Groups of the hierarchical copy", _groups(report)),
+        ("Tuning", _tuning(report)),
         ("What would be chosen", _chosen(report)),
     ]
     texts = []
@@ -100,6 +102,15 @@ def _groups(report: HostReport) -> Iterator[str]:
     for number, group in enumerate(report.groups):
         branch = "└─" if number == len(report.groups) - 1 else "├─"
         yield f"{branch} " + "  ".join(str(report.devices[i]) for i in group)
+
+
+def _tuning(report: HostReport) -> Iterator[str]:
+    tuning, detail = report.tuned
+    yield from textwrap.wrap(detail, _WIDTH - 2, break_on_hyphens=False)
+    for name, words in LINK_NAMES.items():
+        link = None if tuning is None else getattr(tuning, name)
+        if link is not None:
+            yield f"{words:36}{spell_seconds(link.latency):>8}  {spell_rate(link.bandwidth):>10}"
 
 
 def _chosen(report: HostReport) -> Iterator[str]:

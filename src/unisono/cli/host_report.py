@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import shutil
@@ -15,7 +16,11 @@ import torch
 from torch import distributed
 from torch.cuda import nccl
 
-from unisono.communicators import Layout, choose_carrier
+from unisono.cli.tables import spell_seconds
+from unisono.communicators import Layout
+from unisono.communicators.choice import choose
+from unisono.costs import BYTES_PER_PACK, Tuning, current_tuning, tuning_path
+from unisono.costs.tuning import TUNING
 from unisono.devices import (
     Device,
     Groups,
@@ -26,8 +31,9 @@ from unisono.devices import (
     near_groups,
     this_machine,
 )
-from unisono.errors import DeviceError
+from unisono.errors import DeviceError, TuningError
 from unisono.kernels import native_core, triton_status
+from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
 
 NATIVE, NCCL = "native core", "NCCL"
@@ -54,6 +60,32 @@ class Chosen(NamedTuple):
     reason: str
 
 
+class Tuned(NamedTuple):
+    """The constants that `unisono tune` has measured, if it has, and in words where they are."""
+
+    constants: Tuning | None
+    detail: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it made of what JSON knows."""
+        constants = None if self.constants is None else json.loads(self.constants.to_text())
+        return {"constants": constants, "detail": self.detail}
+
+    @staticmethod
+    def from_json(recorded: Mapping[str, Any]) -> Tuned:
+        """Reads what `to_json` has returned."""
+        if not isinstance(recorded, Mapping):
+            raise DeviceError(
+                "The tuning of a recorded host is an object with `constants` and `detail`, got "
+                f"{recorded!r}."
+            )
+        constants = recorded.get("constants")
+        tuning = (
+            None if constants is None else Tuning.from_text(json.dumps(constants), "The tuning")
+        )
+        return Tuned(tuning, recorded.get("detail", "nobody has recorded whether it was tuned"))
+
+
 @dataclass(frozen=True)
 class HostReport:
     """All that `unisono info` tells.
@@ -65,6 +97,7 @@ class HostReport:
         num_cores: Of the CPU; None if nobody has recorded it.
         devices: Those that a strategy takes by default.
         groups: The groups of the hierarchical copy, by position in `devices`.
+        tuned: What its links were measured to cost; choices go by it.
         reductions: What would reduce inside a worker, by its devices.
         communicators: What would carry the collectives of a job, by how many workers it has.
     """
@@ -75,6 +108,7 @@ class HostReport:
     num_cores: int | None
     devices: tuple[Device, ...]
     groups: Groups
+    tuned: Tuned
     reductions: Mapping[str, Chosen]
     communicators: Mapping[str, Chosen]
 
@@ -87,6 +121,7 @@ class HostReport:
             "num_cores": self.num_cores,
             "devices": [str(device) for device in self.devices],
             "groups": [[str(self.devices[i]) for i in group] for group in self.groups],
+            "tuning": self.tuned.to_json(),
             "reductions": {devices: one._asdict() for devices, one in self.reductions.items()},
             "communicators": {job: one._asdict() for job, one in self.communicators.items()},
         }
@@ -94,7 +129,7 @@ class HostReport:
 
 def this_host() -> HostReport:
     """Reports on the host that this runs on."""
-    return _report(_versions(), _engines(), os.cpu_count())
+    return _report(_versions(), _engines(), os.cpu_count(), _tuned())
 
 
 def recorded_host(recording: Mapping[str, Any]) -> HostReport:
@@ -110,16 +145,21 @@ def recorded_host(recording: Mapping[str, Any]) -> HostReport:
             "The engines of a recorded host are an object with `is_found` and `detail` for each, "
             f"got {recording['engines']!r}."
         ) from error
+    tuned = Tuned.from_json(recording.get("tuning", {}))
     with as_recorded(Topology.from_json(recording.get("topology", recording))):
-        return _report(recording.get("versions", {}), engines, recording.get("num_cores"))
+        return _report(recording.get("versions", {}), engines, recording.get("num_cores"), tuned)
 
 
 def _report(
-    versions: Mapping[str, str | None], engines: Mapping[str, Engine], num_cores: int | None
+    versions: Mapping[str, str | None],
+    engines: Mapping[str, Engine],
+    num_cores: int | None,
+    tuned: Tuned,
 ) -> HostReport:
     has = {name: name not in engines or engines[name].is_found for name in (NATIVE, NCCL)}
     devices = default_devices()
     reduced = {_in_words(some): some for some in (devices, cpu_slots(2))}
+    tuning = tuned.constants
     return HostReport(
         versions,
         engines,
@@ -127,8 +167,9 @@ def _report(
         num_cores,
         devices,
         near_groups(devices),
-        {words: _reduction(some, has_nccl=has[NCCL]) for words, some in reduced.items()},
-        {job: _carrier(hosts, has_native_core=has[NATIVE]) for job, hosts in _JOBS.items()},
+        tuned,
+        {words: _reduction(some, tuning, has_nccl=has[NCCL]) for words, some in reduced.items()},
+        {job: _carrier(hosts, tuning, has_native_core=has[NATIVE]) for job, hosts in _JOBS.items()},
     )
 
 
@@ -138,14 +179,41 @@ def _in_words(devices: tuple[Device, ...]) -> str:
     return f"{devices[0]} to {devices[-1]}"
 
 
-def _reduction(devices: tuple[Device, ...], *, has_nccl: bool) -> Chosen:
-    ops, reason = choose_cross_device_ops(devices, has_nccl=has_nccl)
+def _reduction(devices: tuple[Device, ...], tuning: Tuning | None, *, has_nccl: bool) -> Chosen:
+    ops, reason = choose_cross_device_ops(devices, has_nccl=has_nccl, tuning=tuning)
     return Chosen(type(ops).__name__, reason)
 
 
-def _carrier(hosts: str, *, has_native_core: bool) -> Chosen:
-    carrier, reason = choose_carrier(Layout.of(hosts), has_native_core=has_native_core)
-    return Chosen(carrier.value, reason)
+def _carrier(hosts: str, tuning: Tuning | None, *, has_native_core: bool) -> Chosen:
+    choice = choose(
+        Layout.of(hosts),
+        has_native_core=has_native_core,
+        implementation=CommunicationImplementation.AUTO,
+        tuning=tuning,
+    )
+    reason = choice.why
+    if choice.cost is not None:
+        seconds = spell_seconds(choice.cost.seconds(BYTES_PER_PACK))
+        reason += f"; {BYTES_PER_PACK >> 20} MiB are predicted to take {seconds}, as tuned"
+    elif tuning is not None:
+        reason += "; the links between hosts are not tuned"
+    return Chosen(choice.carrier.value, reason)
+
+
+def _tuned() -> Tuned:
+    path = tuning_path()
+    try:
+        tuning = current_tuning()
+    except TuningError as error:
+        return Tuned(None, f"no strategy can be made: {error}")
+    if tuning is not None:
+        when = f"measured on {tuning.date} by Unisono {tuning.version}"
+        return Tuned(tuning, f"{path}, {when}; choices and sizes of packs go by it")
+    if os.environ.get(TUNING) == "off":
+        return Tuned(None, f"{TUNING}=off is set, so no run reads one")
+    if path.exists():
+        return Tuned(None, f"{path} is of no use here: run `unisono tune`")
+    return Tuned(None, "not yet: `unisono tune` measures the links, and choices go by them")
 
 
 def _versions() -> dict[str, str | None]:

@@ -28,7 +28,12 @@ _LAST_LINES = 20
 
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
-    "-n", "num_workers", metavar="N", type=click.IntRange(min=1), help="Workers on this host."
+    "-n",
+    "--nproc-per-node",
+    "num_workers",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Workers on this host.",
 )
 @click.option(
     "--nnodes",

@@ -8,17 +8,20 @@ import click
 
 import unisono
 from unisono.cli.bench import bench
-from unisono.cli.completion import completion
 from unisono.cli.demo import demo
 from unisono.cli.info import info
 from unisono.cli.launch import launch
 from unisono.cli.plan import plan
 from unisono.cli.trace import trace
 from unisono.cli.tune import tune
+from unisono_command import completion
 
 
 class _Commands(click.Group):
-    """Ends with the status that shells know for Ctrl-C, where click would say 1."""
+    """Ends with the status that shells know for Ctrl-C, where click would say 1.
+
+    A file that cannot be read or written is a message, not a fault of the program.
+    """
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -26,6 +29,12 @@ class _Commands(click.Group):
         except KeyboardInterrupt:
             click.echo("\nInterrupted.", err=True)
             ctx.exit(130)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            raise click.ClickException(
+                f"{error.filename} cannot be read or written: {error.strerror}."
+            ) from error
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 
-_UNITS = {"K": 2**10, "M": 2**20}
+_BYTES = re.compile(r"(\d+)([KMG]?)(i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes of a text such as 64, 4K or 256M."""
-    unit = _UNITS.get(text[-1:].upper(), 1)
-    number = text if unit == 1 else text[:-1]
-    if not number.isdecimal():
-        raise click.BadParameter(f"{text!r} is not a number of bytes such as 64, 4K or 256M.")
-    return int(number) * unit
+    """Returns the bytes of a text such as 64, 4K, 4KB, 4KiB or 256M: units are powers of 1024."""
+    found = _BYTES.fullmatch(text)
+    if found is None:
+        raise click.BadParameter(f"{text!r} is not a number of bytes such as 64, 4K or 256MB.")
+    return int(found[1]) * _UNITS[found[2].upper()]
 
 
 class OutputPath(click.Path):
@@ -43,7 +44,7 @@ class OutputPath(click.Path):
 
 
 class ListCommand(click.Command):
-    """A command whose repeatable options also take several values at once: `--ranks 2 4 8`.
+    """A command whose repeatable options also take several values: `--ranks 2 4 8` or `2,4,8`.
 
     It must have no arguments, which would be taken for such values.
     """
@@ -61,11 +62,22 @@ class ListCommand(click.Command):
             for name in parameter.opts
         }
         option, has_value = "", False
-        for word in words:
+        for word in _apart(words, repeatable):
             if word.startswith("-") and word != "-":
                 option, has_value = word, False
-            elif option in repeatable and has_value:
-                yield option
+                yield word
+            elif option in repeatable:
+                for value in filter(None, word.split(",")):
+                    if has_value:
+                        yield option
+                    yield value
+                    has_value = True
             else:
-                has_value = True
-            yield word
+                yield word
+
+
+def _apart(words: list[str], options: set[str]) -> Iterator[str]:
+    """The words with an option and its value apart: `--ranks 2` for `--ranks=2`."""
+    for word in words:
+        name, _, value = word.partition("=")
+        yield from [name, value] if value and name in options else [word]

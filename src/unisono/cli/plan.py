@@ -9,10 +9,12 @@ from typing import Any
 
 import click
 
+from unisono.cli.extras import require
+from unisono.cli.parameters import OutputPath
 from unisono.cli.plan_constants import Constants, constants_of
 from unisono.cli.predictions import crossovers, curves, predictions, sizes_up_to
-from unisono.cli.tables import show_table, spell_bytes, spell_rate, spell_seconds
-from unisono.cli.tune import LINK_NAMES, Extent, measure_here, num_measurements, with_progress
+from unisono.cli.tables import LINK_NAMES, show_table, spell_bytes, spell_rate, spell_seconds
+from unisono.cli.tune import Extent, measure_here, num_measurements, with_progress
 from unisono.costs import (
     Cluster,
     Link,
@@ -33,10 +35,15 @@ _CHECKED = Extent([3 * 4**power for power in range(4, 12)], 0.1)
 
 
 @click.command(short_help="Predicts how long a step's communication takes.")
-@click.option("--hosts", "num_hosts", type=click.IntRange(min=1), required=True, help="Hosts.")
-@click.option("--gpus", type=click.IntRange(min=1), required=True, help="GPUs of each host.")
+@click.option(
+    "--hosts", "num_hosts", metavar="N", type=click.IntRange(min=1), required=True, help="Hosts."
+)
+@click.option(
+    "--gpus", metavar="N", type=click.IntRange(min=1), required=True, help="GPUs of each host."
+)
 @click.option(
     "--model-bytes",
+    metavar="BYTES",
     type=click.FloatRange(min=1),
     required=True,
     help="Bytes of the gradients of a step: 28e9 for 7 billion parameters in float32.",
@@ -47,20 +54,33 @@ _CHECKED = Extent([3 * 4**power for power in range(4, 12)], 0.1)
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="Constants that `unisono tune` has written, there or elsewhere.",
 )
-@click.option("--latency", type=click.FloatRange(min=0), help="Between hosts, in seconds.")
-@click.option("--bandwidth", type=click.FloatRange(min=1), help="Of a host, in bytes a second.")
-@click.option("--inside-latency", type=click.FloatRange(min=0), help="Inside a host, in seconds.")
 @click.option(
-    "--inside-bandwidth", type=click.FloatRange(min=1), help="Of a GPU, in bytes a second."
+    "--latency", metavar="S", type=click.FloatRange(min=0), help="Between hosts, in seconds."
 )
 @click.option(
-    "--memory-rate", type=click.FloatRange(min=1), help="Of a sum, in bytes read and written."
+    "--bandwidth", metavar="B/S", type=click.FloatRange(min=1), help="Of a host, in bytes a second."
+)
+@click.option(
+    "--inside-latency", metavar="S", type=click.FloatRange(min=0), help="Inside a host, in seconds."
+)
+@click.option(
+    "--inside-bandwidth",
+    metavar="B/S",
+    type=click.FloatRange(min=1),
+    help="Of a GPU, in bytes a second.",
+)
+@click.option(
+    "--memory-rate",
+    metavar="B/S",
+    type=click.FloatRange(min=1),
+    help="Of a sum, in bytes read and written.",
 )
 @click.option(
     "--plot",
     "picture",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Draw time by size into this file (needs matplotlib).",
+    metavar="FILE",
+    type=OutputPath(".png", ".svg", ".pdf"),
+    help="Draw time by size into FILE, such as out.png.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option(
@@ -84,6 +104,8 @@ def plan(
     used is shown. The time is that of one all-reduce of all gradients, with nothing hidden behind
     the backward pass.
     """
+    if picture is not None:
+        require("bench", "matplotlib")
     try:
         if num_hosts * gpus == 1:
             raise click.UsageError("One GPU has nobody to talk to: give more --gpus or --hosts.")
@@ -99,7 +121,9 @@ def plan(
     except UnisonoError as error:
         raise click.ClickException(str(error)) from error
     if picture is not None:
-        _draw(cluster, model_bytes, picture)
+        from unisono.cli.plan_picture import draw
+
+        draw(cluster, model_bytes, picture)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
@@ -204,13 +228,3 @@ def _show_compared(rows: list[dict[str, Any]]) -> None:
             for row in rows
         ],
     )
-
-
-def _draw(cluster: Cluster, model_bytes: float, path: Path) -> None:
-    try:
-        from unisono.cli.plan_picture import draw
-    except ImportError as error:
-        raise click.ClickException(
-            f"--plot needs matplotlib: {error}. Install it with `pip install 'unisono[bench]'`."
-        ) from error
-    draw(cluster, model_bytes, path)

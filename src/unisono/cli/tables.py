@@ -1,10 +1,18 @@
-"""Numbers as people say them, and tables of text."""
+"""Numbers and links as people say them, and tables of text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import click
+
+LINK_NAMES = {
+    "memory": "sums in one memory",
+    "devices": "copies between devices",
+    "inside": "processes of a host, shared memory",
+    "loopback": "processes of a host, TCP",
+    "between": "hosts, TCP",
+}
 
 
 def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

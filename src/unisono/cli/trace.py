@@ -7,7 +7,8 @@ from pathlib import Path
 
 import click
 
-from unisono.errors import UnisonoError
+from unisono.cli.parameters import OutputPath
+from unisono.errors import TraceError, UnisonoError
 from unisono.tracing import align, read_folder, summarise, timeline
 
 
@@ -16,8 +17,9 @@ from unisono.tracing import align, read_folder, summarise, timeline
 @click.option(
     "-o",
     "--output",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Where the timeline goes; FOLDER/timeline.json if not given.",
+    metavar="FILE",
+    type=OutputPath(),
+    help="Where the timeline goes. Without it: FOLDER/timeline.json.",
 )
 @click.option("--summary", "only_summary", is_flag=True, help="Write no timeline.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
@@ -37,11 +39,18 @@ def trace(
         raise click.UsageError("--summary writes no timeline, so there is nothing for --output.")
     try:
         workers = align(read_folder(folder))
-        summary = summarise(workers)
     except UnisonoError as error:
         raise click.ClickException(str(error)) from None
-    click.echo(json.dumps(summary.as_dict(), indent=1) if as_json else summary)
     if not only_summary:
         path = output or folder / "timeline.json"
         path.write_text(json.dumps(timeline(workers)))
         click.echo(f"Open {path} in https://ui.perfetto.dev", err=True)
+    try:
+        summary = summarise(workers)
+    except TraceError as error:
+        # What was done outside of steps can be looked at all the same.
+        if only_summary or as_json:
+            raise click.ClickException(str(error)) from None
+        click.echo(f"There is no summary. {error}", err=True)
+        return
+    click.echo(json.dumps(summary.as_dict(), indent=1) if as_json else summary)

@@ -13,7 +13,14 @@ import click
 
 from unisono.cli.rank_sweeps import local_rank_sweeps, rank_sweeps
 from unisono.cli.sweeps import local_sweep
-from unisono.cli.tables import change_in_words, show_table, spell_bytes, spell_rate, spell_seconds
+from unisono.cli.tables import (
+    LINK_NAMES,
+    change_in_words,
+    show_table,
+    spell_bytes,
+    spell_rate,
+    spell_seconds,
+)
 from unisono.cluster import Membership, detect, open_store
 from unisono.costs import (
     Link,
@@ -31,15 +38,6 @@ from unisono.kernels import native_core
 _TIMEOUT_SECONDS = 60.0
 
 
-LINK_NAMES = {
-    "memory": "sums in one memory",
-    "devices": "copies between devices",
-    "inside": "processes of a host, shared memory",
-    "loopback": "processes of a host, TCP",
-    "between": "hosts, TCP",
-}
-
-
 class Extent(NamedTuple):
     """How much is measured: which sizes, and how long each."""
 
@@ -55,8 +53,9 @@ QUICK = Extent([2**power for power in range(10, 23)], 0.03)
 @click.option(
     "-n",
     "num_ranks",
+    metavar="N",
     type=click.IntRange(min=1),
-    help="Processes on this host to measure between; 2 if not given, 1 for none.",
+    help="Processes of this host to measure between. Without it: 2. With 1 none.",
 )
 @click.option(
     "--output",
@@ -73,7 +72,7 @@ def tune(
 
     Alone it measures this host. Started by a launcher on every worker (`srun unisono tune`,
     `torchrun --no-python ... unisono tune`) it measures the links between hosts as well, and rank 0
-    writes the file.
+    writes the file. About half a minute, a few seconds with --quick.
     """
     try:
         extent = QUICK if quick else FULL
@@ -140,6 +139,8 @@ def _measure_cluster(membership: Membership, extent: Extent) -> Iterator[Measure
 
 def _tune(measured: Iterable[Measured], output: Path | None, count: int | None = None) -> None:
     path = output or tuning_path()
+    # Now, because it is the wrong moment to fail when all is measured.
+    path.parent.mkdir(parents=True, exist_ok=True)
     before = _former(path)
     rows = with_progress(measured, count)
     found, sum_rate = fitted(rows)
@@ -171,7 +172,6 @@ def _former(path: Path) -> Tuning | None:
 
 
 def _write(path: Path, tuning: Tuning) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A run that starts meanwhile reads the old file or the new one, never half of it.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(tuning.to_text())

@@ -73,6 +73,28 @@ def test_what_is_awaited_does_not_overtake(lane: Lane) -> None:
     assert order == [1, 2]
 
 
+@pytest.mark.parametrize("is_awaited", [False, True])
+def test_a_callback_may_wait_for_a_collective_of_its_own(lane: Lane, is_awaited: bool) -> None:
+    gate = threading.Event()
+    order: list[str] = []
+
+    def ask_again(_: object) -> list[Tensor]:
+        inner = CollectiveWork("inner", lambda: order.append("inner"), [])
+        lane.run(inner, is_awaited=is_awaited)
+        return inner.get_future().wait()
+
+    first = CollectiveWork("first", lambda: order.append(f"first {gate.wait(10)}"), [])
+    last = CollectiveWork("last", lambda: order.append("last"), [])
+    future = first.get_future().then(ask_again)
+    lane.run(first, is_awaited=False)
+    lane.run(last, is_awaited=False)
+    gate.set()
+
+    assert last.wait(DEADLINE)
+    assert future.done()
+    assert order == ["first True", "inner", "last"]
+
+
 def test_closing_waits_for_what_was_given_and_may_be_repeated() -> None:
     lane = Lane("test-lane")
     works = [CollectiveWork("probe", nothing, []) for _ in range(5)]

@@ -15,6 +15,8 @@ from recorded_machines import FOLDER, NAMES
 from torch.distributed import is_gloo_available
 
 from unisono.cli import main
+from unisono.costs import Link, Tuning
+from unisono.costs.tuning import this_machine_in_words
 from unisono.devices import default_devices
 from unisono.kernels import native_core
 
@@ -145,6 +147,79 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
     }
 
 
+def tuning_here(**links: Link | None) -> Tuning:
+    fast = Link(1e-6, 1e11)
+    known = {"inside": fast, "loopback": fast, "between": None, **links}
+    return Tuning(
+        memory=fast,
+        devices=fast,
+        sum_rate=1e11,
+        machine=this_machine_in_words(),
+        date="2026-11-15",
+        version="0.1.0",
+        **known,
+    )
+
+
+def test_a_tuning_is_shown_and_choices_go_by_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tuning.json"
+    monkeypatch.setenv("UNISONO_TUNING", str(path))
+    tuning = tuning_here(between=Link(2e-6, 5e10))
+    path.write_text(tuning.to_text())
+
+    text, report = told(), json.loads(told("--json"))
+    (tmp_path / "host.json").write_text(json.dumps(report))
+
+    assert str(path) in text.replace("\n  ", " ")
+    assert "hosts, TCP                              2 us     50 GB/s" in text
+    assert report["tuning"]["constants"]["date"] == "2026-11-15"
+    monkeypatch.setenv("UNISONO_TUNING", "off")
+    assert told("--topology", tmp_path / "host.json") == text
+
+
+@pytest.mark.parametrize("path", ["native"], indirect=True)
+@pytest.mark.parametrize(
+    ("between", "what", "reason"),
+    [
+        (None, "shared memory inside a host, Gloo between", "links between hosts are not tuned"),
+        (Link(1e-3, 1e7), "shared memory inside a host, Gloo between", "4 MiB are predicted to"),
+        (Link(1e-9, 1e12), "TCP", "the links as tuned promise"),
+    ],
+)
+def test_what_was_measured_between_hosts_decides_what_carries(
+    path: str,
+    between: Link | None,
+    what: str,
+    reason: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    file = tmp_path / "tuning.json"
+    file.write_text(tuning_here(inside=Link(1e-4, 1e8), between=between).to_text())
+    monkeypatch.setenv("UNISONO_TUNING", str(file))
+
+    chosen = json.loads(told("--json"))["communicators"]["2 workers on each of 2 hosts"]
+
+    assert chosen["what"] == what
+    assert reason in chosen["reason"]
+
+
+def test_it_says_that_there_is_no_tuning_and_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "UNISONO_TUNING=off is set" in told()
+    monkeypatch.setenv("UNISONO_TUNING", str(tmp_path / "none.json"))
+    assert "no strategy can be made: The tuning" in told()
+    monkeypatch.delenv("UNISONO_TUNING")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert "not yet: `unisono tune` measures" in told()
+    (tmp_path / "unisono").mkdir()
+    (tmp_path / "unisono" / "tuning.json").write_text("{}")
+    assert "is of no use here: run `unisono tune`" in told()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -152,6 +227,11 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
         ("[]", "a JSON object, got a list"),
         ("{}", "no recorded topology: KeyError: 'gpus'"),
         ('{"topology": {"gpus": [], "source": ""}, "engines": {"NCCL": 1}}', "got {'NCCL': 1}"),
+        ('{"topology": {"gpus": [], "source": ""}, "tuning": 7}', "`detail`, got 7"),
+        (
+            '{"topology": {"gpus": [], "source": ""}, "tuning": {"constants": {}}}',
+            "The tuning is no tuning that `unisono tune` has written",
+        ),
     ],
 )
 def test_what_is_no_recording_is_refused(content: str, message: str, tmp_path: Path) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -11,6 +15,7 @@ from click.testing import CliRunner
 import unisono as uo
 from unisono.cli import main
 from unisono.cli.parameters import parse_bytes
+from unisono_command import FILE, described, restored
 
 
 def commands(command: click.Command, *path: str) -> Iterator[tuple[str, ...]]:
@@ -49,6 +54,18 @@ def test_a_misspelt_command_is_answered_with_the_nearest() -> None:
     assert "Did you mean 'completion'?" in result.output
 
 
+def test_a_file_that_cannot_be_written_is_named_without_a_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "timeline.json"
+    path.mkdir()
+    with uo.tracing.record(tmp_path):
+        pass
+
+    result = CliRunner().invoke(main, ["trace", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert result.output == f"Error: {path} cannot be read or written: Is a directory.\n"
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     runner = CliRunner()
@@ -63,21 +80,93 @@ def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     assert "all-reduce" in answer.output
 
 
+def test_the_stored_description_is_that_of_the_commands() -> None:
+    assert FILE.read_text() == described(main), "`python -m unisono_command` writes it anew"
+    assert described(restored(FILE.read_text())) == FILE.read_text()
+
+
+COMPLETES = """
+import sys
+import unisono_command
+try:
+    unisono_command.main()
+finally:
+    print("torch" in sys.modules, file=sys.stderr)
+"""
+
+
 @pytest.mark.parametrize(
-    ("text", "number"), [("0", 0), ("64", 64), ("4K", 4096), ("4k", 4096), ("256M", 2**28)]
+    "line",
+    [
+        "unisono ",
+        "unisono bench all-reduce --quick --r",
+        "unisono bench step --sec",
+        "unisono completion z",
+        "unisono info --topology ",
+        "unisono plan --no",
+        "unisono trace ",
+    ],
+)
+def test_a_shell_is_answered_as_by_the_commands_but_without_torch(line: str) -> None:
+    words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split(" ")) - 1)}
+    variables = words | {"_UNISONO_COMPLETE": "bash_complete"}
+
+    slow = CliRunner().invoke(main, prog_name="unisono", env=variables)
+    fast = subprocess.run(
+        [sys.executable, "-c", COMPLETES],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+    assert slow.output.strip()
+    assert fast.stdout == slow.output
+    assert (fast.returncode, fast.stderr) == (slow.exit_code, "False\n")
+
+
+def test_the_script_for_a_shell_is_printed_without_torch() -> None:
+    command = [sys.executable, "-c", COMPLETES, "completion", "bash"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert (ran.returncode, ran.stderr) == (0, "False\n")
+    assert ran.stdout == CliRunner().invoke(main, ["completion", "bash"]).output
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("0", 0),
+        ("64", 64),
+        ("64B", 64),
+        ("4K", 4096),
+        ("4k", 4096),
+        ("4KB", 4096),
+        ("256M", 2**28),
+        ("1MiB", 2**20),
+        ("2G", 2**31),
+    ],
 )
 def test_bytes_are_read_as_people_write_them(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "K", "-4", "4.5K", "4G", "four"])
+@pytest.mark.parametrize("text", ["", "K", "B", "-4", "4.5K", "4T", "4Ki", "4 K", "four"])
 def test_what_is_not_a_number_of_bytes_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256M"):
+    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256MB"):
         parse_bytes(text)
 
 
 @pytest.mark.parametrize(
-    "words", ["--ranks 2 4 8", "--ranks 2 --ranks 4 8", "--bind --ranks 2 4 8 --seconds 1"]
+    "words",
+    [
+        "--ranks 2 4 8",
+        "--ranks 2 --ranks 4 8",
+        "--bind --ranks 2 4 8 --seconds 1",
+        "--ranks 2,4,8",
+        "--ranks=2,4 8 --bind",
+        "--ranks 2, 4, 8",
+    ],
 )
 def test_an_option_that_may_be_repeated_takes_several_values(words: str) -> None:
     bench = main.commands["bench"]
@@ -86,6 +175,13 @@ def test_an_option_that_may_be_repeated_takes_several_values(words: str) -> None
     context = bench.commands["all-reduce"].make_context("all-reduce", words.split())
 
     assert context.params["ranks"] == (2, 4, 8)
+
+
+def test_an_option_that_may_be_repeated_needs_a_value() -> None:
+    result = CliRunner().invoke(main, ["bench", "all-reduce", "--bind", "--ranks"])
+
+    assert result.exit_code == 2
+    assert "'--ranks' requires an argument" in result.output
 
 
 def test_a_value_of_an_option_that_may_not_be_repeated_stays_alone() -> None:

@@ -71,6 +71,26 @@ def test_a_folder_without_a_trace_is_an_error(tmp_path: Path) -> None:
     assert "There is no trace in" in result.output
 
 
+def test_a_run_without_a_step_has_a_timeline_and_no_summary(tmp_path: Path) -> None:
+    with uo.tracing.record(tmp_path), uo.tracing.span("compute", "preparation"):
+        pass
+
+    whole, alone = trace(tmp_path), trace(tmp_path, "--summary")
+
+    assert whole.exit_code == 0, whole.output
+    assert "There is no summary. The trace holds no step" in whole.output
+    check_trace_events(json.loads((tmp_path / "timeline.json").read_text()))
+    assert alone.exit_code == 1
+    assert "Error: The trace holds no step" in alone.output
+
+
+def test_an_output_in_no_folder_is_an_error(recorded: Path, tmp_path: Path) -> None:
+    result = trace(recorded, "--output", tmp_path / "nowhere" / "a.json")
+
+    assert result.exit_code == 2
+    assert "does not exist" in result.output
+
+
 def test_an_output_without_a_timeline_is_an_error(recorded: Path, tmp_path: Path) -> None:
     result = trace(recorded, "--summary", "--output", tmp_path / "a.json")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+COMPLETE = "_UNISONO_COMPLETE"
+
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
@@ -19,4 +21,4 @@ def completion(context: click.Context, shell: str) -> None:
     """
     kind = get_completion_class(shell)
     assert kind is not None
-    click.echo(kind(context.find_root().command, {}, "unisono", "_UNISONO_COMPLETE").source())
+    click.echo(kind(context.find_root().command, {}, "unisono", COMPLETE).source())
