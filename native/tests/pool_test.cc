@@ -16,12 +16,12 @@ void offerManyTimes(int rounds) {
   constexpr std::size_t kPieces = 100;
   for (int round = 0; round < rounds; ++round) {
     std::atomic<std::size_t> next = 0, done = 0;
-    const auto work = [&] {
+    const auto work = [&](std::size_t) {
       while (next.fetch_add(1) < kPieces) done.fetch_add(1);
     };
     {
       const Offer offer(work, static_cast<std::size_t>(round % 4));
-      work();
+      work(0);
     }
     CHECK(done == kPieces);
   }
@@ -29,12 +29,12 @@ void offerManyTimes(int rounds) {
 
 void checkHelpersCome() {
   std::atomic<int> inside = 0;
-  const auto work = [&] {
+  const auto work = [&](std::size_t) {
     ++inside;
     while (inside < 3) std::this_thread::yield();
   };
   const Offer offer(work, 2);
-  work();
+  work(2);
 }
 
 void checkChildHasItsOwnPool() {
