@@ -59,8 +59,6 @@ std::size_t trafficAnElement(const Item& item) {
   return elementBytes(item.dtype) * (item.inputs.size() + item.outputs.size());
 }
 
-std::size_t trafficOf(const Item& item) { return item.num_elements * trafficAnElement(item); }
-
 bool isInPlace(const Item& item) {
   return std::ranges::any_of(item.outputs, [&](const void* output) {
     return std::ranges::find(item.inputs, output) != item.inputs.end();
@@ -84,11 +82,16 @@ std::size_t usefulThreads(std::size_t traffic, std::size_t max_threads) {
 Reduction::Reduction(const KernelTable& table, Op op, bool mean, std::span<const Item> items,
                      std::size_t max_threads)
     : table_(table), op_(op), mean_(mean), items_(items), float_mode_(floatMode()) {
-  std::size_t traffic = 0;
-  for (const Item& item : items) traffic += trafficOf(item);
-  // Below, plain stores won or drew, and what was written is still in the cache for its readers;
-  // beyond, each line would be read to be overwritten.
-  streaming_ = traffic >= lastLevelCacheBytes() / 2 * 3;
+  std::size_t traffic = 0, written = 0;
+  for (const Item& item : items) {
+    const std::size_t bytes = item.num_elements * elementBytes(item.dtype);
+    traffic += bytes * (item.inputs.size() + item.outputs.size());
+    written += bytes * item.outputs.size();
+  }
+  // What does not fit would be read from memory to be overwritten. Little output is left in the
+  // cache for those who read it next.
+  const std::size_t cache = lastLevelCacheBytes();
+  streaming_ = traffic > cache && written >= cache / 4;
 
   num_shares_ = usefulThreads(traffic, max_threads);
   cut(std::clamp(traffic / (num_shares_ * kPiecesAThread), kMinPieceBytes, kPieceBytes));

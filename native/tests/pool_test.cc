@@ -4,9 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <thread>
 
 #include "check.h"
+#include "cores.h"
 
 using namespace unisono;
 
@@ -37,6 +39,29 @@ void checkHelpersCome() {
   work(2);
 }
 
+// Bound to a core, as the worker that it starts would be too.
+void checkHelpersComeOnOtherCores() {
+#if defined(__linux__)
+  if (std::thread::hardware_concurrency() < 2) return;
+  const int core = currentCore();
+  std::thread caller([&] {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    if (pthread_setaffinity_np(pthread_self(), sizeof cores, &cores) != 0) return;
+    for (int round = 0; round < 20; ++round) {
+      std::this_thread::sleep_for(std::chrono::microseconds(500 * (round % 2)));
+      std::atomic<int> seen = -1;
+      const auto work = [&](std::size_t) { seen = currentCore(); };
+      const Offer offer(work, 1);
+      while (seen == -1) std::this_thread::yield();
+      CHECK(seen != core, "round %d: helper and caller on core %d\n", round, core);
+    }
+  });
+  caller.join();
+#endif
+}
+
 void checkChildHasItsOwnPool() {
   CHECK(Pool::instance().numWorkers() > 0);
   const pid_t child = fork();
@@ -54,6 +79,7 @@ void checkChildHasItsOwnPool() {
 }  // namespace
 
 int main() {
+  checkHelpersComeOnOtherCores();
   offerManyTimes(1000);
   checkHelpersCome();
   checkChildHasItsOwnPool();
