@@ -3,8 +3,9 @@
 //
 // The sum of R inputs is a balanced binary tree over their positions: adjacent pairs are combined
 // level by level, an odd last one is carried up. 5 inputs: ((0 + 1) + (2 + 3)) + 4. As 8 is a power
-// of two, any 8 adjacent inputs that start at a multiple of 8 are a whole subtree; more inputs than
-// that go through blocks of partial results that stay in the first-level cache.
+// of two, any 8 adjacent inputs that start at a multiple of 8 are a whole subtree. Up to 8 inputs
+// are combined in registers and written to all outputs from there; more inputs than that go through
+// blocks of partial results that stay in the first-level cache.
 #include "kernels.h"
 
 #include <bit>
@@ -189,6 +190,101 @@ void reduceRange(const void* const* inputs, std::size_t num_inputs, std::size_t 
   combine<Operation>(parts, num_parts, total, count, divisor);
 }
 
+// A vector as it is stored. Halves take half the room of the float32 they are computed in.
+template <class Stored>
+struct StoredVector {
+  typedef Stored Type [[gnu::vector_size(4 * kLanes)]];
+  static constexpr std::size_t kCount = 4 * kLanes / sizeof(Stored);
+};
+template <>
+struct StoredVector<Float16> {
+  using Type = Shorts;
+  static constexpr std::size_t kCount = kLanes;
+};
+template <>
+struct StoredVector<Bfloat16> : StoredVector<Float16> {};
+
+template <class Operation, std::size_t kCount, class Stored>
+UNISONO_INLINE auto combineVector(const Stored* const* parts, std::size_t i, Wide<Stored> divisor) {
+  typename StoredVector<Stored>::Type result;
+  if constexpr (kIsHalf<Stored>) {
+    Floats value =
+        treeOf<Operation, 0, kCount>([&](std::size_t part) { return loadLanes(parts[part] + i); });
+    if (divisor != 0) value /= divisor;
+    storeLanes(reinterpret_cast<Stored*>(&result), value);
+  } else {
+    result = treeOf<Operation, 0, kCount>([&](std::size_t part) {
+      typename StoredVector<Stored>::Type value;
+      std::memcpy(&value, parts[part] + i, sizeof value);
+      return value;
+    });
+    if constexpr (std::is_floating_point_v<Stored> && std::is_same_v<Operation, Sum>) {
+      if (divisor != 0) result /= divisor;
+    }
+  }
+  return result;
+}
+
+template <class Vector>
+UNISONO_INLINE void storeVector(void* to, const Vector& value, [[maybe_unused]] bool streaming) {
+#if defined(__AVX2__)
+  if constexpr (sizeof value == sizeof(__m256i)) {
+    if (streaming) return _mm256_stream_si256(static_cast<__m256i*>(to), (__m256i)value);
+  }
+#endif
+#if defined(__SSE2__)
+  if constexpr (sizeof value == sizeof(__m128i)) {
+    if (streaming) return _mm_stream_si128(static_cast<__m128i*>(to), (__m128i)value);
+  }
+#endif
+  std::memcpy(to, &value, sizeof value);
+}
+
+// Returns where it ends: less than four vectors are left.
+template <class Operation, std::size_t kCount, class Stored>
+std::size_t combineToAll(const Task& task, Wide<Stored> divisor) {
+  constexpr std::size_t kStep = StoredVector<Stored>::kCount;
+  const Stored* parts[kCount];
+  for (std::size_t k = 0; k < kCount; ++k) parts[k] = static_cast<const Stored*>(task.inputs[k]);
+  std::size_t i = task.begin;
+  for (; i + 4 * kStep <= task.end; i += 4 * kStep) {
+    // Named one by one, or compilers put them into memory.
+    const auto first = combineVector<Operation, kCount>(parts, i, divisor);
+    const auto second = combineVector<Operation, kCount>(parts, i + kStep, divisor);
+    const auto third = combineVector<Operation, kCount>(parts, i + 2 * kStep, divisor);
+    const auto fourth = combineVector<Operation, kCount>(parts, i + 3 * kStep, divisor);
+    for (std::size_t k = 0; k < task.num_outputs; ++k) {
+      Stored* output = static_cast<Stored*>(task.outputs[k]) + i;
+      storeVector(output, first, task.streaming);
+      storeVector(output + kStep, second, task.streaming);
+      storeVector(output + 2 * kStep, third, task.streaming);
+      storeVector(output + 3 * kStep, fourth, task.streaming);
+    }
+  }
+  return i;
+}
+
+template <class Operation, class Stored>
+std::size_t combineInRegisters(const Task& task, Wide<Stored> divisor) {
+  if constexpr (Operation::kMaxParts == 8) {
+    switch (task.num_inputs) {
+      case 3:
+        return combineToAll<Operation, 3, Stored>(task, divisor);
+      case 4:
+        return combineToAll<Operation, 4, Stored>(task, divisor);
+      case 5:
+        return combineToAll<Operation, 5, Stored>(task, divisor);
+      case 6:
+        return combineToAll<Operation, 6, Stored>(task, divisor);
+      case 7:
+        return combineToAll<Operation, 7, Stored>(task, divisor);
+      case 8:
+        return combineToAll<Operation, 8, Stored>(task, divisor);
+    }
+  }
+  return task.num_inputs == 2 ? combineToAll<Operation, 2, Stored>(task, divisor) : task.begin;
+}
+
 void copy(const void* from, void* to, std::size_t bytes, bool streaming) {
   if (from == to) return;
 #if defined(__SSE2__)
@@ -221,14 +317,24 @@ void store(const Stored* total, const Task& task, std::size_t begin, std::size_t
 }
 
 template <class Operation, class Stored>
-void reduceInBlocks(const Task& task, Wide<Stored> divisor) {
+void reduceInBlocks(const Task& task, std::size_t first, Wide<Stored> divisor) {
   alignas(64) Stored total[kBlock<Stored>];
-  for (std::size_t begin = task.begin; begin < task.end; begin += kBlock<Stored>) {
+  for (std::size_t begin = first; begin < task.end; begin += kBlock<Stored>) {
     const std::size_t left = task.end - begin;
     const std::size_t count = left < kBlock<Stored> ? left : kBlock<Stored>;
     reduceRange<Operation, Stored>(task.inputs, task.num_inputs, begin, count, total, divisor);
     store(total, task, begin, count);
   }
+}
+
+// Stores around the caches write whole vectors to where vectors may begin.
+template <class Stored>
+bool takesVectors(const Task& task) {
+  std::uintptr_t places = 0;
+  for (std::size_t k = 0; k < task.num_outputs; ++k) {
+    places |= reinterpret_cast<std::uintptr_t>(static_cast<Stored*>(task.outputs[k]) + task.begin);
+  }
+  return !task.streaming || places % sizeof(typename StoredVector<Stored>::Type) == 0;
 }
 
 template <class Operation, class Stored>
@@ -238,11 +344,11 @@ void reduce(const Task& task) {
   const auto divisor = static_cast<Wide<Stored>>(task.divisor);
   if (task.num_inputs == 1 && task.divisor <= 1) {
     store(static_cast<const Stored*>(task.inputs[0]) + task.begin, task, task.begin, count);
-  } else if (task.streaming || task.num_outputs > 1 || task.num_inputs > Operation::kMaxParts) {
-    reduceInBlocks<Operation, Stored>(task, divisor);
   } else {
-    Stored* total = static_cast<Stored*>(task.outputs[0]) + task.begin;
-    reduceRange<Operation, Stored>(task.inputs, task.num_inputs, task.begin, count, total, divisor);
+    const bool in_registers = takesVectors<Stored>(task);
+    const std::size_t begin =
+        in_registers ? combineInRegisters<Operation, Stored>(task, divisor) : task.begin;
+    reduceInBlocks<Operation, Stored>(task, begin, divisor);
   }
 #if defined(__SSE2__)
   if (task.streaming) _mm_sfence();

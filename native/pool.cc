@@ -1,11 +1,13 @@
 #include "pool.h"
 
-#include <pthread.h>
 #include <signal.h>
+#include <unistd.h>
 
+#include <algorithm>
 #include <system_error>
 #include <thread>
 
+#include "cores.h"
 #include "spin.h"
 
 namespace unisono {
@@ -14,6 +16,8 @@ namespace {
 // About 200 us: longer than the gap between two calls in a row. Waking a thread that sleeps takes
 // about as long as a sum of 4 MB; the workers of OpenMP runtimes spin longer.
 constexpr int kSpins = 5000;
+
+constexpr std::uint64_t kInside = std::uint64_t{1} << 32;
 
 std::atomic<Pool*> current = nullptr;
 
@@ -33,37 +37,28 @@ Pool& Pool::instance() {
   return *pool;
 }
 
-std::size_t Pool::numWorkers() {
-  const std::lock_guard lock(mutex_);
-  return num_workers_;
-}
-
-bool Pool::open(const std::function<void()>& work, std::size_t helpers) {
+bool Pool::open(const Work& work, std::size_t helpers) {
   if (helpers == 0 || taken_.exchange(true)) return false;
-  {
-    const std::lock_guard lock(mutex_);
-    startWorkers(helpers);
-    work_ = &work;
-    places_ = helpers;
+  startWorkers(helpers);
+  if (!keepOff(currentCore())) {
+    taken_ = false;
+    return false;
   }
-  if (helpers == 1) {
-    offered_.notify_one();
-  } else {
-    offered_.notify_all();
-  }
+  work_ = &work;
+  places_ = helpers;
+  wake(helpers);
   return true;
 }
 
 void Pool::close() {
-  std::unique_lock lock(mutex_);
-  places_ = 0;
-  if (inside_ != 0) {
-    lock.unlock();
-    spinUntil(kSpins, [this] { return inside_ == 0; });
-    lock.lock();
-    left_.wait(lock, [this] { return inside_ == 0; });
+  const auto is_empty = [this] { return places_ < kInside; };
+  places_ &= ~(kInside - 1);
+  if (!spinUntil(kSpins, is_empty)) {
+    std::unique_lock lock(mutex_);
+    closer_sleeps_ = true;
+    left_.wait(lock, is_empty);
+    closer_sleeps_ = false;
   }
-  lock.unlock();
   taken_ = false;
 }
 
@@ -74,29 +69,78 @@ void Pool::startWorkers(std::size_t wanted) {
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
   try {
-    for (; num_workers_ < wanted; ++num_workers_) std::thread([this] { help(); }).detach();
+    while (num_workers_ < wanted) {
+      // A new thread waits for its creator's core, which has other things to do.
+      Worker& worker = workers_.emplace_back(currentCore());
+      const std::size_t index = num_workers_++;
+      std::thread thread([this, &worker, index] { help(worker, index); });
+      worker.thread = thread.native_handle();
+      thread.detach();
+    }
   } catch (const std::system_error&) {
     // No thread to be had: the callers do more themselves.
+    workers_.pop_back();
+    --num_workers_;
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-void Pool::help() {
+// A scheduler may wake a worker on the very core of its caller, though others are idle, and leave
+// both there for milliseconds: then help takes more than twice the time of none. Returns whether
+// there is another core.
+bool Pool::keepOff(int core) {
+  for (Worker& worker : workers_) {
+    if (worker.core != core) continue;
+    if (!banFromCore(worker.thread, core)) return false;
+    worker.core = -1;
+  }
+  return true;
+}
+
+void Pool::wake(std::size_t helpers) {
+  // One who goes to sleep says so first and then looks once more, so nobody sleeps through it.
+  const std::size_t awake = numAwake();
+  if (awake >= helpers) return;
+  {
+    const std::lock_guard lock(mutex_);
+  }
+  for (std::size_t i = awake; i < helpers; ++i) offered_.notify_one();
+}
+
+void Pool::help(Worker& self, std::size_t index) {
   for (;;) {
-    spinUntil(kSpins, [this] { return places_ > 0; });
-    std::unique_lock lock(mutex_);
-    offered_.wait(lock, [this] { return places_ > 0; });
-    --places_;
-    ++inside_;
-    const std::function<void()>& work = *work_;
-    lock.unlock();
-    work();
-    lock.lock();
-    if (--inside_ == 0) left_.notify_one();
+    const auto joined = [&] { return join(self); };
+    if (!spinUntil(kSpins, joined)) {
+      std::unique_lock lock(mutex_);
+      ++num_asleep_;
+      offered_.wait(lock, joined);
+      --num_asleep_;
+    }
+    (*work_)(index);
+    leave();
   }
 }
 
-Offer::Offer(std::function<void()> work, std::size_t helpers) : work_(std::move(work)) {
+bool Pool::join(Worker& self) {
+  const int core = currentCore();
+  if (self.core.load(std::memory_order_relaxed) != core) self.core = core;
+  std::uint64_t places = places_.load();
+  while (places % kInside > 0) {
+    if (places_.compare_exchange_weak(places, places - 1 + kInside)) return true;
+  }
+  return false;
+}
+
+void Pool::leave() {
+  const bool is_last = places_.fetch_sub(kInside) < 2 * kInside;
+  if (!is_last || !closer_sleeps_) return;
+  {
+    const std::lock_guard lock(mutex_);
+  }
+  left_.notify_one();
+}
+
+Offer::Offer(Work work, std::size_t helpers) : work_(std::move(work)) {
   if (helpers == 0) return;
   Pool& pool = Pool::instance();
   if (pool.open(work_, helpers)) pool_ = &pool;

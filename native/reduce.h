@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstddef>
+#include <memory>
 #include <optional>
 #include <span>
 #include <vector>
@@ -34,7 +35,16 @@ class Reduction {
     std::size_t end;
   };
 
-  void work();
+  // The pieces that a thread begins with. On a cache line of its own.
+  struct alignas(64) Share {
+    std::atomic<std::size_t> next = 0;
+    std::size_t end = 0;
+  };
+
+  void cut(std::size_t piece_bytes);
+  void divide(std::size_t traffic);
+  void work(std::size_t own_share);
+  void reduce(const Piece& piece) const;
 
   const KernelTable& table_;
   const Op op_;
@@ -42,8 +52,9 @@ class Reduction {
   const std::span<const Item> items_;
   bool streaming_ = false;
   std::vector<Piece> pieces_;
+  std::size_t num_shares_ = 1;
+  std::unique_ptr<Share[]> shares_;
   std::size_t pieces_a_claim_ = 1;
-  std::atomic<std::size_t> next_ = 0;
   unsigned float_mode_;
   std::optional<Offer> offer_;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
@@ -19,9 +20,10 @@ from processes.programs import is_alive, program, run, wait_until_gone
 
 from unisono.benchmarks import BenchmarkError, Row
 from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
-from unisono.benchmarks.reduce import check
+from unisono.benchmarks.reduce import BATCHES, SIZES, check
 from unisono.benchmarks.training_step import check_losses
 from unisono.cli import main
+from unisono.cli.bench import bench
 from unisono.kernels import native_core
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -65,6 +67,29 @@ def test_reductions(rows_of: Any) -> None:
         moved = row["bytes"] * (4 if row["into"] == "one" else 6)
         assert row["rates"]["GB/s"] == pytest.approx(moved / median / 1e9)
         assert row["ratios"].keys() >= {"add chain", "foreach", "limit"}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "batches", "expected"),
+    [
+        ((), False, (SIZES, tuple(BATCHES))),
+        ((4,), False, ((4,), ())),
+        ((), True, ((), tuple(BATCHES))),
+        ((4,), True, ((4,), tuple(BATCHES))),
+    ],
+)
+def test_sizes_and_batches_can_be_measured_alone(
+    sizes: tuple[int, ...], batches: bool, expected: tuple[Any, ...]
+) -> None:
+    command = bench.commands["reduce"].callback
+    assert command is not None
+    make_sweep = inspect.unwrap(command)
+
+    sweep = make_sweep(
+        quick=False, sizes=sizes, batches=batches, replicas=(), seconds=0, tensorflow=None
+    )
+
+    assert (sweep.sizes, sweep.batches) == expected
 
 
 @pytest.mark.parametrize("ranks", [2, 3])

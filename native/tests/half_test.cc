@@ -58,13 +58,20 @@ using Halves = std::vector<std::uint16_t>;
 
 Halves reduce(const KernelTable& table, const Format& format, Op op, bool mean,
               const std::vector<Halves>& inputs) {
-  Halves result(inputs[0].size());
+  const std::size_t count = inputs[0].size();
+  Halves result(count);
   std::vector<const void*> sources;
   for (const Halves& input : inputs) sources.push_back(input.data());
+  const Kernel kernel =
+      table.kernels[static_cast<std::size_t>(op)][static_cast<std::size_t>(format.dtype)];
+  const std::size_t divisor = mean ? sources.size() : 0;
   void* target = result.data();
-  table.kernels[static_cast<std::size_t>(op)][static_cast<std::size_t>(format.dtype)](
-      {sources.data(), sources.size(), &target, 1, 0, result.size(), mean ? sources.size() : 0,
-       false});
+  kernel({sources.data(), sources.size(), &target, 1, 0, count, divisor, false});
+
+  alignas(64) static std::uint16_t around_the_caches[2][65536];
+  void* targets[] = {around_the_caches[0], around_the_caches[1]};
+  kernel({sources.data(), sources.size(), targets, 2, 0, count, divisor, true});
+  for (const auto& copy : around_the_caches) CHECK(std::equal(result.begin(), result.end(), copy));
   return result;
 }
 

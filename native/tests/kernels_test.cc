@@ -54,6 +54,13 @@ struct Case {
   bool streaming;
 };
 
+// The first element at the start of a cache line; `values` holds a line more than is used.
+template <class Value>
+Value* alignedStart(std::vector<Value>& values) {
+  const std::size_t past = reinterpret_cast<std::uintptr_t>(values.data()) % 64;
+  return values.data() + (past == 0 ? 0 : (64 - past) / sizeof(Value));
+}
+
 template <class Value>
 void check(const KernelTable& table, DType dtype, const Case& c) {
   constexpr Value kGuard = 77;
@@ -69,12 +76,12 @@ void check(const KernelTable& table, DType dtype, const Case& c) {
     if (c.divisor != 0) total /= static_cast<Value>(c.divisor);
     expected.push_back(total);
   }
-  std::vector<std::vector<Value>> outputs(c.num_outputs,
-                                          std::vector<Value>(c.shift + c.count + 1, kGuard));
+  const std::vector<Value> room(c.shift + c.count + 1 + 64 / sizeof(Value), kGuard);
+  std::vector<std::vector<Value>> outputs(c.num_outputs, room);
   std::vector<const void*> sources;
   std::vector<void*> targets;
   for (auto& input : inputs) sources.push_back(input.data() + c.shift);
-  for (auto& output : outputs) targets.push_back(output.data() + c.shift);
+  for (auto& output : outputs) targets.push_back(alignedStart(output) + c.shift);
   if (c.in_place < c.num_inputs) targets.push_back(inputs[c.in_place].data() + c.shift);
 
   const Kernel kernel =
@@ -91,7 +98,11 @@ void check(const KernelTable& table, DType dtype, const Case& c) {
             table.instruction_set, int(c.op), int(dtype), c.num_inputs, c.count, i);
     }
   }
-  for (const auto& output : outputs) CHECK(output.back() == kGuard);
+  for (auto& output : outputs) {
+    Value* start = alignedStart(output);
+    CHECK(std::all_of(output.data(), start + c.shift, [](Value v) { return v == kGuard; }));
+    CHECK(start[c.shift + c.count] == kGuard);
+  }
 }
 
 template <class Value>
@@ -105,6 +116,7 @@ void checkAll(const KernelTable& table, DType dtype) {
         for (std::size_t count : {0, 1, 7, 33, 255, 256, 257, 513, 2049}) {
           check<Value>(table, dtype, {op, by(r), r, count, count % 3, 1, r, false});
           check<Value>(table, dtype, {op, by(r), r, count, 1, count % 4, r, true});
+          check<Value>(table, dtype, {op, by(r), r, count, 0, 1 + count % 3, r, true});
         }
         for (std::size_t k = 0; k < r; ++k) {
           check<Value>(table, dtype, {op, by(k + 1), r, 300, 2, k % 3, k, false});

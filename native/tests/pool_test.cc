@@ -4,9 +4,11 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <thread>
 
 #include "check.h"
+#include "cores.h"
 
 using namespace unisono;
 
@@ -16,12 +18,12 @@ void offerManyTimes(int rounds) {
   constexpr std::size_t kPieces = 100;
   for (int round = 0; round < rounds; ++round) {
     std::atomic<std::size_t> next = 0, done = 0;
-    const auto work = [&] {
+    const auto work = [&](std::size_t) {
       while (next.fetch_add(1) < kPieces) done.fetch_add(1);
     };
     {
       const Offer offer(work, static_cast<std::size_t>(round % 4));
-      work();
+      work(0);
     }
     CHECK(done == kPieces);
   }
@@ -29,12 +31,35 @@ void offerManyTimes(int rounds) {
 
 void checkHelpersCome() {
   std::atomic<int> inside = 0;
-  const auto work = [&] {
+  const auto work = [&](std::size_t) {
     ++inside;
     while (inside < 3) std::this_thread::yield();
   };
   const Offer offer(work, 2);
-  work();
+  work(2);
+}
+
+// Bound to a core, as the worker that it starts would be too.
+void checkHelpersComeOnOtherCores() {
+#if defined(__linux__)
+  if (std::thread::hardware_concurrency() < 2) return;
+  const int core = currentCore();
+  std::thread caller([&] {
+    cpu_set_t cores;
+    CPU_ZERO(&cores);
+    CPU_SET(core, &cores);
+    if (pthread_setaffinity_np(pthread_self(), sizeof cores, &cores) != 0) return;
+    for (int round = 0; round < 20; ++round) {
+      std::this_thread::sleep_for(std::chrono::microseconds(500 * (round % 2)));
+      std::atomic<int> seen = -1;
+      const auto work = [&](std::size_t) { seen = currentCore(); };
+      const Offer offer(work, 1);
+      while (seen == -1) std::this_thread::yield();
+      CHECK(seen != core, "round %d: helper and caller on core %d\n", round, core);
+    }
+  });
+  caller.join();
+#endif
 }
 
 void checkChildHasItsOwnPool() {
@@ -54,6 +79,7 @@ void checkChildHasItsOwnPool() {
 }  // namespace
 
 int main() {
+  checkHelpersComeOnOtherCores();
   offerManyTimes(1000);
   checkHelpersCome();
   checkChildHasItsOwnPool();

@@ -12,9 +12,9 @@ Work: TypeAlias = Callable[[], object]
 Series: TypeAlias = list[float]
 
 MIN_TURNS = 5
-# The threads of an OpenMP runtime spin for a while after their work. They must not take a core from
-# the next in turn.
-REST_S = 5e-3
+# The threads of an OpenMP runtime spin after their work, those of libgomp for 4 to 8 ms. They must
+# not take a core from the next in turn.
+REST_S = 10e-3
 _MIN_TURN_S = 2e-3
 
 

@@ -99,11 +99,13 @@ _tensorflow_option = click.option(
 @click.option(
     "--replicas", metavar="R...", type=int, multiple=True, help="How many. Without it: 2 4 8."
 )
+@click.option("--batches", is_flag=True, help="The batches alone, or besides --sizes.")
 @_tensorflow_option
 def reduce(
     *,
     quick: bool,
     sizes: tuple[int, ...],
+    batches: bool,
     replicas: tuple[int, ...],
     seconds: float,
     tensorflow: str | None,
@@ -116,9 +118,10 @@ def reduce(
     """
     from unisono.benchmarks.reduce import BATCHES, QUICK_SIZES, REPLICAS, SIZES, ReduceSweep
 
-    batches = () if sizes else tuple(BATCHES)
-    sizes = sizes or (QUICK_SIZES if quick else SIZES)
-    return ReduceSweep(sizes, replicas or REPLICAS, batches, seconds, tensorflow)
+    names = tuple(BATCHES) if batches or not sizes else ()
+    if not (sizes or batches):
+        sizes = QUICK_SIZES if quick else SIZES
+    return ReduceSweep(sizes, replicas or REPLICAS, names, seconds, tensorflow)
 
 
 @bench.command("all-reduce", cls=ListCommand)

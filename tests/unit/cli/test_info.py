@@ -173,7 +173,7 @@ def test_a_tuning_is_shown_and_choices_go_by_it(
     (tmp_path / "host.json").write_text(json.dumps(report))
 
     assert str(path) in text.replace("\n  ", " ")
-    assert "hosts, TCP                              2 us     50 GB/s" in text
+    assert "hosts, TCP                             2 us     50 GB/s" in text
     assert report["tuning"]["constants"]["date"] == "2026-11-15"
     monkeypatch.setenv("UNISONO_TUNING", "off")
     assert told("--topology", tmp_path / "host.json") == text
@@ -183,8 +183,8 @@ def test_a_tuning_is_shown_and_choices_go_by_it(
 @pytest.mark.parametrize(
     ("between", "what", "reason"),
     [
-        (None, "shared memory inside a host, Gloo between", "links between hosts are not tuned"),
-        (Link(1e-3, 1e7), "shared memory inside a host, Gloo between", "4 MiB are predicted to"),
+        (None, "shared memory inside a host, TCP between", "links between hosts are not tuned"),
+        (Link(1e-3, 1e7), "shared memory inside a host, TCP between", "4 MiB are predicted to"),
         (Link(1e-9, 1e12), "TCP", "the links as tuned promise"),
     ],
 )
