@@ -33,7 +33,10 @@ class Runner:
 
     def __init__(self, devices: tuple[Device, ...], *, is_serial: bool) -> None:
         self._devices = devices
+        self._places = [this_machine().torch_device(device) for device in devices]
+        self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
+        self._all_at_once = Turns(len(devices))
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
 
@@ -48,10 +51,9 @@ class Runner:
     ) -> Any:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
-        places = [this_machine().torch_device(device) for device in self._devices]
-        turns = OneByOne(num_replicas) if self._is_serial else Turns(num_replicas)
-        gpus = list(dict.fromkeys(place for place in places if place.type == "cuda"))
-        meeting = ReplicaMeeting(num_replicas, turns, gpus)
+        places = self._places
+        turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
+        meeting = ReplicaMeeting(num_replicas, turns, self._gpus)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)

@@ -271,10 +271,11 @@ def _weighted(weight: float, grad: Tensor) -> Tensor:
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the gradient of each replica, with zeros where a replica has none."""
-    grads = [leaf.grad for leaf in leaves]
-    model = next(grad for grad in grads if grad is not None)
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad is None:
-            leaf.grad = torch.zeros_like(model, device=leaf.device)
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+    """Returns the gradient of each replica, with zeros where only others have one."""
+    grads = [grad for leaf in leaves if (grad := leaf.grad) is not None]
+    if not grads or len(grads) == len(leaves):
+        return grads
+    for leaf in leaves:
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(grads[0], device=leaf.device)
+    return gradients_of(leaves)

@@ -82,7 +82,7 @@ class OnceOptimizer(Once):
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
-        if not kwargs and _mirrors_of(self).has_one_memory:
+        if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
             plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
             if update_in_shares(self, plain, context):
                 return None

@@ -58,7 +58,8 @@ class WorkerGradientReducer(GradientReducer):
         left = [future for sent in self._sent.values() for future in sent]
         self._sent.clear()
         self._full.clear()
-        self._settle(left)
+        if left:
+            self._settle(left)
         super().begin(weights)
 
     def close(self) -> None:

@@ -48,7 +48,10 @@ class Pack(ABC):
             memory = ops.communicator.allocate(num_bytes)
         else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
-        self._terms = memory.view(dtype).view(num_terms, length)
+        terms = memory.view(dtype).view(num_terms, length)
+        self._terms = list(terms)
+        self._is_new = terms[:, self._num_used_at :]
+        self._is_used = self._is_new[0]
         sizes = [one.primary.numel() for one in members]
         self._views = [
             [
@@ -62,20 +65,21 @@ class Pack(ABC):
     def fill(self, arrived: Collection[Leaves]) -> None:
         """Takes in the gradients of this worker's replicas; of some there are new ones."""
         for one, *views in zip(self.members, *self._views, strict=True):
-            if all(leaf.grad is None for leaf in one.leaves):
-                for view in views:
-                    view.zero_()
-                continue
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
                 first = number * self._together
                 own = grads[first : first + self._together]
                 if len(own) > 1:
                     self._combine(own, view)
+                elif not own:
+                    view.zero_()
                 elif own[0].data_ptr() != view.data_ptr():
                     view.copy_(own[0])
-        is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
-        self._terms[:, self._num_used_at :] = is_new.to(self._place)
+        is_new = [one in arrived for one in self.members]
+        if all(is_new):
+            self._is_new.fill_(1)
+        else:
+            self._is_new.copy_(torch.tensor(is_new))
         self._trail.note(self._place)
 
     @abstractmethod
@@ -96,7 +100,7 @@ class Pack(ABC):
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
         self._trail.follow()
-        is_used = (self._terms[0][self._num_used_at :] != 0).tolist()
+        is_used = self._is_used.tolist()
         given = [one for one, used in zip(self.members, is_used, strict=True) if used]
         for one, view, used in zip(self.members, self._views[0], is_used, strict=True):
             if used:
@@ -124,7 +128,7 @@ class WorkerPack(Pack):
 
     def _reduce(self) -> None:
         count = self._count if self._op is ReduceOp.MEAN else None
-        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
+        self._ops.communicator.all_reduce(self._op, self._terms, count)
 
 
 def _set_gradients(one: Leaves, total: Tensor) -> None:
