@@ -61,8 +61,6 @@ class ReplicaThreads:
 
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
-        if self._num_replicas == 1:
-            return [calls[0]()]
         num_threads = torch.get_num_threads()
         num_intraop = max(1, num_threads // self._num_replicas)
         self._start(num_intraop)

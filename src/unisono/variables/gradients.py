@@ -77,6 +77,8 @@ class GradientReducer:
         self._cost = cost
         self._generation = -1
         self._packs: list[list[Leaves]] = []
+        # How many gradients each pack waits for on each replica.
+        self._sizes: list[int] = []
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
         # Of leaves, by identity: the gradient that was reduced, and one that waits to be added to.
@@ -106,6 +108,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._packs = self._group(self._mirrors.all_leaves[::-1])
+        self._sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
         self._handles = [
             handle
             for pack, members in enumerate(self._packs)
@@ -192,8 +195,7 @@ class GradientReducer:
         number = context.notes.get("backwards", 0)
         with self._lock:
             if number not in self._passes:
-                sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
-                self._passes[number] = Pass(sizes, len(self._devices))
+                self._passes[number] = Pass(self._sizes, len(self._devices))
             return self._passes[number]
 
     def _finish(self, context: ReplicaContext) -> None:
