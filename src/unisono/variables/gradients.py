@@ -71,6 +71,7 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
+        self._is_on_gpus = any(device.type != "cpu" for device in devices)
         self._ops = cross_device_ops
         self._op = reduce_op
         self._options = options
@@ -157,7 +158,8 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
-        current.trail.note(one.leaves[context.local_id].device)
+        if self._is_on_gpus:
+            current.trail.note(one.leaves[context.local_id].device)
         if current.arrives(pack, one):
             current.trail.follow()
             self._pack_is_full(current, pack)

@@ -64,6 +64,8 @@ class Pack(ABC):
     @torch.no_grad()
     def fill(self, arrived: Collection[Leaves]) -> None:
         """Takes in the gradients of this worker's replicas; of some there are new ones."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
@@ -74,7 +76,10 @@ class Pack(ABC):
                 elif not own:
                     view.zero_()
                 elif own[0].data_ptr() != view.data_ptr():
-                    view.copy_(own[0])
+                    sources.append(own[0])
+                    targets.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
         is_new = [one in arrived for one in self.members]
         if all(is_new):
             self._is_new.fill_(1)
