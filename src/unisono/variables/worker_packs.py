@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.devices import Trail
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
@@ -41,7 +41,10 @@ class Pack(ABC):
         self._trail = Trail()
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
-        self._place = ops.place(members[0].leaves[0].device)
+        first = members[0].leaves[0]
+        self._place = ops.place(first.device)
+        # Whether the gradients of the first replica can be views of the pack.
+        self._can_lend = first.dtype == dtype and first.device == self._place
         num_terms = len(members[0].leaves) // together
         num_bytes = num_terms * length * dtype.itemsize
         if self._place.type == "cpu":
@@ -101,16 +104,26 @@ class Pack(ABC):
     def _reduce(self) -> None:
         """Reduces the terms of all workers into the first of each."""
 
-    @torch.no_grad()
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
         self._trail.follow()
-        is_used = self._is_used.tolist()
-        given = [one for one, used in zip(self.members, is_used, strict=True) if used]
-        for one, view, used in zip(self.members, self._views[0], is_used, strict=True):
-            if used:
-                _set_gradients(one, view)
+        given: list[Leaves] = []
+        are_used = self._is_used.tolist()
+        for one, view, is_used in zip(self.members, self._views[0], are_used, strict=True):
+            if is_used:
+                self._set_gradients(one.leaves, view)
+                given.append(one)
         return given
+
+    def _set_gradients(self, leaves: Sequence[nn.Parameter], total: Tensor) -> None:
+        if self._can_lend:
+            leaves[0].grad = total
+            leaves = leaves[1:]
+        for leaf in leaves:
+            if leaf.grad is None:
+                leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
+            else:
+                leaf.grad.detach().copy_(total)
 
 
 class WorkerPack(Pack):
@@ -134,13 +147,3 @@ class WorkerPack(Pack):
     def _reduce(self) -> None:
         count = self._count if self._op is ReduceOp.MEAN else None
         self._ops.communicator.all_reduce(self._op, self._terms, count)
-
-
-def _set_gradients(one: Leaves, total: Tensor) -> None:
-    for number, leaf in enumerate(one.leaves):
-        if number == 0 and total.dtype == leaf.dtype and total.device == leaf.device:
-            leaf.grad = total
-        elif leaf.grad is None:
-            leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
-        else:
-            leaf.grad.copy_(total)
