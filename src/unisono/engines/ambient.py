@@ -12,6 +12,8 @@ import torch
 
 T = TypeVar("T")
 
+_CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class Ambient:
@@ -33,7 +35,9 @@ class Ambient:
             for kind in ("cpu", "cuda")
             if torch.is_autocast_enabled(kind)
         )
-        default_device = torch.get_default_device()
+        # A default device is a mode for all torch functions, and takes long to ask for.
+        has_modes = torch._C._len_torch_function_stack() > 0
+        default_device = torch.get_default_device() if has_modes else _CPU
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),

@@ -94,7 +94,15 @@ class _Current(threading.local):
     randomness: ReplicaMode | None = None
 
 
+class _Seed(threading.local):
+    def __init__(self) -> None:
+        with torch.inference_mode(mode=False):
+            self.value = torch.empty((), dtype=torch.int64, device="cpu")
+
+
 _current = _Current()
+# Kept, because to make a tensor takes longer than to draw a number.
+_seed = _Seed()
 
 
 @functools.cache
@@ -149,7 +157,7 @@ def _redirect(module: Any, original: Any, device_of: Callable[[Any], torch.devic
 
 def draw_seed() -> int:
     """Draws the seed of one run from the caller's generator."""
-    return int(torch.empty((), dtype=torch.int64, device="cpu").random_())
+    return int(_seed.value.random_())
 
 
 class ReplicaMode(TorchFunctionMode):

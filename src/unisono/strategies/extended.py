@@ -305,11 +305,11 @@ class StrategyExtended(VariableMethods):
         A loss that is a mean over the replica's batch makes the mean over replicas that of all
         samples only if the batches are even, or are weighted so.
         """
-        num_replicas = self.num_replicas_in_sync
-        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
         counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
+        num_replicas = self.num_replicas_in_sync
         if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
             return [1.0] * len(self._devices)
+        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
         return [count * num_replicas / sum(counts) for count in counts[own]]
 
     def merge_call(

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import set_multithreading_enabled
 
 from unisono.contexts import ReplicaContext, entered
 from unisono.devices import Device, this_machine
@@ -33,7 +34,10 @@ class Runner:
 
     def __init__(self, devices: tuple[Device, ...], *, is_serial: bool) -> None:
         self._devices = devices
+        self._places = [this_machine().torch_device(device) for device in devices]
+        self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
+        self._all_at_once = Turns(len(devices))
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
 
@@ -48,10 +52,9 @@ class Runner:
     ) -> Any:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
-        places = [this_machine().torch_device(device) for device in self._devices]
-        turns = OneByOne(num_replicas) if self._is_serial else Turns(num_replicas)
-        gpus = list(dict.fromkeys(place for place in places if place.type == "cuda"))
-        meeting = ReplicaMeeting(num_replicas, turns, gpus)
+        places = self._places
+        turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
+        meeting = ReplicaMeeting(num_replicas, turns, self._gpus)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
@@ -59,9 +62,11 @@ class Runner:
         if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
+        seed = draw_seed()
+        if num_replicas == 1:
+            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
-        seed = draw_seed()
 
         def call(context: ReplicaContext) -> Callable[[], Any]:
             replica_id = context.local_id
@@ -75,9 +80,7 @@ class Runner:
                 try:
                     return ambient.call(body, places[replica_id])
                 except Exception as error:
-                    add_note(
-                        error, f"Raised on replica {replica_id} ({self._devices[replica_id]})."
-                    )
+                    add_note(error, self._origin(replica_id))
                     raise
 
             def traced() -> Any:
@@ -89,6 +92,32 @@ class Runner:
         with self._lock:
             results = self._threads.run([call(context) for context in contexts], meeting)
         return regroup(results, self._devices)
+
+    def _run_alone(
+        self,
+        context: ReplicaContext,
+        mode: ReplicaMode,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Calls `fn` for the only replica of this worker, which has all that its caller has."""
+        try:
+            with (
+                span("replica", "replica", replica=0),
+                entered(context),
+                _on_device(self._places[0]),
+                # Backward hooks must find the replica, so they run on its thread.
+                set_multithreading_enabled(False),
+                mode,
+            ):
+                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+        except Exception as error:
+            add_note(error, self._origin(0))
+            raise
+
+    def _origin(self, replica_id: int) -> str:
+        return f"Raised on replica {replica_id} ({self._devices[replica_id]})."
 
     def close(self) -> None:
         """Ends the threads."""

@@ -71,12 +71,15 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
+        self._is_on_gpus = any(device.type != "cpu" for device in devices)
         self._ops = cross_device_ops
         self._op = reduce_op
         self._options = options
         self._cost = cost
         self._generation = -1
         self._packs: list[list[Leaves]] = []
+        # How many gradients each pack waits for on each replica.
+        self._sizes: list[int] = []
         self._handles: list[Any] = []
         self._weight_handles: list[Any] = []
         # Of leaves, by identity: the gradient that was reduced, and one that waits to be added to.
@@ -106,6 +109,7 @@ class GradientReducer:
         for handle in self._handles:
             handle.remove()
         self._packs = self._group(self._mirrors.all_leaves[::-1])
+        self._sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
         self._handles = [
             handle
             for pack, members in enumerate(self._packs)
@@ -154,7 +158,8 @@ class GradientReducer:
             torch.autograd.Variable._execution_engine.queue_callback(
                 functools.partial(self._finish, context)
             )
-        current.trail.note(one.leaves[context.local_id].device)
+        if self._is_on_gpus:
+            current.trail.note(one.leaves[context.local_id].device)
         if current.arrives(pack, one):
             current.trail.follow()
             self._pack_is_full(current, pack)
@@ -192,8 +197,7 @@ class GradientReducer:
         number = context.notes.get("backwards", 0)
         with self._lock:
             if number not in self._passes:
-                sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
-                self._passes[number] = Pass(sizes, len(self._devices))
+                self._passes[number] = Pass(self._sizes, len(self._devices))
             return self._passes[number]
 
     def _finish(self, context: ReplicaContext) -> None:
@@ -271,10 +275,11 @@ def _weighted(weight: float, grad: Tensor) -> Tensor:
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Returns the gradient of each replica, with zeros where a replica has none."""
-    grads = [leaf.grad for leaf in leaves]
-    model = next(grad for grad in grads if grad is not None)
-    for leaf, grad in zip(leaves, grads, strict=True):
-        if grad is None:
-            leaf.grad = torch.zeros_like(model, device=leaf.device)
-    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+    """Returns the gradient of each replica, with zeros where only others have one."""
+    grads = [grad for leaf in leaves if (grad := leaf.grad) is not None]
+    if not grads or len(grads) == len(leaves):
+        return grads
+    for leaf in leaves:
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(grads[0], device=leaf.device)
+    return gradients_of(leaves)

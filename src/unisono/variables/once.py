@@ -68,13 +68,14 @@ class OnceOptimizer(Once):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
+        owners = _leaves(self)
         if context is None:
             super().zero_grad(set_to_none)  # type: ignore[misc]
-            cleared = [leaf for leaves in _leaves(self) for leaf in leaves.leaves]
+            cleared = [leaf for leaves in owners for leaf in leaves.leaves]
         else:
-            cleared = [leaves.leaves[context.local_id] for leaves in _leaves(self)]
+            cleared = [leaves.leaves[context.local_id] for leaves in owners]
             if context.local_id == 0:
-                cleared += [leaves.primary for leaves in _leaves(self)]
+                cleared += [leaves.primary for leaves in owners]
         # Without asking the replica's mode for every gradient.
         with torch._C.DisableTorchFunction():
             for tensor in cleared:
@@ -82,7 +83,7 @@ class OnceOptimizer(Once):
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
-        if not kwargs and _mirrors_of(self).has_one_memory:
+        if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
             plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
             if update_in_shares(self, plain, context):
                 return None
@@ -181,7 +182,9 @@ def _mirrors_of(target: Any) -> Mirrors:
 def take_gradients(optimizer: Any) -> None:
     """Gives the primaries the gradients that replica 0 has, which all replicas have."""
     for leaves in _leaves(optimizer):
-        leaves.primary.grad = leaves.leaves[0].grad
+        grad = leaves.leaves[0].grad
+        if leaves.primary.grad is not grad:
+            leaves.primary.grad = grad
 
 
 def _copy_gradient(leaves: Leaves) -> None:

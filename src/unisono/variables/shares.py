@@ -21,8 +21,8 @@ _INDEPENDENT = frozenset(
     )
     if hasattr(optim, name)
 )
-# For less, one replica is done before another has woken.
-_LEAST_BYTES = 512 << 10
+# For less, replicas wait longer for each other, and for Python, than one needs for it all.
+_LEAST_BYTES = 2 << 20
 
 
 def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool:

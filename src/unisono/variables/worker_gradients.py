@@ -58,7 +58,8 @@ class WorkerGradientReducer(GradientReducer):
         left = [future for sent in self._sent.values() for future in sent]
         self._sent.clear()
         self._full.clear()
-        self._settle(left)
+        if left:
+            self._settle(left)
         super().begin(weights)
 
     def close(self) -> None:
@@ -109,10 +110,11 @@ class WorkerGradientReducer(GradientReducer):
         with self._sending:
             sent = self._sent.pop(current, [])
             self._full.pop(current, None)
-        with span("reduce", "packs under way", packs=len(sent)):
-            self._settle(sent)
-        for future in sent:
-            future.result()
+        if sent:
+            with span("reduce", "packs under way", packs=len(sent)):
+                self._settle(sent)
+            for future in sent:
+                future.result()
         for number in range(len(sent), len(self._worker_packs)):
             self._fill(current, number)
             self._exchange_rest(number)

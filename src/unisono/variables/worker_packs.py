@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from unisono.devices import Trail
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
@@ -41,14 +41,20 @@ class Pack(ABC):
         self._trail = Trail()
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
-        self._place = ops.place(members[0].leaves[0].device)
+        first = members[0].leaves[0]
+        self._place = ops.place(first.device)
+        # Whether the gradients of the first replica can be views of the pack.
+        self._can_lend = first.dtype == dtype and first.device == self._place
         num_terms = len(members[0].leaves) // together
         num_bytes = num_terms * length * dtype.itemsize
         if self._place.type == "cpu":
             memory = ops.communicator.allocate(num_bytes)
         else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
-        self._terms = memory.view(dtype).view(num_terms, length)
+        terms = memory.view(dtype).view(num_terms, length)
+        self._terms = list(terms)
+        self._is_new = terms[:, self._num_used_at :]
+        self._is_used = self._is_new[0]
         sizes = [one.primary.numel() for one in members]
         self._views = [
             [
@@ -61,21 +67,27 @@ class Pack(ABC):
     @torch.no_grad()
     def fill(self, arrived: Collection[Leaves]) -> None:
         """Takes in the gradients of this worker's replicas; of some there are new ones."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
-            if all(leaf.grad is None for leaf in one.leaves):
-                for view in views:
-                    view.zero_()
-                continue
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
                 first = number * self._together
                 own = grads[first : first + self._together]
                 if len(own) > 1:
                     self._combine(own, view)
+                elif not own:
+                    view.zero_()
                 elif own[0].data_ptr() != view.data_ptr():
-                    view.copy_(own[0])
-        is_new = torch.tensor([one in arrived for one in self.members], dtype=self._terms.dtype)
-        self._terms[:, self._num_used_at :] = is_new.to(self._place)
+                    sources.append(own[0])
+                    targets.append(view)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        is_new = [one in arrived for one in self.members]
+        if all(is_new):
+            self._is_new.fill_(1)
+        else:
+            self._is_new.copy_(torch.tensor(is_new))
         self._trail.note(self._place)
 
     @abstractmethod
@@ -92,16 +104,26 @@ class Pack(ABC):
     def _reduce(self) -> None:
         """Reduces the terms of all workers into the first of each."""
 
-    @torch.no_grad()
     def give(self) -> list[Leaves]:
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
         self._trail.follow()
-        is_used = (self._terms[0][self._num_used_at :] != 0).tolist()
-        given = [one for one, used in zip(self.members, is_used, strict=True) if used]
-        for one, view, used in zip(self.members, self._views[0], is_used, strict=True):
-            if used:
-                _set_gradients(one, view)
+        given: list[Leaves] = []
+        are_used = self._is_used.tolist()
+        for one, view, is_used in zip(self.members, self._views[0], are_used, strict=True):
+            if is_used:
+                self._set_gradients(one.leaves, view)
+                given.append(one)
         return given
+
+    def _set_gradients(self, leaves: Sequence[nn.Parameter], total: Tensor) -> None:
+        if self._can_lend:
+            leaves[0].grad = total
+            leaves = leaves[1:]
+        for leaf in leaves:
+            if leaf.grad is None:
+                leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
+            else:
+                leaf.grad.detach().copy_(total)
 
 
 class WorkerPack(Pack):
@@ -124,14 +146,4 @@ class WorkerPack(Pack):
 
     def _reduce(self) -> None:
         count = self._count if self._op is ReduceOp.MEAN else None
-        self._ops.communicator.all_reduce(self._op, list(self._terms), count)
-
-
-def _set_gradients(one: Leaves, total: Tensor) -> None:
-    for number, leaf in enumerate(one.leaves):
-        if number == 0 and total.dtype == leaf.dtype and total.device == leaf.device:
-            leaf.grad = total
-        elif leaf.grad is None:
-            leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
-        else:
-            leaf.grad.copy_(total)
+        self._ops.communicator.all_reduce(self._op, self._terms, count)

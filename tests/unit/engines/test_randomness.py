@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -129,6 +130,18 @@ def test_every_run_draws_other_numbers(mirrored: Make) -> None:
     runs = [strategy.run(lambda: torch.rand(1).item()).values for _ in range(5)]
 
     assert len({number for run in runs for number in run}) == 10
+
+
+def test_a_thread_whose_first_run_was_for_inference_can_train(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    def runs() -> set[bool]:
+        with torch.inference_mode():
+            strategy.run(torch.rand, args=(1,))
+        return {one.is_inference() for one in strategy.run(torch.rand, args=(1,)).values}
+
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(runs).result(timeout=60) == {False}
 
 
 def test_the_generator_of_the_caller_goes_on_the_same_way(mirrored: Make) -> None:

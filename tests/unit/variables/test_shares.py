@@ -24,7 +24,7 @@ def trained(
 ) -> list[torch.Tensor]:
     torch.manual_seed(0)
     with strategy.scope():
-        model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(4)])
+        model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(4)])
         halves = [model[:2].parameters(), model[2:].parameters()]
         rates = (0.1, 0.01)
         pairs = zip(halves, rates, strict=True)
@@ -36,7 +36,7 @@ def trained(
 
     def step() -> None:
         optimizer.zero_grad()
-        model(torch.ones(2, 256)).square().mean().backward()
+        model(torch.ones(2, 512)).square().mean().backward()
         optimizer.step()
         scheduler.step()
 
