@@ -136,7 +136,7 @@ def test_training_steps(rows_of: Any) -> None:
     ("arguments", "words"),
     [
         ("all-reduce --sizes 6", "multiples of 4 bytes, got [6]"),
-        ("all-reduce --sizes 4 6K 4G", "'4G' is not a number of bytes"),
+        ("all-reduce --sizes 4 6K 4X", "'4X' is not a number of bytes"),
         ("all-reduce --ranks 1", "2 or more"),
         ("all-reduce --hosts 2 --ranks 3", "as many on each of 2 hosts, got [3]"),
         ("all-reduce --rate 1gbit", "give --hosts 2"),

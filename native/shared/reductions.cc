@@ -14,8 +14,10 @@ namespace {
 constexpr std::size_t kOneShotBytes = 4 << 10;
 // Where ranks share cores, the last to come sums for all: a meeting costs turns of the scheduler.
 constexpr std::size_t kOneShotCrowdedBytes = 64 << 10;
-// Read and written in one rank's arena at a time.
+// Read and written in one rank's arena at a time, by whoever is on a core; where every rank has
+// one, there should be work for all.
 constexpr std::size_t kPieceBytes = 128 << 10;
+constexpr std::size_t kLeastPieceBytes = 8 << 10;
 
 std::byte* at(void* data, std::size_t bytes) { return static_cast<std::byte*>(data) + bytes; }
 
@@ -221,10 +223,16 @@ class TwoShot {
   std::vector<void*> outputs_;
 };
 
+std::size_t pieceBytes(const Shape& shape) {
+  if (shape.group.isCrowded()) return kPieceBytes;
+  const std::size_t fair = roundUp(shape.bytes() / shape.group.size() + 1, kLine);
+  return std::clamp(fair, kLeastPieceBytes, kPieceBytes);
+}
+
 // Sums in the arenas themselves.
 void reduceInArena(Turn& turn, const Shape& shape) {
   const Mapping& mapping = *shape.group.mapping();
-  const std::size_t piece = kPieceBytes / shape.element_bytes;
+  const std::size_t piece = pieceBytes(shape) / shape.element_bytes;
   const std::size_t num_pieces = (shape.terms.num_elements + piece - 1) / piece;
   std::vector<const void*> inputs(shape.group.size() * shape.terms.data.size());
   std::vector<void*> outputs(shape.group.size());
