@@ -59,6 +59,16 @@ class TracedCommunicator(Communicator):
         with self._span("gather", (tensor,)):
             return self._carrier.gather(tensor, root)
 
+    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
+        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
+        with self._span("all_to_all", (tensor,)):
+            return self._carrier.all_to_all(tensor)
+
+    def share_parts(self, tensor: Tensor) -> None:
+        """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
+        with self._span("share_parts", (tensor,)):
+            self._carrier.share_parts(tensor)
+
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""
         with self._span("broadcast", (tensor,)):
