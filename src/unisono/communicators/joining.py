@@ -8,6 +8,7 @@ listens any more once all are connected.
 from __future__ import annotations
 
 import hmac
+import ipaddress
 import json
 import secrets
 import socket
@@ -109,7 +110,10 @@ def _listening(address: str) -> Iterator[socket.socket]:
 
 def _resolved(address: str) -> tuple[int, tuple[str, int]]:
     family, *_, where = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
-    return family, (str(where[0]), 0)
+    found = str(where[0])
+    # Many hosts know their own name as that of the loopback, where others would not find them.
+    is_known_so = address not in (found, "localhost") and ipaddress.ip_address(found).is_loopback
+    return family, ("" if is_known_so else found, 0)
 
 
 class _Call(NamedTuple):

@@ -176,8 +176,8 @@ class Connection:
             if has_failed:
                 # To be closed at once, with a reset.
                 self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-            else:
-                self._socket.shutdown(socket.SHUT_RDWR)
+            # Also where a process that was forked from this one has it still open.
+            self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
 

@@ -17,7 +17,7 @@ from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.addresses import address_of_interface
-from unisono.communicators.joining import _Reception, join_mesh
+from unisono.communicators.joining import _listening, _Reception, join_mesh
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.network import NetworkCommunicator
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
@@ -79,6 +79,25 @@ def test_nobody_listens_once_all_are_connected() -> None:
 def test_an_address_of_another_host_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"'192.0.2.1' is not an address of this host"):
         join_mesh(HashStore(), 0, 1, host="192.0.2.1", timeout_seconds=5)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "bound"),
+    [
+        ("worker0.test", "127.0.1.1", "0.0.0.0"),
+        ("worker0.test", "127.0.0.1", "0.0.0.0"),
+        ("localhost", "127.0.0.1", "127.0.0.1"),
+        ("127.0.0.1", "127.0.0.1", "127.0.0.1"),
+    ],
+)
+def test_a_host_that_knows_its_name_as_the_loopback_is_found_by_others(
+    name: str, found: str, bound: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (found, 0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [answer])
+
+    with _listening(name) as listener:
+        assert listener.getsockname()[0] == bound
 
 
 def test_an_interface_has_an_address() -> None:
