@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -22,6 +23,9 @@ settings.register_profile("ci", deadline=None, derandomize=True, database=None)
 # What somebody has measured on this machine must not change what tests see.
 os.environ["UNISONO_TUNING"] = "off"
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+# A shell lets what it starts in the background, and all below that, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_MEMORY = Path("/dev/shm")
 # Ours, and what torch makes for this process. Other programs come and go as they like.
