@@ -40,14 +40,14 @@ class Message:
     """Bytes on their way, in or out.
 
     Attributes:
-        rest: What has not been moved yet.
-        is_done: Whether all of it was.
+        data: What is sent, or the room for what is received.
+        is_done: Whether all of it was moved.
     """
 
-    __slots__ = ("is_done", "rest")
+    __slots__ = ("data", "is_done")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.rest = memoryview(tensor.numpy())  # type: ignore[arg-type]
+        self.data = memoryview(tensor.numpy())  # type: ignore[arg-type]
         self.is_done = False
 
 
@@ -77,12 +77,12 @@ class Connection:
     def send(self, tensor: Tensor) -> Message:
         """Begins to send bytes."""
         message = Message(tensor)
-        length = _LENGTH.pack(len(message.rest))
-        if len(message.rest) <= _SMALL_BYTES:
-            self._outgoing.append((memoryview(length + message.rest), message))
+        length = _LENGTH.pack(len(message.data))
+        if len(message.data) <= _SMALL_BYTES:
+            self._outgoing.append((memoryview(length + message.data), message))
         else:
             self._outgoing.append((memoryview(length), message))
-            self._outgoing.append((message.rest, message))
+            self._outgoing.append((message.data, message))
         return message
 
     def receive(self, room: Tensor) -> Message:
@@ -158,10 +158,10 @@ class Connection:
         message = self._incoming[0]
         if self._is_length:
             (length,) = _LENGTH.unpack(self._length)
-            if length > len(message.rest):
-                room = len(message.rest)
+            if length > len(message.data):
+                room = len(message.data)
                 raise self._break(f"it sent {length} bytes where {room} were expected")
-            self._target = message.rest[:length]
+            self._target = message.data[:length]
         else:
             self._incoming.popleft()
             message.is_done = True
@@ -169,7 +169,7 @@ class Connection:
         self._is_length = not self._is_length
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Ends it. After a failure the peer can send no more, else only what it awaits is lost."""
+        """Ends it, and what is under way. After a failure the peer can send no more, either."""
         self._outgoing.clear()
         self._incoming.clear()
         with contextlib.suppress(OSError):

@@ -11,7 +11,6 @@ anything is mixed up, small collectives take one step, and sizes may differ.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -39,7 +38,6 @@ _ALL_ROOMS_BYTES = 16 << 20
 _LEAST_ROOM_BYTES = 64 << 10
 # Up to here a further copy costs less than a further step.
 _COPIED_BYTES = 512 << 10
-_IN_FLIGHT = 4
 
 # The words for each backend.
 _NAMES = {
@@ -88,9 +86,13 @@ class NetworkCommunicator(Communicator):
         room = beside_header
         if room is None:
             room = min(_ROOM_BYTES, max(_ALL_ROOMS_BYTES // size, _LEAST_ROOM_BYTES))
-        own_watch = watch or Watch(
-            PrefixStore("watch", store), rank, size, timeout_seconds=timeout_seconds
-        )
+        try:
+            own_watch = watch or Watch(
+                PrefixStore("watch", store), rank, size, timeout_seconds=timeout_seconds
+            )
+        except BaseException:
+            transport.close(has_failed=True)
+            raise
         self._exchange = Exchange(
             transport,
             own_watch,
@@ -121,7 +123,8 @@ class NetworkCommunicator(Communicator):
                 self._pieces.begin_to_share(op, flat[0], parts, count)()
             else:
                 met = self._exchange.begin_to_meet(header, [None] * self.size)
-                deque(self._pieces.reduced(op, self._pieces.of(flat), count, met), maxlen=0)
+                for _ in self._pieces.reduced(op, self._pieces.of(flat), count, met):
+                    pass
 
     def all_reduce_pieces(
         self, op: ReduceOp, pieces: Iterable[Tensor], count: int | None = None
