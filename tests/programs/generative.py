@@ -45,7 +45,7 @@ class VAE(nn.Module):
 
 @program(reduce_gradients="SUM")
 def vae(strategy: Any) -> Learned:
-    """Its loss is a sum over the batch, so gradients are summed. The noise is a part of the data."""
+    """Its loss is a sum over samples, so gradients are summed. The noise is a part of the data."""
     with strategy.scope():
         model = VAE()
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)

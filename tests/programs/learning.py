@@ -101,7 +101,7 @@ class Policy(nn.Module):
 
 @program()
 def actor_critic(strategy: Any) -> Learned:
-    """A batch is some episodes: where each begins, and the numbers that its actions are drawn by."""
+    """A batch is some episodes: where each begins, and what its actions are drawn by."""
     with strategy.scope():
         model = Policy()
         optimizer = Adam(model.parameters(), lr=3e-2)

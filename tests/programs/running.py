@@ -14,12 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
-
-import unisono as uo
 from processes.crew import Crew, Desk
 from processes.harness import strategy_of
 from processes.ports import free_ports
+from torch import Tensor
+
+import unisono as uo
 
 Learned = dict[str, Tensor]
 Program = Callable[[Any], Learned]
@@ -138,7 +138,10 @@ def on_workers(crew: Crew, name: str, num_replicas: int) -> list[Outcome]:
 def _on_worker(_: Desk, name: str, rank: int, ports: list[int], num_replicas: int) -> Outcome:
     import programs.all  # noqa: F401 - a member has none of the programs yet
 
-    strategy = strategy_of(rank, ports, num_replicas, **PROGRAMS[name][1].strategy)
+    try:
+        strategy = strategy_of(rank, ports, num_replicas, **PROGRAMS[name][1].strategy)
+    except Exception as error:
+        return Outcome({}, type(error).__name__, str(error), traceback.format_exc())
     try:
         return outcome_of(name, strategy)
     finally:

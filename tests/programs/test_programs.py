@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
+from processes.crew import Crew
 
 import programs.all  # noqa: F401 - brings in the programs
-from processes.crew import Crew
 from programs.running import PROGRAMS, Outcome, on_one_device, on_replicas, on_workers
 
 each_program = pytest.mark.parametrize("name", list(PROGRAMS))

@@ -184,9 +184,7 @@ def train_mean_teacher(strategy: Any, update_teacher: Any) -> Learned:
         optimizer.step()
         update_teacher(student, teacher)
 
-    dataset = TensorDataset(
-        numbers(10, 1, 4, 4), numbers(10, 1, 4, 4, seed=4), words(10, high=3)
-    )
+    dataset = TensorDataset(numbers(10, 1, 4, 4), numbers(10, 1, 4, 4, seed=4), words(10, high=3))
     for batch in strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4)):
         strategy.run(step, args=batch)
     return prefixed(student=student, teacher=teacher)
@@ -257,7 +255,7 @@ class Quantized(nn.Module):
 
 @program()
 def quantization_aware_training(strategy: Any) -> Learned:
-    """Observers and batch normalisation are frozen after the first batches, as the tutorial says."""
+    """Observers and batch statistics are frozen after the first batch, as the tutorial says."""
     quantization: Any = torch.ao.quantization
     images, target = numbers(10, 1, 5, 5).float(), words(10, high=3)
     with strategy.scope():

@@ -249,7 +249,9 @@ class StrategyExtended(VariableMethods):
         self.mirrors.refresh()
         self._gradients.begin(weights)
         self._current_weights = weights
-        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        self.mirrors.finish(weights)
+        return results
 
     def experimental_run_steps_on_iterator(
         self,

@@ -26,7 +26,7 @@ class _Scopes(threading.local):
     """The mirrors of the scopes that this thread is in, and the modules made there."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[Mirrors, dict[nn.Module, None]]] = []
+        self.open: list[tuple[Mirrors, dict[int, nn.Module]]] = []
 
 
 _scopes = _Scopes()
@@ -41,13 +41,14 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
     """
     _install_hooks()
     _all_mirrors.add(mirrors)
-    made: dict[nn.Module, None] = {}
+    # By identity: a metric that is being made has no hash yet.
+    made: dict[int, nn.Module] = {}
     _scopes.open.append((mirrors, made))
     try:
         yield
     finally:
         _scopes.open.pop()
-    for module in made:
+    for module in made.values():
         mirror_module(module, mirrors)
     mirrors.share_new()
 
@@ -72,6 +73,7 @@ def _install_hooks() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+    _wrap_module_init()
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -104,10 +106,21 @@ def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | Non
             for submodule in thing.modules():
                 mirror_module(submodule, mirror.owner)
     elif _scopes.open:
-        _, made = _scopes.open[-1]
-        made.setdefault(module)
-        if isinstance(thing, nn.Module):
-            made.update(dict.fromkeys(thing.modules()))
+        modules = [module, *(thing.modules() if isinstance(thing, nn.Module) else ())]
+        _scopes.open[-1][1].update((id(one), one) for one in modules)
+
+
+def _wrap_module_init() -> None:
+    """Lets modules be found that register nothing, as metrics do."""
+    init = nn.Module.__init__
+
+    @functools.wraps(init)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if _scopes.open:
+            _scopes.open[-1][1].setdefault(id(self), self)
+
+    nn.Module.__init__ = wrapped  # type: ignore[method-assign]
 
 
 def _wrap_init(cls: type) -> None:

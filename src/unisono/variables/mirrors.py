@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -25,6 +25,7 @@ from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
+from unisono.variables.metrics import MirroredMetric, is_metric, own_names, take_all
 
 MIRROR = "_unisono_mirror"
 
@@ -62,6 +63,9 @@ class Mirror:
     given: dict[str, Any] = field(default_factory=dict)
     buffers: dict[str, _Stamp] = field(default_factory=dict)
     runs_read: int = 0
+    # What the primary alone has; the clones need not learn of changes.
+    own_names: frozenset[str] = frozenset()
+    metric: MirroredMetric | None = None
 
 
 class Mirrors:
@@ -81,14 +85,17 @@ class Mirrors:
         self._synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        # By identity, because metrics hash by their states; with numbers in the order of making.
+        self._modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
         # The modules whose buffers are looked at before every run.
         self._buffer_owners: list[weakref.ref[nn.Module]] = []
         self._num_adopted = 0
+        self._metric_owners: list[weakref.ref[nn.Module]] = []
+        # Whether there ever was a metric: then all workers exchange what they have counted.
+        self._has_metrics = False
         self.is_stale = False
         # Whether something belongs to it.
         self.is_in_use = False
@@ -110,9 +117,8 @@ class Mirrors:
                 "the plain module in the scope, and script it after training."
             )
         self._num_adopted += 1
-        self._order[module] = self._num_adopted
-        self._modules.add(module)
-        raw(module)[MIRROR] = Mirror(self, [])
+        self._modules[module] = self._num_adopted
+        raw(module)[MIRROR] = Mirror(self, [], own_names=own_names(raw(module)))
         self.is_stale = True
 
     @property
@@ -144,7 +150,7 @@ class Mirrors:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
         return any(
             raw(module).get("sparse", False)
-            for module in self._modules
+            for module in self._primaries()
             if any(one is leaves.primary for one in raw(module)["_parameters"].values())
         )
 
@@ -164,7 +170,7 @@ class Mirrors:
         """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
         if any(parameter is leaves.primary for leaves in self._free):
             return True
-        parameters = (raw(module)["_parameters"].values() for module in self._modules)
+        parameters = (raw(module)["_parameters"].values() for module in self._primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
@@ -189,10 +195,25 @@ class Mirrors:
             module = owner()
             if module is not None:
                 self._give_buffers(module)
+        for metric in self._metrics():
+            metric.begin()
         self.num_runs += 1
 
+    def finish(self, weights: Sequence[float]) -> None:
+        """After a run: brings what the replicas have counted into the metrics.
+
+        Args:
+            weights: What each replica counts for; 0 if it had no samples.
+        """
+        if self._has_metrics:
+            take_all(self._metrics(), self._workers, [weight > 0 for weight in weights])
+
+    def _metrics(self) -> list[MirroredMetric]:
+        modules = [owner() for owner in self._metric_owners]
+        return [raw(module)[MIRROR].metric for module in modules if module is not None]
+
     def _primaries(self) -> list[nn.Module]:
-        return sorted(self._modules, key=self._order.__getitem__)
+        return list(self._modules)
 
     def _rebuild(self) -> None:
         primaries = self._primaries()
@@ -215,12 +236,22 @@ class Mirrors:
         for module in primaries:
             self._give_attributes(module)
         self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
+        self._metric_owners = [weakref.ref(m) for m in primaries if is_metric(raw(m))]
+        for owner in self._metric_owners:
+            self._prepare_metric(owner())
         self.is_stale = False
         self.generation += 1
         self.stand_ins = [
             {key: one.leaves[i] for key, one in self._leaves.items()}
             for i in range(len(self._places))
         ]
+
+    def _prepare_metric(self, module: Any) -> None:
+        mirror: Mirror = raw(module)[MIRROR]
+        number = self._modules[module]
+        mirror.metric = MirroredMetric(number, type(module).__name__, raw(module), mirror.replicas)
+        mirror.metric.prepare(self._places, self._workers)
+        self._has_metrics = True
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls: Any = plain_class(type(module))
@@ -247,7 +278,8 @@ class Mirrors:
 
     def _give_attributes(self, module: nn.Module) -> None:
         mirror: Mirror = raw(module)[MIRROR]
-        attributes = {name: v for name, v in raw(module).items() if name != MIRROR}
+        hidden = {MIRROR, *mirror.own_names} if mirror.given else {MIRROR}
+        attributes = {name: v for name, v in raw(module).items() if name not in hidden}
         for replica_id, clone in enumerate(mirror.replicas):
             for name, value in attributes.items():
                 if name == "_parameters":

@@ -39,8 +39,7 @@ class Redirect:
         if clone is not None:
             setattr(clone, name, value)
             return
-        _make_stale(self)
-        _forget(self, name)
+        _change(self, name)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -118,10 +117,11 @@ def _clone(module: Any) -> nn.Module | None:
     return mirror.replicas[context.local_id]
 
 
-def _forget(module: Any, name: str) -> None:
+def _change(module: Any, name: str) -> None:
     """Lets clones be given an attribute that is set anew, also if it is what they were given."""
     mirror: Mirror | None = raw(module).get(MIRROR)
-    if mirror is not None:
+    if mirror is not None and name not in mirror.own_names:
+        mirror.owner.is_stale = True
         mirror.given.pop(name, None)
 
 
