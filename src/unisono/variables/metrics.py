@@ -22,8 +22,10 @@ from unisono.reductions import Workers
 
 # What metrics note about themselves. It concerns the one that notes it, and no clone.
 _NOTES = frozenset(
-    ("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync")
-    + ("_to_sync", "_update_count", "compute_on_cpu")
+    (
+        *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
+        *("_to_sync", "_update_count", "compute_on_cpu"),
+    )
 )
 _WAS_RESET = "_unisono_was_reset"
 

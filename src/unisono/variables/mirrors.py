@@ -278,8 +278,7 @@ class Mirrors:
 
     def _give_attributes(self, module: nn.Module) -> None:
         mirror: Mirror = raw(module)[MIRROR]
-        hidden = {MIRROR, *mirror.own_names} if mirror.given else {MIRROR}
-        attributes = {name: v for name, v in raw(module).items() if name not in hidden}
+        attributes = {name: v for name, v in raw(module).items() if name != MIRROR}
         for replica_id, clone in enumerate(mirror.replicas):
             for name, value in attributes.items():
                 if name == "_parameters":
