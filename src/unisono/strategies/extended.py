@@ -249,7 +249,10 @@ class StrategyExtended(VariableMethods):
         self.mirrors.refresh()
         self._gradients.begin(weights)
         self._current_weights = weights
-        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        # Only where all replicas have succeeded: a run that fails leaves all buffers as they were.
+        self.mirrors.buffers.end(weights)
+        return results
 
     def experimental_run_steps_on_iterator(
         self,
