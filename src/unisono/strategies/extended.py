@@ -250,7 +250,8 @@ class StrategyExtended(VariableMethods):
         self._gradients.begin(weights)
         self._current_weights = weights
         results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
-        self.mirrors.finish(weights)
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.end(weights)
         return results
 
     def experimental_run_steps_on_iterator(

@@ -13,18 +13,17 @@ import operator
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import UnsupportedError
-from unisono.kernels import reduce_batch
-from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.batch_norm import synchronized
-from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
+from unisono.variables.buffers import Buffers
+from unisono.variables.leaves import Leaves, clear, fit_for_training
 from unisono.variables.metrics import MirroredMetric, is_metric, own_names, take_all
 
 MIRROR = "_unisono_mirror"
@@ -38,31 +37,14 @@ def raw(module: nn.Module) -> dict[str, Any]:
     return attributes
 
 
-class _Stamp(NamedTuple):
-    """A tensor as it was: another tensor in its place, or a write to it, can be seen."""
-
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> _Stamp:
-        return cls(tensor, version_of(tensor))
-
-    def fits(self, tensor: Tensor | None) -> bool:
-        return self.tensor is tensor and version_of(tensor) == self.version
-
-
 @dataclass(eq=False)
 class Mirror:
     """What a primary module knows of its clones."""
 
     owner: Mirrors
     replicas: list[nn.Module]
-    # What the clones were last given of the primary's attributes and buffers, and the run after
-    # which their own buffers were last read.
+    # What the clones were last given of the primary's attributes.
     given: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, _Stamp] = field(default_factory=dict)
-    runs_read: int = 0
     # What the primary alone has; the clones need not learn of changes.
     own_names: frozenset[str] = frozenset()
     metric: MirroredMetric | None = None
@@ -90,8 +72,7 @@ class Mirrors:
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
-        # The modules whose buffers are looked at before every run.
-        self._buffer_owners: list[weakref.ref[nn.Module]] = []
+        self.buffers = Buffers(places, workers)
         self._num_adopted = 0
         self._metric_owners: list[weakref.ref[nn.Module]] = []
         # Whether there ever was a metric: then all workers exchange what they have counted.
@@ -101,7 +82,6 @@ class Mirrors:
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
-        self.num_runs = 0
         # For each replica, by the identity of a primary parameter, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
@@ -191,20 +171,17 @@ class Mirrors:
                 self._rebuild()
         for leaves in self._leaves.values():
             leaves.catch_up()
-        for owner in self._buffer_owners:
-            module = owner()
-            if module is not None:
-                self._give_buffers(module)
+        self.buffers.give()
         for metric in self._metrics():
             metric.begin()
-        self.num_runs += 1
 
-    def finish(self, weights: Sequence[float]) -> None:
-        """After a run: brings what the replicas have counted into the metrics.
+    def end(self, weights: Sequence[float]) -> None:
+        """After a run that has not failed: gives primaries what the replicas have written.
 
         Args:
             weights: What each replica counts for; 0 if it had no samples.
         """
+        self.buffers.end(weights)
         if self._has_metrics:
             take_all(self._metrics(), self._workers, [weight > 0 for weight in weights])
 
@@ -235,7 +212,7 @@ class Mirrors:
                 clone.__class__ = cls
         for module in primaries:
             self._give_attributes(module)
-        self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
+        self.buffers.track((module, raw(module)[MIRROR].replicas) for module in primaries)
         self._metric_owners = [weakref.ref(m) for m in primaries if is_metric(raw(m))]
         for owner in self._metric_owners:
             self._prepare_metric(owner())
@@ -307,64 +284,6 @@ class Mirrors:
             is_same = all(a is b for a, b in zip(seen, value, strict=True))
             return value if is_same else type(value)(seen)
         return value
-
-    def _give_buffers(self, module: nn.Module) -> None:
-        """Gives each clone buffers of its own, and what has been written to the primary's since."""
-        mirror: Mirror = raw(module)[MIRROR]
-        buffers: dict[str, Tensor | None] = raw(module)["_buffers"]
-        for clone in mirror.replicas:
-            for name in clone._buffers.keys() - buffers.keys():
-                del clone._buffers[name]
-        for name, buffer in buffers.items():
-            stamp = mirror.buffers.get(name)
-            if stamp is not None and stamp.fits(buffer):
-                continue
-            with fit_for_training():
-                for clone, place in zip(mirror.replicas, self._places, strict=True):
-                    own = None if buffer is None else buffer.detach().to(place, copy=True)
-                    clone._buffers[name] = own
-            mirror.buffers[name] = _Stamp.of(buffer)
-
-    def read_buffers(self, module: nn.Module) -> None:
-        """Brings what the replicas have done to their buffers into the primary's.
-
-        Floating-point buffers are averaged (the running statistics of batch normalisation), others
-        are taken from replica 0 (its counters). What no replica has written stays as it is. With
-        many workers, all must read.
-        """
-        mirror: Mirror = raw(module)[MIRROR]
-        if mirror.runs_read == self.num_runs or not mirror.replicas:
-            return
-        mirror.runs_read = self.num_runs
-        buffers = raw(module)["_buffers"]
-        names = [n for n, b in buffers.items() if b is not None and n in mirror.buffers]
-        names = [name for name in names if mirror.buffers[name].fits(buffers[name])]
-        parts: dict[str, list[Any]] = {
-            name: [clone._buffers[name] for clone in mirror.replicas] for name in names
-        }
-        # torch does not count the writes of its batch normalisation, so the values must tell.
-        written = [
-            any(not torch.equal(part.to(buffers[name].device), buffers[name]) for part in own)
-            for name, own in parts.items()
-        ]
-        for name, is_written in zip(names, self._workers.any_of(written), strict=True):
-            if not is_written:
-                continue
-            buffer = buffers[name]
-            with torch.no_grad():
-                buffer.copy_(self._one_of(parts[name], is_mean=buffer.is_floating_point()))
-            # The replicas go on from what was read, as a program that resumes from it does.
-            del mirror.buffers[name]
-
-    def _one_of(self, parts: list[Any], *, is_mean: bool) -> Tensor:
-        here = [part.detach().to(self._places[0]) for part in parts]
-        if not is_mean:
-            return self._workers.of_chief(here[0])
-        everybody = [one for own in here for one in self._workers.gather(own)]
-        # Gathered replica by replica, from all workers each time: back to the order of their ids.
-        num_workers = len(everybody) // len(here)
-        ordered = [one for i in range(num_workers) for one in everybody[i::num_workers]]
-        return reduce_batch(ReduceOp.MEAN, [tuple(ordered)], [1])[0][0]
 
     def clear_gradient(self, parameter: Tensor, *, set_to_none: bool) -> None:
         """Clears the gradients that the replicas have of a parameter."""

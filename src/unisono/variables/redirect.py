@@ -12,26 +12,19 @@ from unisono.contexts import current_replica
 from unisono.errors import ContextError
 from unisono.variables.mirrors import MIRROR, Mirror, Mirrors, plain_class, raw
 
-_READS_BUFFERS = frozenset(["__dict__", "_buffers"])
-
 
 class Redirect:
     """Comes before the user's class in a primary module.
 
     In a replica's thread every attribute is that of the replica's clone: parameters, submodules,
     methods and `forward`, whoever asks and whatever was kept of the module before. Clones
-    have the user's own class, so nothing is slower inside them. Elsewhere the module is itself; its
-    buffers are read from the replicas first.
+    have the user's own class, so nothing is slower inside them. Elsewhere the module is itself.
     """
 
     def __getattribute__(self, name: str) -> Any:
         clone = _clone(self)
         if clone is not None:
             return getattr(clone, name)
-        if name in _READS_BUFFERS:
-            mirror = raw(self).get(MIRROR)  # type: ignore[arg-type]
-            if mirror is not None:
-                mirror.owner.read_buffers(self)
         return super().__getattribute__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
