@@ -251,7 +251,8 @@ class StrategyExtended(VariableMethods):
         self._current_weights = weights
         results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
-        self.mirrors.end(weights)
+        self.mirrors.buffers.end(weights)
+        self.mirrors.metrics.end(weights)
         return results
 
     def experimental_run_steps_on_iterator(

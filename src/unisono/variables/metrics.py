@@ -8,11 +8,13 @@ worker the primary has every sample once, and to compute its value needs no comm
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
 from unisono.errors import ReplicaMismatchError, UnsupportedError
@@ -28,6 +30,7 @@ _NOTES = frozenset(
     )
 )
 _WAS_RESET = "_unisono_was_reset"
+_METRIC = "_unisono_metric"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -35,9 +38,9 @@ def is_metric(attributes: dict[str, Any]) -> bool:
     return all(isinstance(attributes.get(name), dict) for name in ("_defaults", "_reductions"))
 
 
-def own_names(attributes: dict[str, Any]) -> frozenset[str]:
-    """Returns the attributes of a module that clones do not get: the states of a metric."""
-    return _NOTES.union(attributes["_defaults"]) if is_metric(attributes) else frozenset()
+def is_own(attributes: dict[str, Any], name: str) -> bool:
+    """Whether an attribute is a state of a metric or about one, of which clones have their own."""
+    return is_metric(attributes) and (name in _NOTES or name in attributes["_defaults"])
 
 
 class Part(NamedTuple):
@@ -179,18 +182,61 @@ class MirroredMetric(NamedTuple):
         return reduction(torch.cat([own, *here]) if how == "cat" else torch.stack([own, *here]))
 
 
-def take_all(metrics: Sequence[MirroredMetric], workers: Workers, is_counted: list[bool]) -> None:
-    """After a run: adds what all replicas have counted to the primaries.
+class Metrics:
+    """The metrics of one strategy.
 
     Args:
-        metrics: Those of a strategy.
-        workers: All workers, which take part.
-        is_counted: For each replica of this worker, whether it had samples.
+        places: Where the replicas of this worker are.
+        workers: All workers.
     """
-    everybody = _parts_of_all(metrics, workers, is_counted)
-    for metric in metrics:
-        if metric.number in everybody:
-            metric.take(everybody[metric.number])
+
+    def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
+        self._places = places
+        self._workers = workers
+        # By identity, because metrics hash by their states. Workers name a metric by its number.
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._num_found = 0
+        # The first clones, which know of the others and live as long as the primary does.
+        self._clones: list[weakref.ref[nn.Module]] = []
+
+    def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
+        """Says which modules there are, each with its clones."""
+        self._clones = []
+        for module, clones in modules:
+            attributes = object.__getattribute__(module, "__dict__")
+            if is_metric(attributes):
+                if module not in self._numbers:
+                    self._numbers[module] = self._num_found = self._num_found + 1
+                number = self._numbers[module]
+                metric = MirroredMetric(number, type(module).__name__, attributes, clones)
+                metric.prepare(self._places, self._workers)
+                clones[0].__dict__[_METRIC] = metric
+                self._clones.append(weakref.ref(clones[0]))
+
+    def _all(self) -> list[MirroredMetric]:
+        clones = [clone() for clone in self._clones]
+        return [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+
+    def begin(self) -> None:
+        """Before a run: lets all replicas count from nothing."""
+        for metric in self._all():
+            metric.begin()
+
+    def end(self, weights: Sequence[float]) -> None:
+        """After a run that has not failed: adds what all replicas have counted to the primaries.
+
+        On many workers this is a collective, if there ever was a metric.
+
+        Args:
+            weights: What each replica counts for; 0 if it had no samples.
+        """
+        if not self._num_found:
+            return
+        metrics = self._all()
+        everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        for metric in metrics:
+            if metric.number in everybody:
+                metric.take(everybody[metric.number])
 
 
 def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -> None:

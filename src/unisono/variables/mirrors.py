@@ -10,8 +10,7 @@ leaf or the same module.
 from __future__ import annotations
 
 import operator
-import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +23,7 @@ from unisono.reductions import Workers
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
 from unisono.variables.leaves import Leaves, clear, fit_for_training
-from unisono.variables.metrics import MirroredMetric, is_metric, own_names, take_all
+from unisono.variables.metrics import Metrics
 
 MIRROR = "_unisono_mirror"
 
@@ -45,9 +44,6 @@ class Mirror:
     replicas: list[nn.Module]
     # What the clones were last given of the primary's attributes.
     given: dict[str, Any] = field(default_factory=dict)
-    # What the primary alone has; the clones need not learn of changes.
-    own_names: frozenset[str] = frozenset()
-    metric: MirroredMetric | None = None
 
 
 class Mirrors:
@@ -67,16 +63,13 @@ class Mirrors:
         self._synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
-        # By identity, because metrics hash by their states; with numbers in the order of making.
+        # By identity and in the order of making: metrics hash by their states.
         self._modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
         self.buffers = Buffers(places, workers)
-        self._num_adopted = 0
-        self._metric_owners: list[weakref.ref[nn.Module]] = []
-        # Whether there ever was a metric: then all workers exchange what they have counted.
-        self._has_metrics = False
+        self.metrics = Metrics(places, workers)
         self.is_stale = False
         # Whether something belongs to it.
         self.is_in_use = False
@@ -96,9 +89,8 @@ class Mirrors:
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
-        self._num_adopted += 1
-        self._modules[module] = self._num_adopted
-        raw(module)[MIRROR] = Mirror(self, [], own_names=own_names(raw(module)))
+        self._modules[module] = True
+        raw(module)[MIRROR] = Mirror(self, [])
         self.is_stale = True
 
     @property
@@ -172,22 +164,7 @@ class Mirrors:
         for leaves in self._leaves.values():
             leaves.catch_up()
         self.buffers.give()
-        for metric in self._metrics():
-            metric.begin()
-
-    def end(self, weights: Sequence[float]) -> None:
-        """After a run that has not failed: gives primaries what the replicas have written.
-
-        Args:
-            weights: What each replica counts for; 0 if it had no samples.
-        """
-        self.buffers.end(weights)
-        if self._has_metrics:
-            take_all(self._metrics(), self._workers, [weight > 0 for weight in weights])
-
-    def _metrics(self) -> list[MirroredMetric]:
-        modules = [owner() for owner in self._metric_owners]
-        return [raw(module)[MIRROR].metric for module in modules if module is not None]
+        self.metrics.begin()
 
     def _primaries(self) -> list[nn.Module]:
         return list(self._modules)
@@ -212,23 +189,15 @@ class Mirrors:
                 clone.__class__ = cls
         for module in primaries:
             self._give_attributes(module)
-        self.buffers.track((module, raw(module)[MIRROR].replicas) for module in primaries)
-        self._metric_owners = [weakref.ref(m) for m in primaries if is_metric(raw(m))]
-        for owner in self._metric_owners:
-            self._prepare_metric(owner())
+        pairs = [(module, raw(module)[MIRROR].replicas) for module in primaries]
+        self.buffers.track(pairs)
+        self.metrics.track(pairs)
         self.is_stale = False
         self.generation += 1
         self.stand_ins = [
             {key: one.leaves[i] for key, one in self._leaves.items()}
             for i in range(len(self._places))
         ]
-
-    def _prepare_metric(self, module: Any) -> None:
-        mirror: Mirror = raw(module)[MIRROR]
-        number = self._modules[module]
-        mirror.metric = MirroredMetric(number, type(module).__name__, raw(module), mirror.replicas)
-        mirror.metric.prepare(self._places, self._workers)
-        self._has_metrics = True
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls: Any = plain_class(type(module))

@@ -10,6 +10,7 @@ from torch import nn
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
+from unisono.variables.metrics import is_own
 from unisono.variables.mirrors import MIRROR, Mirror, Mirrors, plain_class, raw
 
 
@@ -113,7 +114,7 @@ def _clone(module: Any) -> nn.Module | None:
 def _change(module: Any, name: str) -> None:
     """Lets clones be given an attribute that is set anew, also if it is what they were given."""
     mirror: Mirror | None = raw(module).get(MIRROR)
-    if mirror is not None and name not in mirror.own_names:
+    if mirror is not None and not is_own(raw(module), name):
         mirror.owner.is_stale = True
         mirror.given.pop(name, None)
 
