@@ -43,6 +43,7 @@ from unisono.variables import (
     WorkerGradientReducer,
     bring_in,
     creating,
+    watch_torch,
 )
 
 if TYPE_CHECKING:
@@ -104,6 +105,8 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        if not self.mirrors.is_single:
+            watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
         self._gradients = GradientReducer(
             self.mirrors,
@@ -216,6 +219,7 @@ class StrategyExtended(VariableMethods):
                 f"worker {communicator.rank} of {communicator.size}",
             ),
         )
+        watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
@@ -249,7 +253,10 @@ class StrategyExtended(VariableMethods):
         self.mirrors.refresh()
         self._gradients.begin(weights)
         self._current_weights = weights
-        results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        if self.mirrors.is_single:
+            return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        with self.mirrors.in_use():
+            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)

@@ -1,7 +1,7 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
 from unisono.variables.containers import variable_of
-from unisono.variables.creation import bring_in, creating
+from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
@@ -19,4 +19,5 @@ __all__ = [
     "bring_in",
     "creating",
     "variable_of",
+    "watch_torch",
 ]

@@ -22,6 +22,8 @@ from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 
+# Where metrics note how often they were updated.
+UPDATES = "_update_count"
 # What metrics note about themselves. It concerns the one that notes it, and no clone.
 _NOTES = frozenset(
     (
@@ -41,6 +43,11 @@ def is_metric(attributes: dict[str, Any]) -> bool:
 def is_own(attributes: dict[str, Any], name: str) -> bool:
     """Whether an attribute is a state of a metric or about one, of which clones have their own."""
     return is_metric(attributes) and (name in _NOTES or name in attributes["_defaults"])
+
+
+def is_clone(attributes: dict[str, Any]) -> bool:
+    """Whether a metric with these attributes is that of one replica."""
+    return _WAS_RESET in attributes
 
 
 class Part(NamedTuple):
@@ -71,14 +78,19 @@ class MirroredMetric(NamedTuple):
         """Makes new clones count from nothing, and find each other where they are to be merged."""
         # All that a process group could add is merged already; `bool()` is False.
         self.attributes["distributed_available_fn"] = bool
+        notes = {name: self.attributes[name] for name in _NOTES if name in self.attributes}
         for clone, place in zip(self.clones, places, strict=True):
             cls: Any = type(clone)
             clone.__dict__.update(
+                notes,
                 _device=place,
                 distributed_available_fn=_is_on_replica,
                 _sync_dist=functools.partial(_synchronize, self, workers),
                 reset=functools.partial(_reset, clone, cls.reset),
                 forward=functools.partial(_forward, clone, cls.forward),
+                # Those of the primary are bound to it.
+                update=cls._wrap_update(clone, functools.partial(cls.update, clone)),
+                compute=cls._wrap_compute(clone, functools.partial(cls.compute, clone)),
             )
             self._start(clone)
 

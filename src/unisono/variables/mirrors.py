@@ -9,8 +9,12 @@ leaf or the same module.
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Hashable, Iterable
+import types
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,32 +22,49 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.errors import UnsupportedError
+from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
+from unisono.variables.attributes import Attributes, raw
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
+from unisono.variables.front import Fronts, plain_class
 from unisono.variables.leaves import Leaves, clear, fit_for_training
 from unisono.variables.metrics import Metrics
-
-MIRROR = "_unisono_mirror"
+from unisono.variables.redirect import Redirect
 
 _is_current = operator.methodcaller("is_current")
 
 
-def raw(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module itself has, whoever asks."""
-    attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    return attributes
+# Of no attribute that there is.
+_ANEW = (0, None)
 
 
 @dataclass(eq=False)
 class Mirror:
-    """What a primary module knows of its clones."""
+    """What a strategy knows of a primary module."""
 
     owner: Mirrors
-    replicas: list[nn.Module]
-    # What the clones were last given of the primary's attributes.
-    given: dict[str, Any] = field(default_factory=dict)
+    primary: weakref.ref[nn.Module]
+    replicas: list[nn.Module] = field(default_factory=list)
+    # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
+    given: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    def forget(self, name: str) -> None:
+        """Lets the clones be given an attribute anew, also if it is what they were given."""
+        self.given[name] = _ANEW
+        self.owner.is_stale = True
+
+
+# By the identity of a primary. Its mirror is kept by the strategy, and not by the module, which
+# would be saved and copied with it.
+_mirrors: dict[int, weakref.ref[Mirror]] = {}
+
+
+def mirror_of(module: object) -> Mirror | None:
+    """Returns the mirror of a module, if it is a primary."""
+    found = _mirrors.get(id(module))
+    mirror = None if found is None else found()
+    return mirror if mirror is not None and mirror.primary() is module else None
 
 
 class Mirrors:
@@ -63,8 +84,15 @@ class Mirrors:
         self._synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
-        # By identity and in the order of making: metrics hash by their states.
-        self._modules: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # By the identity of a primary, in the order of making.
+        self._mirrors: dict[int, Mirror] = {}
+        self._attributes = Attributes(len(places), self._stand_in)
+        # The tables of all primaries as the clones were given them.
+        self._tables: list[Any] = []
+        self._lengths: list[int] = []
+        self._held: list[Any] = []
+        # What has another class during a run: modules, and objects that do their work once.
+        self.fronts = Fronts()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
@@ -75,22 +103,34 @@ class Mirrors:
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
-        # For each replica, by the identity of a primary parameter, its leaf.
+        # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
+        # For each replica, by the identity of a primary module, its clone.
+        self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
-        if MIRROR in raw(module):
+        if mirror_of(module) is not None:
             return
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
-        self._modules[module] = True
-        raw(module)[MIRROR] = Mirror(self, [])
+        identity = id(module)
+        mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
+        self._mirrors[identity] = mirror
+        _mirrors[identity] = weakref.ref(mirror, lambda _: _mirrors.pop(identity, None))
+        self.fronts.add(module, Redirect)
+        self.is_stale = True
+
+    def _forget(self, identity: int) -> None:
+        """A primary has ended: lets its parameters and submodules end, too."""
+        self._mirrors.pop(identity, None)
+        _mirrors.pop(identity, None)
+        self._tables, self._held = [], []
         self.is_stale = True
 
     @property
@@ -135,7 +175,7 @@ class Mirrors:
         self._free.append(leaves)
         self._leaves[id(leaves.primary)] = leaves
         for stand_ins, leaf in zip(self.stand_ins, leaves.leaves, strict=True):
-            stand_ins[id(leaves.primary)] = leaf
+            stand_ins[id(leaves.primary)] = stand_ins[id(leaf)] = leaf
         self.generation += 1
 
     def owns(self, parameter: Tensor) -> bool:
@@ -157,7 +197,8 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all(map(_is_current, self._leaves.values())):
+        if not self._is_as_given() or not all(map(_is_current, self._leaves.values())):
+            self._adopt_new()
             self.share_new()
             with fit_for_training():
                 self._rebuild()
@@ -166,8 +207,49 @@ class Mirrors:
         self.buffers.give()
         self.metrics.begin()
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """During a run: replicas see their clones, and what they do once happens once."""
+        try:
+            self.fronts.put_up()
+            yield
+        finally:
+            self.fronts.take_down()
+
+    def _is_as_given(self) -> bool:
+        """Whether the clones still have what the primaries have, as far as C can tell."""
+        return (
+            not self.is_stale
+            and list(map(len, self._tables)) == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(self._tables), self._held))
+            and self._attributes.are_as_given()
+        )
+
     def _primaries(self) -> list[nn.Module]:
-        return list(self._modules)
+        found = (mirror.primary() for mirror in list(self._mirrors.values()))
+        return [module for module in found if module is not None]
+
+    def _adopt_new(self) -> None:
+        """Adopts modules that were put into primaries, also behind torch's back."""
+        for primary in self._primaries():
+            for child in raw(primary)["_modules"].values():
+                if child is not None and mirror_of(child) is None:
+                    for module in child.modules():
+                        self.take_in(module)
+
+    def take_in(self, module: nn.Module) -> None:
+        """Makes one module, without its submodules, belong to these mirrors."""
+        mirror = mirror_of(module)
+        if mirror is not None and mirror.owner is not self:
+            raise ContextError(
+                f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
+                "`copy.deepcopy`, which belongs to none."
+            )
+        self.is_in_use = True
+        if self.is_single:
+            self.move(module)
+        elif mirror is None:
+            self.adopt(module)
 
     def _rebuild(self) -> None:
         primaries = self._primaries()
@@ -180,27 +262,51 @@ class Mirrors:
                 if parameter is not None and id(parameter) not in self._leaves:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
         for module in primaries:
-            mirror = raw(module)[MIRROR]
+            mirror = self._mirrors[id(module)]
             cls = self._clone_class(module)
             while len(mirror.replicas) < len(self._memories):
                 mirror.replicas.append(_bare_clone(cls))
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
-                clone.__class__ = cls
+                object.__setattr__(clone, "__class__", cls)
+        self._attributes.begin()
         for module in primaries:
-            self._give_attributes(module)
-        pairs = [(module, raw(module)[MIRROR].replicas) for module in primaries]
+            mirror = self._mirrors[id(module)]
+            mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
+        self._attributes.end()
+        self._note_given(primaries)
+        pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        self.is_stale = False
-        self.generation += 1
+        if list(known.values()) != list(self._leaves.values()):
+            self.generation += 1
         self.stand_ins = [
-            {key: one.leaves[i] for key, one in self._leaves.items()}
+            {
+                identity: leaf
+                for one in self._leaves.values()
+                for leaf in [one.leaves[i]]
+                for identity in (id(one.primary), id(leaf))
+            }
+            for i in range(len(self._places))
+        ]
+        self.clones = [
+            {identity: mirror.replicas[i] for identity, mirror in self._mirrors.items()}
             for i in range(len(self._places))
         ]
 
+    def _note_given(self, primaries: list[nn.Module]) -> None:
+        own = [raw(module) for module in primaries]
+        self._tables = [
+            *(one["_parameters"].values() for one in own),
+            *(one["_modules"].values() for one in own),
+            *(one["_buffers"] for one in own),
+        ]
+        self._lengths = list(map(len, self._tables))
+        self._held = list(itertools.chain.from_iterable(self._tables))
+        self.is_stale = False
+
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
-        cls: Any = plain_class(type(module))
+        cls = plain_class(type(module))
         return synchronized(cls) if self._synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
@@ -222,43 +328,25 @@ class Mirrors:
             return before
         return Leaves.made_for(parameter, self._memories, self._places)
 
-    def _give_attributes(self, module: nn.Module) -> None:
-        mirror: Mirror = raw(module)[MIRROR]
-        attributes = {name: v for name, v in raw(module).items() if name != MIRROR}
-        for replica_id, clone in enumerate(mirror.replicas):
-            for name, value in attributes.items():
-                if name == "_parameters":
-                    clone.__dict__[name] = {n: self._seen(p, replica_id) for n, p in value.items()}
-                elif name == "_modules":
-                    clone.__dict__[name] = {n: self._seen(m, replica_id) for n, m in value.items()}
-                elif name == "_buffers":
-                    clone.__dict__.setdefault(name, {})
-                elif name not in mirror.given or mirror.given[name] is not value:
-                    clone.__dict__[name] = self._seen(value, replica_id)
-            for name in mirror.given.keys() - attributes.keys():
-                clone.__dict__.pop(name, None)
-        mirror.given = attributes
-
-    def _seen(self, value: Any, replica_id: int) -> Any:
-        """Returns what a replica sees where the primary has `value`."""
+    def _stand_in(self, value: Any, replica_id: int) -> Any:
+        """Returns what a replica sees in place of a module, a parameter or a method of a module."""
         if isinstance(value, nn.Module):
-            mirror = raw(value).get(MIRROR)
+            mirror = self._mirrors.get(id(value))
             return value if mirror is None else mirror.replicas[replica_id]
-        if isinstance(value, nn.Parameter):
-            leaves = self._leaves.get(id(value))
-            return value if leaves is None else leaves.leaves[replica_id]
-        if type(value) in (list, tuple):
-            # Such as the flat weights of recurrent layers, which are listed a second time.
-            seen = [self._seen(one, replica_id) for one in value]
-            is_same = all(a is b for a, b in zip(seen, value, strict=True))
-            return value if is_same else type(value)(seen)
-        return value
+        if isinstance(value, types.MethodType):
+            mirror = self._mirrors.get(id(value.__self__))
+            if mirror is None:
+                return value
+            return types.MethodType(value.__func__, mirror.replicas[replica_id])
+        leaves = self._leaves.get(id(value))
+        return value if leaves is None else leaves.leaves[replica_id]
 
-    def clear_gradient(self, parameter: Tensor, *, set_to_none: bool) -> None:
-        """Clears the gradients that the replicas have of a parameter."""
-        leaves = self._leaves.get(id(parameter))
-        for leaf in leaves.leaves if leaves is not None else ():
-            clear(leaf, set_to_none=set_to_none)
+    def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
+        """Clears the gradients that the replicas have of some parameters."""
+        for parameter in parameters:
+            leaves = self._leaves.get(id(parameter))
+            for leaf in leaves.leaves if leaves is not None else ():
+                clear(leaf, set_to_none=set_to_none)
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
@@ -272,9 +360,3 @@ def _bare_clone(cls: type[nn.Module]) -> nn.Module:
     clone: nn.Module = object.__new__(cls)
     clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
     return clone
-
-
-def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the user's class of a primary; one that was derived from it later, as it is."""
-    plain: type[nn.Module] = vars(cls).get("_unisono_plain_class", cls)
-    return plain
