@@ -56,16 +56,21 @@ class Settings(NamedTuple):
     # The error that several replicas end with, and words of its message.
     error: type[Exception] | None = None
     words: tuple[str, ...] = ()
+    # How far from one device the results may be, and what it computes in.
+    tolerance: float = 1e-9
+    dtype: torch.dtype = torch.float64
 
 
 PROGRAMS: dict[str, tuple[Program, Settings]] = {}
 
 
-def program(**settings: Any) -> Callable[[Program], Program]:
+def program(
+    *, tolerance: float = 1e-9, dtype: torch.dtype = torch.float64, **settings: Any
+) -> Callable[[Program], Program]:
     """Adds a program, whose strategy is made with these settings."""
 
     def add(train: Program) -> Program:
-        PROGRAMS[train.__name__] = train, Settings(settings)
+        PROGRAMS[train.__name__] = train, Settings(settings, tolerance=tolerance, dtype=dtype)
         return train
 
     return add
@@ -91,11 +96,11 @@ class Outcome(NamedTuple):
 
 
 def outcome_of(name: str, strategy: Any) -> Outcome:
-    """Runs a program in float64, from the same seed wherever it runs."""
-    train, _ = PROGRAMS[name]
+    """Runs a program, from the same seed wherever it runs."""
+    train, settings = PROGRAMS[name]
     torch.manual_seed(1)
     try:
-        with in_float64():
+        with default_dtype(settings.dtype):
             learned = train(strategy)
     except Exception as error:
         return Outcome({}, type(error).__name__, str(error), traceback.format_exc())
@@ -103,9 +108,9 @@ def outcome_of(name: str, strategy: Any) -> Outcome:
 
 
 @contextmanager
-def in_float64() -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     before = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
+    torch.set_default_dtype(dtype)
     try:
         yield
     finally:

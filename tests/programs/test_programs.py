@@ -11,6 +11,12 @@ from processes.crew import Crew
 import programs.all  # noqa: F401 - brings in the programs
 from programs.running import PROGRAMS, Outcome, on_one_device, on_replicas, on_workers
 
+# torch's own functions warn of each other.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
+    pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
+]
+
 each_program = pytest.mark.parametrize("name", list(PROGRAMS))
 
 
@@ -44,4 +50,5 @@ def check(name: str, found: Outcome, num_replicas: int) -> None:
     expected = on_one_device(name).learned
     assert found.learned.keys() == expected.keys()
     for key, values in expected.items():
-        np.testing.assert_allclose(found.learned[key], values, rtol=1e-9, atol=1e-9, err_msg=key)
+        limit = settings.tolerance
+        np.testing.assert_allclose(found.learned[key], values, rtol=limit, atol=limit, err_msg=key)

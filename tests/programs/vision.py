@@ -253,13 +253,13 @@ class Quantized(nn.Module):
         torch.ao.quantization.fuse_modules_qat(self, parts, inplace=True)
 
 
-@program()
+@program(tolerance=1e-5, dtype=torch.float32)
 def quantization_aware_training(strategy: Any) -> Learned:
     """Observers and batch statistics are frozen after the first batch, as the tutorial says."""
     quantization: Any = torch.ao.quantization
-    images, target = numbers(10, 1, 5, 5).float(), words(10, high=3)
+    images, target = numbers(10, 1, 5, 5), words(10, high=3)
     with strategy.scope():
-        model = Quantized().float()
+        model = Quantized()
         model.train()
         model.fuse_model()
         model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]

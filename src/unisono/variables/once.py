@@ -219,12 +219,20 @@ def _step_with_closures(
 ) -> Any:
     """Lets an optimizer evaluate the closures of all replicas as one function of their mean."""
 
-    def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
+    def work(given_by_all: list[tuple[float, Callable[[Any], Any]]]) -> list[Any]:
+        weights, closures = zip(*given_by_all, strict=True)
+
         def evaluate() -> Tensor:
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            given = PerReplica([loss.detach() for loss in losses])
+            # The loss of no samples may be nan.
+            given = PerReplica(
+                [
+                    loss.detach() * weight if weight else torch.zeros_like(loss)
+                    for loss, weight in zip(losses, weights, strict=True)
+                ]
+            )
             mean: Tensor = context.strategy.extended.reduce_to(
                 ReduceOp.MEAN, given, given.devices[0]
             )
@@ -239,4 +247,4 @@ def _step_with_closures(
             return closure()
 
     replica_id = context.local_id
-    return context.meeting.meet(replica_id, what, on_this_replica, work)
+    return context.meeting.meet(replica_id, what, (context.weight, on_this_replica), work)
