@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -190,6 +190,12 @@ class Mirrors:
             if module is not None:
                 self._give_buffers(module)
         self.num_runs += 1
+
+    def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yields every module and its clone for each of some replicas."""
+        for module in self._modules:
+            replicas = raw(module)[MIRROR].replicas
+            yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def _primaries(self) -> list[nn.Module]:
         return sorted(self._modules, key=self._order.__getitem__)

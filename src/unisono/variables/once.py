@@ -216,10 +216,13 @@ def _step_with_closures(
             _mirrors_of(optimizer).spread(_parameters(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            given = PerReplica([loss.detach() for loss in losses])
-            mean: Tensor = context.strategy.extended.reduce_to(
-                ReduceOp.MEAN, given, given.devices[0]
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
             )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
         with entered(CrossReplicaContext(context.strategy)):
