@@ -14,7 +14,7 @@ from unisono.input.context import (
     InputOptions,
     InputReplicationMode,
 )
-from unisono.input.deals import FixedSplit, LegacySplit, WholeBatches
+from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
 from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
@@ -23,6 +23,7 @@ from unisono.input.readers import Readers, readers_of
 from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import as_source
+from unisono.input.splitting import Splitter
 from unisono.reductions import Workers
 
 
@@ -209,10 +210,11 @@ class DistributedDataset(DealtDataset):
 
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""
+        splitter = Splitter(self.options, opened.sources[0].batch_size)
         if not self.is_wrapped:
-            return WholeBatches(opened)
-        kind = FixedSplit if self._is_fixed else LegacySplit
-        return kind(opened, len(self.placement.devices), self._context)
+            return WholeBatches(opened, splitter)
+        kind = OwnBatches if self._is_fixed else SharedBatches
+        return kind(opened, splitter, len(self.placement.devices), self._context)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

@@ -23,7 +23,7 @@ from unisono.engines import (
 )
 from unisono.errors import add_note
 from unisono.tracing import span
-from unisono.values import regroup, select_replica
+from unisono.values import select_replica
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -49,8 +49,8 @@ class Runner:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         make_mode: Callable[[ReplicaContext, int], ReplicaMode],
-    ) -> Any:
-        """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
+    ) -> Sequence[Any]:
+        """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
@@ -61,10 +61,10 @@ class Runner:
         ]
         if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
-                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+                return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         seed = draw_seed()
         if num_replicas == 1:
-            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
+            return (self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -90,8 +90,7 @@ class Runner:
             return traced
 
         with self._lock:
-            results = self._threads.run([call(context) for context in contexts], meeting)
-        return regroup(results, self._devices)
+            return self._threads.run([call(context) for context in contexts], meeting)
 
     def _run_alone(
         self,

@@ -6,6 +6,7 @@ from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.policy import VariableSynchronization
+from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
 from unisono.variables.worker_gradients import WorkerGradientReducer
 
@@ -18,6 +19,7 @@ __all__ = [
     "WorkerGradientReducer",
     "bring_in",
     "creating",
+    "undone",
     "variable_of",
     "watch_torch",
 ]

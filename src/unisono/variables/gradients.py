@@ -25,7 +25,7 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.tracing import span
-from unisono.values import DistributedValues, PerReplica
+from unisono.values import DistributedValues, PerReplica, weighed_tensor
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 
@@ -95,7 +95,7 @@ class GradientReducer:
         for handle in self._weight_handles:
             handle.remove()
         self._weight_handles = [
-            one.leaves[replica_id].register_hook(functools.partial(_weighted, weight))
+            one.leaves[replica_id].register_hook(functools.partial(_weighted, self._op, weight))
             for replica_id, weight in enumerate(weights)
             if weight != 1.0
             for one in self._mirrors.all_leaves
@@ -269,9 +269,8 @@ def _by_layout(
     return list(groups.values())
 
 
-def _weighted(weight: float, grad: Tensor) -> Tensor:
-    # What came of no sample at all may be NaN, which no factor makes zero.
-    return grad * weight if weight else torch.zeros_like(grad)
+def _weighted(op: ReduceOp, weight: float, grad: Tensor) -> Tensor:
+    return weighed_tensor(op, grad, weight)
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:

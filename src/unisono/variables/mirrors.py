@@ -13,7 +13,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -224,6 +224,12 @@ class Mirrors:
             and all(map(operator.is_, itertools.chain.from_iterable(self._tables), self._held))
             and self._attributes.are_as_given()
         )
+
+    def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yields every module and its clone for each of some replicas."""
+        for module in self._primaries():
+            replicas = self._mirrors[id(module)].replicas
+            yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def _primaries(self) -> list[nn.Module]:
         found = (mirror.primary() for mirror in list(self._mirrors.values()))

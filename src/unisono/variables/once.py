@@ -219,23 +219,18 @@ def _step_with_closures(
 ) -> Any:
     """Lets an optimizer evaluate the closures of all replicas as one function of their mean."""
 
-    def work(given_by_all: list[tuple[float, Callable[[Any], Any]]]) -> list[Any]:
-        weights, closures = zip(*given_by_all, strict=True)
-
+    def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            # The loss of no samples may be nan.
-            given = PerReplica(
-                [
-                    loss.detach() * weight if weight else torch.zeros_like(loss)
-                    for loss, weight in zip(losses, weights, strict=True)
-                ]
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
             )
-            mean: Tensor = context.strategy.extended.reduce_to(
-                ReduceOp.MEAN, given, given.devices[0]
-            )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
         with entered(CrossReplicaContext(context.strategy)):
@@ -247,4 +242,4 @@ def _step_with_closures(
             return closure()
 
     replica_id = context.local_id
-    return context.meeting.meet(replica_id, what, (context.weight, on_this_replica), work)
+    return context.meeting.meet(replica_id, what, on_this_replica, work)
