@@ -78,7 +78,7 @@ def split_of_nodes(batch: Graph, num_replicas: int) -> list[Graph]:
 
 @program()
 def gcn(strategy: Any) -> Learned:
-    options = uo.InputOptions(split=split_of_nodes)
+    options = uo.InputOptions(split=split_of_nodes, count_samples=lambda g: len(g.idx_train))
     batches = strategy.experimental_distribute_dataset([graph()] * 3, options)
     return train_gcn(strategy, batches)
 
