@@ -34,7 +34,7 @@ from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
@@ -43,6 +43,7 @@ from unisono.variables import (
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
 )
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class StrategyExtended(VariableMethods):
             synchronize_batch_norm=synchronize_batch_norm,
         )
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -116,13 +117,13 @@ class StrategyExtended(VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
         self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self.current_weights = [1.0] * len(devices)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
@@ -180,7 +181,7 @@ class StrategyExtended(VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -204,7 +205,7 @@ class StrategyExtended(VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -226,7 +227,7 @@ class StrategyExtended(VariableMethods):
         """Ends the threads of the replicas, and leaves the other workers."""
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
-        self._gradients.close()
+        self.gradients.close()
         self._runner.close()
         self.cross_device_ops.close()
 
@@ -247,9 +248,15 @@ class StrategyExtended(VariableMethods):
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weights = self._weights((*args, *kwargs.values()))
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
-        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        self.gradients.begin(weights)
+        self.current_weights = weights
+        try:
+            result = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        return result
 
     def experimental_run_steps_on_iterator(
         self,
@@ -292,12 +299,13 @@ class StrategyExtended(VariableMethods):
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
+        mode = context.notes["mode"] = ReplicaMode(
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            functools.partial(self.gradients.after_backward, context),
         )
+        return mode
 
     def _weights(self, inputs: Any) -> list[float]:
         """Returns what each replica's gradients count for: its share of the samples.
@@ -320,14 +328,7 @@ class StrategyExtended(VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(given, self._devices)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,

@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from unisono.contexts import current_replica, is_inside_run
 from unisono.errors import ContextError
+from unisono.variables.for_all import average_once
 from unisono.variables.mirrors import MIRROR, Mirrors, raw
 from unisono.variables.once import make_once, owner_of
 from unisono.variables.redirect import mirror_module
@@ -72,6 +73,7 @@ def _install_hooks() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+    average_once()
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

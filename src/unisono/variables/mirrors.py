@@ -24,7 +24,9 @@ from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.batch_norm import synchronized
+from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
+from unisono.variables.written import Watch, let_data_be_watched
 
 MIRROR = "_unisono_mirror"
 
@@ -75,10 +77,10 @@ class Mirrors:
         workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        self._workers = workers
+        self._workers = self.workers = workers
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._synchronizes = synchronize_batch_norm
+        self.synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -99,6 +101,8 @@ class Mirrors:
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        self.watch = Watch(self)
+        self.groups = GroupCopies(workers)
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -109,6 +113,7 @@ class Mirrors:
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
+        let_data_be_watched()
         self._num_adopted += 1
         self._order[module] = self._num_adopted
         self._modules.add(module)
@@ -126,7 +131,7 @@ class Mirrors:
             return
         held = (
             tensor
-            for module in self._primaries()
+            for module in self.primaries()
             for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
         )
         new = [
@@ -172,6 +177,12 @@ class Mirrors:
         owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
         return next((one.primary for one in owners), None)
 
+    def module_of(self, clone: nn.Module) -> nn.Module | None:
+        """Returns the module that a replica has `clone` of, if there is one."""
+        return next(
+            (m for m in self._modules if any(clone is own for own in raw(m)[MIRROR].replicas)), None
+        )
+
     @property
     def all_leaves(self) -> list[Leaves]:
         """The leaves of all that is trained: variables, then modules in the order of making."""
@@ -190,12 +201,14 @@ class Mirrors:
             if module is not None:
                 self._give_buffers(module)
         self.num_runs += 1
+        self.watch.stamp()
 
-    def _primaries(self) -> list[nn.Module]:
+    def primaries(self) -> list[nn.Module]:
+        """Returns the modules, in the order of making."""
         return sorted(self._modules, key=self._order.__getitem__)
 
     def _rebuild(self) -> None:
-        primaries = self._primaries()
+        primaries = self.primaries()
         known = self._leaves
         self._free = [one for one in self._free if one.is_current()]
         self._leaves = {id(one.primary): one for one in self._free}
@@ -217,14 +230,13 @@ class Mirrors:
         self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
         self.is_stale = False
         self.generation += 1
-        self.stand_ins = [
-            {key: one.leaves[i] for key, one in self._leaves.items()}
-            for i in range(len(self._places))
-        ]
+        for i, stand_ins in enumerate(self.stand_ins):
+            stand_ins.clear()
+            stand_ins.update({key: one.leaves[i] for key, one in self._leaves.items()})
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls: Any = plain_class(type(module))
-        return synchronized(cls) if self._synchronizes else cls
+        return synchronized(cls) if self.synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
