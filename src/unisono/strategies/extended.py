@@ -35,7 +35,7 @@ from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
@@ -44,6 +44,7 @@ from unisono.variables import (
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
     undone,
     watch_torch,
 )
@@ -110,7 +111,7 @@ class StrategyExtended(VariableMethods):
         if not self.mirrors.is_single:
             watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -121,13 +122,13 @@ class StrategyExtended(VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
         self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
@@ -186,7 +187,7 @@ class StrategyExtended(VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -210,7 +211,7 @@ class StrategyExtended(VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -233,7 +234,7 @@ class StrategyExtended(VariableMethods):
         """Ends the threads of the replicas, and leaves the other workers."""
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
-        self._gradients.close()
+        self.gradients.close()
         self._runner.close()
         self.cross_device_ops.close()
 
@@ -254,14 +255,19 @@ class StrategyExtended(VariableMethods):
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
+        self.gradients.begin(weights)
+        self.current_weights = weights
         if self.mirrors.is_single:
             results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
             return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
-        with self.mirrors.in_use(), undone(self.mirrors, idle) if idle else nullcontext():
-            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        try:
+            with self.mirrors.in_use(), undone(self.mirrors, idle) if idle else nullcontext():
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)
@@ -308,12 +314,13 @@ class StrategyExtended(VariableMethods):
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
+        mode = context.notes["mode"] = ReplicaMode(
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            functools.partial(self.gradients.after_backward, context),
         )
+        return mode
 
     def merge_call(
         self,
@@ -323,14 +330,7 @@ class StrategyExtended(VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = self.counting.regrouped(given)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,

@@ -2,6 +2,7 @@
 
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
+from unisono.variables.for_all import merge, once
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
@@ -19,6 +20,8 @@ __all__ = [
     "WorkerGradientReducer",
     "bring_in",
     "creating",
+    "merge",
+    "once",
     "undone",
     "variable_of",
     "watch_torch",

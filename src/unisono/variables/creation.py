@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
 from unisono.variables.attributes import raw
+from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_metric, is_own
 from unisono.variables.mirrors import Mirrors, mirror_of
 from unisono.variables.once import make_once, owner_of, parameters_of
@@ -79,6 +80,7 @@ def _install_hooks() -> None:
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
     _wrap_module_init()
+    average_once()
 
 
 @functools.cache

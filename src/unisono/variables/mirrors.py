@@ -28,9 +28,11 @@ from unisono.variables.attributes import Attributes, raw
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, plain_class
+from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training
 from unisono.variables.metrics import Metrics
 from unisono.variables.redirect import Redirect
+from unisono.variables.written import Watch, let_data_be_watched
 
 _is_current = operator.methodcaller("is_current")
 
@@ -78,10 +80,10 @@ class Mirrors:
         workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        self._workers = workers
+        self._workers = self.workers = workers
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._synchronizes = synchronize_batch_norm
+        self.synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
         # By the identity of a primary, in the order of making.
@@ -109,6 +111,8 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        self.watch = Watch(self)
+        self.groups = GroupCopies(workers)
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -119,6 +123,7 @@ class Mirrors:
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
+        let_data_be_watched()
         identity = id(module)
         mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
         self._mirrors[identity] = mirror
@@ -144,7 +149,7 @@ class Mirrors:
             return
         held = (
             tensor
-            for module in self._primaries()
+            for module in self.primaries()
             for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
         )
         new = [
@@ -162,7 +167,7 @@ class Mirrors:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
         return any(
             raw(module).get("sparse", False)
-            for module in self._primaries()
+            for module in self.primaries()
             if any(one is leaves.primary for one in raw(module)["_parameters"].values())
         )
 
@@ -182,13 +187,18 @@ class Mirrors:
         """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
         if any(parameter is leaves.primary for leaves in self._free):
             return True
-        parameters = (raw(module)["_parameters"].values() for module in self._primaries())
+        parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
         """Returns the parameter that a replica has `leaf` of, if there is one."""
         owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
         return next((one.primary for one in owners), None)
+
+    def module_of(self, clone: nn.Module) -> nn.Module | None:
+        """Returns the module that a replica has `clone` of, if there is one."""
+        found = (m for m in self._mirrors.values() if any(clone is own for own in m.replicas))
+        return next((mirror.primary() for mirror in found), None)
 
     @property
     def all_leaves(self) -> list[Leaves]:
@@ -206,6 +216,7 @@ class Mirrors:
             leaves.catch_up()
         self.buffers.give()
         self.metrics.begin()
+        self.watch.stamp()
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -227,17 +238,18 @@ class Mirrors:
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
-        for module in self._primaries():
+        for module in self.primaries():
             replicas = self._mirrors[id(module)].replicas
             yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
-    def _primaries(self) -> list[nn.Module]:
+    def primaries(self) -> list[nn.Module]:
+        """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self._mirrors.values()))
         return [module for module in found if module is not None]
 
     def _adopt_new(self) -> None:
         """Adopts modules that were put into primaries, also behind torch's back."""
-        for primary in self._primaries():
+        for primary in self.primaries():
             for child in raw(primary)["_modules"].values():
                 if child is not None and mirror_of(child) is None:
                     for module in child.modules():
@@ -258,7 +270,7 @@ class Mirrors:
             self.adopt(module)
 
     def _rebuild(self) -> None:
-        primaries = self._primaries()
+        primaries = self.primaries()
         known = self._leaves
         self._free = [one for one in self._free if one.is_current()]
         self._leaves = {id(one.primary): one for one in self._free}
@@ -286,15 +298,11 @@ class Mirrors:
         self.metrics.track(pairs)
         if list(known.values()) != list(self._leaves.values()):
             self.generation += 1
-        self.stand_ins = [
-            {
-                identity: leaf
-                for one in self._leaves.values()
-                for leaf in [one.leaves[i]]
-                for identity in (id(one.primary), id(leaf))
-            }
-            for i in range(len(self._places))
-        ]
+        for i, stand_ins in enumerate(self.stand_ins):
+            # Replicas that run have it already.
+            stand_ins.clear()
+            for one in self._leaves.values():
+                stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
         self.clones = [
             {identity: mirror.replicas[i] for identity, mirror in self._mirrors.items()}
             for i in range(len(self._places))
@@ -313,7 +321,7 @@ class Mirrors:
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))
-        return synchronized(cls) if self._synchronizes else cls
+        return synchronized(cls) if self.synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
