@@ -49,7 +49,9 @@ class Layout:
     def sizes(self) -> dict[str, int]:
         """How many samples each leaf holds that holds samples, by the name of the leaf."""
         named = zip(self.tree.paths, self.leaves, self.dims, strict=True)
-        return {path or "the batch": _length(leaf, dim) for path, leaf, dim in named if dim is not None}
+        return {
+            path or "the batch": _length(leaf, dim) for path, leaf, dim in named if dim is not None
+        }
 
     @property
     def num_samples(self) -> int | None:

@@ -76,7 +76,8 @@ def filled_slices(num_samples: int, sizes: Iterable[int]) -> tuple[slice, ...]:
     (slice(0, 4, None), slice(4, 6, None))
     """
     return tuple(
-        slice(min(part.start, num_samples), min(part.stop, num_samples)) for part in slices_of(sizes)
+        slice(min(part.start, num_samples), min(part.stop, num_samples))
+        for part in slices_of(sizes)
     )
 
 

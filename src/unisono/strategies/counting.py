@@ -83,10 +83,13 @@ class Counting:
         components = value.values if isinstance(value, DistributedValues) else (value,)
         return PerReplica.placed(weighed(op, components, factors), self._devices)
 
-    def are_counted(self, value: Any) -> list[bool]:
-        """Returns for each replica of this worker whether its component of `value` counts."""
-        factors = self._factors(ReduceOp.SUM, self._counts_of(value))
-        return [factor != 0.0 for factor in factors] or [True] * len(self._devices)
+    def are_counted(self, *values: Any) -> list[bool]:
+        """Returns for each replica of this worker whether its components of `values` count."""
+        for value in values:
+            factors = self._factors(ReduceOp.SUM, self._counts_of(value))
+            if 0.0 in factors:
+                return [factor != 0.0 for factor in factors]
+        return [True] * len(self._devices)
 
     def regrouped(self, results: Sequence[Any]) -> Any:
         """Makes one structure of what the replicas of this worker have returned."""

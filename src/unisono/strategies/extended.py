@@ -372,7 +372,9 @@ class StrategyExtended(VariableMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        pairs = [(self.counting.counted(op, value), where) for value, where in value_destination_pairs]
+        pairs = [
+            (self.counting.counted(op, value), where) for value, where in value_destination_pairs
+        ]
         return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -119,6 +119,10 @@ class Tree:
         """Returns the structure with `leaves` in it."""
         return leaves[0] if self._root is None else self._root.build(iter(leaves))
 
+    def leaves_of(self, structure: Any) -> list[Any]:
+        """Returns the leaves of a structure like this one, which is opened no further."""
+        return [structure] if self._root is None else self._root.leaves_of(structure)
+
 
 class _Node(NamedTuple):
     children: tuple[Any, ...]
@@ -126,6 +130,14 @@ class _Node(NamedTuple):
 
     def build(self, leaves: Iterator[Any]) -> Any:
         return self.make([next(leaves) if c is None else c.build(leaves) for c in self.children])
+
+    def leaves_of(self, structure: Any) -> list[Any]:
+        container = opened(structure)
+        assert container is not None
+        found: list[Any] = []
+        for node, child in zip(self.children, container.children, strict=True):
+            found += [child] if node is None else node.leaves_of(child)
+        return found
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:
@@ -225,7 +237,9 @@ def select_replica(replica_id: int, structure: Any) -> Any:
     if kind is dict:
         return {key: select_replica(replica_id, part) for key, part in structure.items()}
     container = opened(structure)
-    if container is None or not any(isinstance(leaf, DistributedValues) for leaf in _all(structure)):
+    if container is None or not any(
+        isinstance(leaf, DistributedValues) for leaf in _all(structure)
+    ):
         return structure
     return container.make([select_replica(replica_id, child) for child in container.children])
 
