@@ -213,7 +213,9 @@ def _regroup(
     containers = [one for one in found if one is not None]
     if not containers or id(first) in above:
         return PerReplica.placed(tuple(structures), devices, counts)
-    shapes = {(type(one), each.names if each else ()) for one, each in zip(structures, found)}
+    shapes = {
+        (type(one), each.names if each else ()) for one, each in zip(structures, found, strict=True)
+    }
     if len(shapes) > 1:
         raise _OtherStructure
     inner = (*above, id(first))

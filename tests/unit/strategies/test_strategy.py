@@ -124,7 +124,7 @@ def test_spellings_of_devices() -> None:
 
 
 def test_an_unknown_way_to_reduce_gradients_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="`reduce_gradients` must be one of .* 'total'"):
+    with pytest.raises(UnsupportedError, match=r"`reduce_gradients` must be one of .* 'total'"):
         uo.MirroredStrategy(["cpu:0"], reduce_gradients="total")
 
 
