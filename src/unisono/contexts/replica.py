@@ -124,8 +124,9 @@ class ReplicaContext:
     ) -> Any:
         """Reduces every tensor of `value` over all replicas; every replica gets the result.
 
-        A replica without samples gives nothing, see `counts`; a mean is over the others. Gradients flow through sums and means: they are reduced in the same way on their way back.
-        All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing, see `counts`; a mean is over the others. Gradients
+        flow through sums and means: they are reduced in the same way on their way back. All
+        replicas must call it; see `merge_call`.
 
         Args:
             reduce_op: How; a `ReduceOp` or its name.
@@ -144,7 +145,8 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Puts every tensor of `value` end to end over all replicas, along `axis`.
 
-        A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas
+        must call it; see `merge_call`.
 
         Args:
             value: A tensor, or a nested structure of them, the same on all replicas. The tensors

@@ -18,6 +18,7 @@ from unisono.input.dataset import DealtDataset
 from unisono.input.iterator import Deal
 from unisono.input.passes import Pass
 from unisono.input.readers import readers_of
+from unisono.input.samplers import check_share
 from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import FunctionSource, as_source
@@ -64,9 +65,13 @@ class DistributedDatasetsFromFunction(DealtDataset):
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             contexts = _replica_contexts(input_context, len(devices))
         self._batches_per_step = len(devices) // len(contexts)
-        sources = [_called(dataset_fn, context) for context in contexts]
+        given = [dataset_fn(context) for context in contexts]
+        for one, context in zip(given, contexts, strict=True):
+            check_share(one, context)
         readers = readers_of(workers, own_data=True)
-        super().__init__(sources, devices, input_context, options, readers)
+        super().__init__(
+            [_source(one) for one in given], given, devices, input_context, options, readers
+        )
 
     @property
     def batches_per_step(self) -> int:
@@ -124,8 +129,7 @@ def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputCon
     ]
 
 
-def _called(dataset_fn: DatasetFn, context: InputContext) -> Source:
-    made = dataset_fn(context)
+def _source(made: Any) -> Source:
     if callable(made) and not isinstance(made, Iterable):
         return FunctionSource(made)
     try:

@@ -19,7 +19,7 @@ from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn
 from unisono.input.splitting import MISSING, Splitter, grouped
 from unisono.reductions import Workers
-from unisono.values import map_leaves
+from unisono.values import Tree, map_leaves
 
 
 class _State(enum.IntEnum):
@@ -84,6 +84,7 @@ class InStep(Drawn[Placed]):
         self._has_ended = False
         # What a replica gets in a step for which this worker has no samples.
         self._spare: Any = MISSING
+        self._tree: Tree | None = None
 
     def __next__(self) -> Placed:
         while True:
@@ -114,7 +115,7 @@ class InStep(Drawn[Placed]):
             self._show()
         if placed is None:
             spares = [self._splitter.spare(self._spare) for _ in range(self._num_replicas)]
-            placed = self._placement.place(grouped(spares, (0,) * self._num_replicas))
+            placed = self._placement.place(grouped(spares, told.counts, self._tree))
         return replace(placed, parts=replace(placed.parts, counts=told.counts))
 
     def _own(self) -> Placed | None:
@@ -126,7 +127,8 @@ class InStep(Drawn[Placed]):
             self._has_ended = True
             return None
         if self._spare is MISSING:
-            self._spare = self._splitter.spare(self._placement.hand_out(placed).part(0))
+            parts = self._placement.hand_out(placed)
+            self._spare, self._tree = self._splitter.spare(parts.part(0)), parts.tree
         return placed
 
     def _tell(self, placed: Placed | None, failure: Exception | None) -> _Round:

@@ -210,8 +210,13 @@ def _clone(leaf: Any) -> Any:
     return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
 
 
-def grouped(batches: Sequence[Any], counts: tuple[int, ...] | None = None) -> Parts:
-    """Puts the batches of the replicas into one structure."""
+def grouped(
+    batches: Sequence[Any], counts: tuple[int, ...] | None = None, tree: Tree | None = None
+) -> Parts:
+    """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
+    if tree is not None:
+        leaves = [tree.leaves_of(batch) for batch in batches]
+        return Parts(tree, list(zip(*leaves, strict=True)), counts)
     # Lists with an entry per sample may have different lengths.
     for is_leaf in (is_column, is_inner_list, is_list):
         apart = [taken_apart(batch, is_leaf) for batch in batches]

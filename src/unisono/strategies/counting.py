@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,10 +18,13 @@ from unisono.values import (
     DistributedValues,
     PerReplica,
     factors_of,
+    flatten,
     regroup,
     tensors_of,
     weighed,
 )
+
+_logger = logging.getLogger("unisono")
 
 
 class Counting:
@@ -44,6 +49,9 @@ class Counting:
         # Of tensors that the only replica of this worker has returned. They come bare, while a
         # `PerReplica` knows its samples by itself.
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Whether to tell if batches are given to runs that are not distributed, and the first one.
+        self._is_watching = self._num_replicas > 1
+        self._whole: weakref.ref[Tensor] | None = None
 
     def begin(self, inputs: Any, op: ReduceOp) -> list[float]:
         """Before a run: returns what the gradients of each replica count for.
@@ -51,10 +59,39 @@ class Counting:
         A loss that is a mean over the replica's batch makes the mean over replicas that of all
         samples only if the batches are even, or are weighted so.
         """
+        if self._is_watching:
+            self._watch(inputs)
         counts = counts_of(inputs)
         is_known = counts is not None and len(counts) == self._num_replicas
         self.samples = counts if is_known and len(set(counts or ())) > 1 else None
         return self._factors(op, self.samples) or [1.0] * len(self._devices)
+
+    def _watch(self, inputs: Any) -> None:
+        """Tells once if batches go whole to every replica.
+
+        One tensor may, such as a graph: that is told of if there is another. A program that has
+        distributed something knows how to.
+        """
+        leaves, _ = flatten(inputs)
+        if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            self._is_watching = False
+            return
+        tensors = (one for one in leaves if isinstance(one, Tensor) and one.dim() > 0)
+        batch = next((one for one in tensors if one.shape[0] > 1), None)
+        if batch is None or (self._whole is not None and self._whole() is batch):
+            return
+        if self._whole is None:
+            self._whole = weakref.ref(batch)
+            return
+        self._is_watching = False
+        _logger.warning(
+            "`run()` is given tensors that are not distributed, such as one of shape %s now. Each "
+            "of the %d replicas gets all of what its worker passes. Iterate "
+            "`strategy.experimental_distribute_dataset(loader)` to split batches over them, or "
+            "pass a `PerReplica`. This is said once.",
+            tuple(batch.shape),
+            self._num_replicas,
+        )
 
     def factors(self, op: ReduceOp) -> list[float]:
         """Returns what the values of this worker's replicas count for in the run under way.
@@ -83,10 +120,13 @@ class Counting:
         components = value.values if isinstance(value, DistributedValues) else (value,)
         return PerReplica.placed(weighed(op, components, factors), self._devices)
 
-    def are_counted(self, value: Any) -> list[bool]:
-        """Returns for each replica of this worker whether its component of `value` counts."""
-        factors = self._factors(ReduceOp.SUM, self._counts_of(value))
-        return [factor != 0.0 for factor in factors] or [True] * len(self._devices)
+    def are_counted(self, *values: Any) -> list[bool]:
+        """Returns for each replica of this worker whether its components of `values` count."""
+        for value in values:
+            factors = self._factors(ReduceOp.SUM, self._counts_of(value))
+            if 0.0 in factors:
+                return [factor != 0.0 for factor in factors]
+        return [True] * len(self._devices)
 
     def regrouped(self, results: Sequence[Any]) -> Any:
         """Makes one structure of what the replicas of this worker have returned."""

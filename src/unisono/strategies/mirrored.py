@@ -56,7 +56,7 @@ class MirroredStrategy(Strategy):
             StrategyExtended(
                 resolved,
                 cross_device_ops or select_cross_device_ops(resolved, tuning),
-                reduce_gradients=ReduceOp.read(reduce_gradients),
+                reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
                 is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
                 synchronize_batch_norm=synchronize_batch_norm,
                 tuning=tuning,

@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             chosen,
             cross_device_ops,
             is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
-            reduce_gradients=ReduceOp.read(reduce_gradients),
+            reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
             synchronize_batch_norm=synchronize_batch_norm,
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))

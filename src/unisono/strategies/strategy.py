@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -155,17 +156,22 @@ class Strategy(InputMethods):
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
 
+        What a replica without samples has returned is left out, so that sums and lists of these
+        results hold every sample once.
+
         Args:
             value: A distributed value, or a nested structure of them; anything else is the one
                 entry of the tuple.
         """
         leaves, _ = flatten(value)
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return (value,)
+        are_counted = self._extended.counting.are_counted(*leaves)
         if isinstance(value, DistributedValues):
-            return value.values
-        num_replicas = len(self._extended.worker_devices)
-        return tuple(select_replica(i, value) for i in range(num_replicas))
+            has_all = all(are_counted)
+            return value.values if has_all else tuple(itertools.compress(value.values, are_counted))
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,) if any(are_counted) else ()
+        local_ids = range(len(self._extended.worker_devices))
+        return tuple(select_replica(i, value) for i in itertools.compress(local_ids, are_counted))
 
     unwrap = experimental_local_results
 

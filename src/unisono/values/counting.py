@@ -54,8 +54,6 @@ def weighed_tensor(op: ReduceOp, tensor: Tensor, factor: float) -> Tensor:
 
 def _limit(op: ReduceOp, dtype: torch.dtype) -> float | int:
     is_min = op is ReduceOp.MIN
-    if dtype == torch.bool:
-        return is_min
     if dtype.is_floating_point:
         return torch.inf if is_min else -torch.inf
     info = torch.iinfo(dtype)

@@ -119,6 +119,10 @@ class Tree:
         """Returns the structure with `leaves` in it."""
         return leaves[0] if self._root is None else self._root.build(iter(leaves))
 
+    def leaves_of(self, structure: Any) -> list[Any]:
+        """Returns the leaves of a structure like this one, which is opened no further."""
+        return [structure] if self._root is None else self._root.leaves_of(structure)
+
 
 class _Node(NamedTuple):
     children: tuple[Any, ...]
@@ -126,6 +130,14 @@ class _Node(NamedTuple):
 
     def build(self, leaves: Iterator[Any]) -> Any:
         return self.make([next(leaves) if c is None else c.build(leaves) for c in self.children])
+
+    def leaves_of(self, structure: Any) -> list[Any]:
+        container = opened(structure)
+        assert container is not None
+        found: list[Any] = []
+        for node, child in zip(self.children, container.children, strict=True):
+            found += [child] if node is None else node.leaves_of(child)
+        return found
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:
@@ -201,7 +213,9 @@ def _regroup(
     containers = [one for one in found if one is not None]
     if not containers or id(first) in above:
         return PerReplica.placed(tuple(structures), devices, counts)
-    shapes = {(type(one), each.names if each else ()) for one, each in zip(structures, found)}
+    shapes = {
+        (type(one), each.names if each else ()) for one, each in zip(structures, found, strict=True)
+    }
     if len(shapes) > 1:
         raise _OtherStructure
     inner = (*above, id(first))
