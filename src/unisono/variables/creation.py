@@ -79,7 +79,7 @@ def _install_hooks() -> None:
     registration.register_module_module_registration_hook(_on_registered)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
-    _wrap_module_init()
+    _find_modules()
     average_once()
 
 
@@ -148,19 +148,22 @@ def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | Non
         _scopes.open[-1][1].update((id(one), one) for one in modules)
 
 
-def _wrap_module_init() -> None:
-    """Lets modules be found that register nothing, as metrics do."""
-    init = nn.Module.__init__
+def _find_modules() -> None:
+    """Lets modules be found that register nothing, as metrics do, and copies of modules."""
+    for name in ("__init__", "__setstate__"):
+        _wrap_making(name, getattr(nn.Module, name))
 
-    @functools.wraps(init)
+
+def _wrap_making(name: str, make: Any) -> None:
+    @functools.wraps(make)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        init(self, *args, **kwargs)
+        make(self, *args, **kwargs)
         if _scopes.open:
             _scopes.open[-1][1].setdefault(id(self), self)
         else:
             note_maker(self)
 
-    nn.Module.__init__ = wrapped  # type: ignore[method-assign]
+    setattr(nn.Module, name, wrapped)
 
 
 def _wrap_init(cls: type) -> None:
