@@ -121,7 +121,7 @@ class StrategyExtended(VariableMethods):
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
         self._current_weights = [1.0] * len(devices)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
