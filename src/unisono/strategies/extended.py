@@ -127,7 +127,7 @@ class StrategyExtended(VariableMethods):
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
         self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0

@@ -55,6 +55,21 @@ class Strategy(InputMethods):
         """The cluster this strategy runs in; None for a strategy of one worker."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries.
+
+        A strategy of one worker always is.
+        """
+        return self._extended.should_checkpoint
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not call it.
+
+        A strategy of one worker has no other to lose.
+        """
+        self._extended.workers.communicator.check_health()
+
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Makes this the current strategy; models and optimizers made within belong to it.
