@@ -166,8 +166,12 @@ class ReplicaMode(TorchFunctionMode):
     Args:
         seed: The seed of the run, for the replica's own random numbers.
         replica_id: The replica.
-        stand_ins: By the identity of parameters, what the replica has in their place.
+        stand_ins: By the identity of parameters, what the replica has in their place; its own
+            parameters stand for themselves.
+        before_backward: What to do before every `backward()`, given the tensor.
         after_backward: What to do after every `backward()`.
+        note_use: What to do after a parameter that is not in `stand_ins` was used, given the
+            parameter and the result.
     """
 
     def __init__(
@@ -175,11 +179,15 @@ class ReplicaMode(TorchFunctionMode):
         seed: int,
         replica_id: int,
         stand_ins: Mapping[int, Tensor] = _NOTHING,
+        before_backward: Callable[[Tensor], None] = lambda _: None,
         after_backward: Callable[[], None] = lambda: None,
+        note_use: Callable[[Tensor, Any], None] = lambda _, __: None,
     ) -> None:
         super().__init__()
         self._stand_ins = stand_ins
+        self._before_backward = before_backward
         self._after_backward = after_backward
+        self._note_use = note_use
         # Any odd number with well mixed bits keeps the seeds of replicas far apart.
         self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -193,16 +201,39 @@ class ReplicaMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Passes everything on, with the replica's own parameters and generators."""
-        kwargs = kwargs or {}
+        stand_ins = self._stand_ins
         for arg in args:
-            if type(arg) is Parameter and id(arg) in self._stand_ins:
-                args = tuple(self._stand_ins.get(id(one), one) for one in args)
-                break
+            if type(arg) is Parameter and stand_ins.get(id(arg)) is not arg:
+                return self._call_for_replica(func, args, kwargs or {})
+        if kwargs:
+            # torch passes the weights of some layers on by name.
+            for arg in kwargs.values():
+                if type(arg) is Parameter and stand_ins.get(id(arg)) is not arg:
+                    return self._call_for_replica(func, args, kwargs)
+        return self._call(func, args, kwargs or {})
+
+    def _call_for_replica(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a function that was given parameters other than the replica's own."""
+        stand_ins = self._stand_ins
+        own_args = tuple(stand_ins.get(id(arg), arg) for arg in args)
+        own_kwargs = {name: stand_ins.get(id(arg), arg) for name, arg in kwargs.items()}
+        result = self._call(func, own_args, own_kwargs)
+        for arg in (*own_args, *own_kwargs.values()):
+            if type(arg) is Parameter and id(arg) not in stand_ins:
+                self._note_use(arg, result)
+        return result
+
+    def _call(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         if func not in _RANDOM:
-            result = func(*args, **kwargs)
-            if func is Tensor.backward:
-                self._after_backward()
-            return result
+            if func is not Tensor.backward:
+                return func(*args, **kwargs)
+            self._before_backward(args[0])
+            func(*args, **kwargs)
+            return self._after_backward()
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _WITH_GENERATOR and kwargs.get("generator") is None:

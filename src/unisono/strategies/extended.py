@@ -42,7 +42,9 @@ from unisono.variables import (
     Variable,
     WorkerGradientReducer,
     bring_in,
+    check_graph,
     creating,
+    note_use,
     watch_torch,
 )
 
@@ -303,7 +305,9 @@ class StrategyExtended(VariableMethods):
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
+            functools.partial(check_graph, self.mirrors, context),
             functools.partial(self._gradients.after_backward, context),
+            functools.partial(note_use, context),
         )
 
     def _weights(self, inputs: Any) -> list[float]:

@@ -143,12 +143,12 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current_replica() is not None:
+            note_made_in_step(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:
             make_once(self, mirrors)
-        elif current_replica() is not None:
-            note_made_in_step(self)
 
     cls.__init__ = wrapped  # type: ignore[misc]
 

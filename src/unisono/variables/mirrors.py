@@ -105,8 +105,9 @@ class Mirrors:
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
         self._attributes = Attributes(len(places), self._stand_in)
-        # The tables of all primaries as the clones were given them.
+        # The tables of all primaries as the clones were given them, and those that hold something.
         self._tables: list[Any] = []
+        self._filled: list[Any] = []
         self._lengths: list[int] = []
         self._held: list[Any] = []
         # What has another class during a run: modules, and objects that do their work once.
@@ -128,6 +129,8 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # Whether backward passes, in a run before or in this one, were seen to reach own leaves.
+        self.is_checked = self.is_being_checked = False
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -149,7 +152,7 @@ class Mirrors:
         """A primary has ended: lets its parameters and submodules end, too."""
         self._mirrors.pop(identity, None)
         _mirrors.pop(identity, None)
-        self._tables, self._held = [], []
+        self._tables, self._filled, self._held = [], [], []
         self.is_stale = True
 
     @property
@@ -237,6 +240,7 @@ class Mirrors:
             yield
         finally:
             self.fronts.take_down()
+        self.is_checked = self.is_being_checked
         for owner in self._buffer_owners:
             module = owner()
             if module is not None:
@@ -247,7 +251,7 @@ class Mirrors:
         return (
             not self.is_stale
             and list(map(len, self._tables)) == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(self._tables), self._held))
+            and all(map(operator.is_, itertools.chain.from_iterable(self._filled), self._held))
             and self._attributes.are_as_given()
         )
 
@@ -304,6 +308,7 @@ class Mirrors:
         self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
         if list(known.values()) != list(self._leaves.values()):
             self.generation += 1
+            self.is_checked = self.is_being_checked = False
         self.stand_ins = [
             {
                 identity: leaf
@@ -326,7 +331,8 @@ class Mirrors:
             *(one["_buffers"] for one in own),
         ]
         self._lengths = list(map(len, self._tables))
-        self._held = list(itertools.chain.from_iterable(self._tables))
+        self._filled = [table for table in self._tables if len(table)]
+        self._held = list(itertools.chain.from_iterable(self._filled))
         self.is_stale = False
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.variables.containers import variable_of
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of
 
 # The number of the replica that made a parameter in a step.
@@ -73,24 +74,31 @@ def is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
     )
 
 
-def check_use(parameter: Tensor, result: Any, context: ReplicaContext) -> None:
-    """Refuses a result that gradients flow back from to a parameter that was made outside."""
+def note_use(context: ReplicaContext, parameter: Tensor, result: Any) -> None:
+    """Notes that gradients may flow back from a result to a parameter that was made outside."""
     found = result if isinstance(result, (tuple, list)) else (result,)
     is_tracked = any(isinstance(one, Tensor) and one.grad_fn is not None for one in found)
     if is_tracked and is_outsider(parameter, context):
-        raise ContextError(_message(_user_of(parameter), parameter, context))
+        noted = context.notes.setdefault("outsiders", {})
+        if id(parameter) not in noted:
+            noted[id(parameter)] = _user_of(parameter)
 
 
-def check_graph(root: Any, own: dict[int, Any], context: ReplicaContext) -> None:
+def check_graph(mirrors: Mirrors, context: ReplicaContext, root: Tensor) -> None:
     """Refuses a backward pass that would reach a parameter that was made outside.
 
-    It sees what happens inside TorchScript and custom functions, too, but looks at every node.
+    It looks at every node of the graph. So it does this only where such a parameter was used, and
+    in the first run of every model: there it finds parameters in TorchScript and custom functions.
     """
+    noted = context.notes.get("outsiders", {})
+    if mirrors.is_checked and not noted:
+        return
+    mirrors.is_being_checked = True
+    own = mirrors.stand_ins[context.local_id]
     for leaf in _leaves_below(root.grad_fn):
-        if isinstance(leaf, nn.Parameter) and own.get(id(leaf)) is not leaf:
-            with torch._C.DisableTorchFunction():
-                if is_outsider(leaf, context):
-                    raise ContextError(_message(None, leaf, context))
+        is_foreign = isinstance(leaf, nn.Parameter) and own.get(id(leaf)) is not leaf
+        if is_foreign and is_outsider(leaf, context):
+            raise ContextError(_message(noted.get(id(leaf)), leaf, context))
 
 
 def _leaves_below(node: Any) -> Iterator[Tensor]:
