@@ -12,7 +12,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -82,6 +82,7 @@ _WITHOUT_GENERATOR: dict[Callable[..., Any], tuple[tuple[str, int, Any], ...]] =
 _RECURRENT = frozenset([torch.gru, torch.lstm, torch.rnn_relu, torch.rnn_tanh])
 _DROPOUT = frozenset([functional.dropout, torch.dropout])
 _RANDOM = frozenset([*_WITH_GENERATOR, *_WITHOUT_GENERATOR, *_RECURRENT, *_DROPOUT])
+_SPECIAL = _RANDOM | {Tensor.backward, functional.batch_norm}
 
 # Held while a replica's state stands in for that of the default generator.
 _default_lock = threading.Lock()
@@ -160,6 +161,19 @@ def draw_seed() -> int:
     return int(_seed.value.random_())
 
 
+class Watch(Protocol):
+    """Watches what a replica uses that is not its own."""
+
+    def after_use(self, parameter: Tensor, result: Any) -> None:
+        """A parameter was used that is not the replica's own."""
+
+    def before_backward(self, root: Tensor) -> None:
+        """A backward pass will begin."""
+
+    def before_write(self, running: Tensor) -> None:
+        """Batch normalisation will write to a running mean."""
+
+
 class ReplicaMode(TorchFunctionMode):
     """Within the block torch functions work for one replica.
 
@@ -168,10 +182,9 @@ class ReplicaMode(TorchFunctionMode):
         replica_id: The replica.
         stand_ins: By the identity of parameters, what the replica has in their place; its own
             parameters stand for themselves.
-        before_backward: What to do before every `backward()`, given the tensor.
         after_backward: What to do after every `backward()`.
-        note_use: What to do after a parameter that is not in `stand_ins` was used, given the
-            parameter and the result.
+        watch: Is told of the use of parameters that are not in `stand_ins`, of every `backward()`
+            to come, and of running statistics that will be written to.
     """
 
     def __init__(
@@ -179,15 +192,13 @@ class ReplicaMode(TorchFunctionMode):
         seed: int,
         replica_id: int,
         stand_ins: Mapping[int, Tensor] = _NOTHING,
-        before_backward: Callable[[Tensor], None] = lambda _: None,
         after_backward: Callable[[], None] = lambda: None,
-        note_use: Callable[[Tensor, Any], None] = lambda _, __: None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self._stand_ins = stand_ins
-        self._before_backward = before_backward
         self._after_backward = after_backward
-        self._note_use = note_use
+        self._watch = watch
         # Any odd number with well mixed bits keeps the seeds of replicas far apart.
         self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -221,19 +232,22 @@ class ReplicaMode(TorchFunctionMode):
         own_kwargs = {name: stand_ins.get(id(arg), arg) for name, arg in kwargs.items()}
         result = self._call(func, own_args, own_kwargs)
         for arg in (*own_args, *own_kwargs.values()):
-            if type(arg) is Parameter and id(arg) not in stand_ins:
-                self._note_use(arg, result)
+            if self._watch is not None and type(arg) is Parameter and id(arg) not in stand_ins:
+                self._watch.after_use(arg, result)
         return result
 
-    def _call(
-        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        if func not in _RANDOM:
-            if func is not Tensor.backward:
-                return func(*args, **kwargs)
-            self._before_backward(args[0])
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in _SPECIAL:
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            if self._watch is not None:
+                self._watch.before_backward(args[0])
             func(*args, **kwargs)
             return self._after_backward()
+        if func is functional.batch_norm:
+            if self._watch is not None and kwargs.get("training") and args[1] is not None:
+                self._watch.before_write(args[1])
+            return func(*args, **kwargs)
         if func in _DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in _WITH_GENERATOR and kwargs.get("generator") is None:

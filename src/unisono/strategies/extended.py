@@ -30,6 +30,7 @@ from unisono.reductions import (
     destinations_of,
     predicted_cost,
 )
+from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
@@ -39,12 +40,11 @@ from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
+    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
-    check_graph,
     creating,
-    note_use,
     watch_torch,
 )
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -85,6 +85,7 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
         tuning: Tuning | None = None,
     ) -> None:
+        super().__init__()
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -228,14 +229,6 @@ class StrategyExtended(VariableMethods):
         self._run_lock = threading.Lock()
         self.has_hook = True
 
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self._gradients.close()
-        self._runner.close()
-        self.cross_device_ops.close()
-
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -305,9 +298,8 @@ class StrategyExtended(VariableMethods):
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(check_graph, self.mirrors, context),
             functools.partial(self._gradients.after_backward, context),
-            functools.partial(note_use, context),
+            Outsiders(self.mirrors, context),
         )
 
     def _weights(self, inputs: Any) -> list[float]:

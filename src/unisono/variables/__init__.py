@@ -5,7 +5,7 @@ from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.outsiders import check_graph, note_use
+from unisono.variables.outsiders import Outsiders
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.variable import Variable
 from unisono.variables.worker_gradients import WorkerGradientReducer
@@ -14,13 +14,12 @@ __all__ = [
     "GradientReducer",
     "Leaves",
     "Mirrors",
+    "Outsiders",
     "Variable",
     "VariableSynchronization",
     "WorkerGradientReducer",
     "bring_in",
-    "check_graph",
     "creating",
-    "note_use",
     "variable_of",
     "watch_torch",
 ]

@@ -29,7 +29,7 @@ def raw(module: nn.Module) -> dict[str, Any]:
 class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
-    __slots__ = ("copies", "content", "firsts", "kind", "original")
+    __slots__ = ("content", "copies", "firsts", "kind", "original")
 
     def __init__(self, original: Any, kind: type, copies: list[Any]) -> None:
         self.original = original
@@ -178,7 +178,9 @@ class Attributes:
         cls: Any = type(value)
         if cls is tuple:
             return own_parts
-        return list(map(cls._make, own_parts)) if hasattr(cls, "_make") else [value] * len(own_parts)
+        return (
+            list(map(cls._make, own_parts)) if hasattr(cls, "_make") else [value] * len(own_parts)
+        )
 
     def _copied(self, value: Any, kind: type) -> _Copied | None:
         one = self._known.get(id(value))

@@ -15,7 +15,8 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
-from unisono.variables.mirrors import Mirrors, mirror_of
+from unisono.variables.mirror import mirror_of
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import note_made_in_step, note_maker, refuse_outsiders
 
@@ -87,14 +88,14 @@ def _watch_attributes() -> None:
     set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
     @functools.wraps(set_attribute)
-    def __setattr__(self: nn.Module, name: str, value: Any) -> None:  # noqa: N807
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         mirror = mirror_of(self)
         if mirror is not None:
             mirror.forget(name)
         set_attribute(self, name, value)
 
     @functools.wraps(delete_attribute)
-    def __delattr__(self: nn.Module, name: str) -> None:  # noqa: N807
+    def __delattr__(self: nn.Module, name: str) -> None:
         mirror = mirror_of(self)
         if mirror is not None:
             mirror.forget(name)

@@ -15,7 +15,6 @@ import types
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from unisono.variables.attributes import Attributes, raw
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
+from unisono.variables.mirror import Mirror, mirror_of, remember
 from unisono.variables.redirect import Redirect
 
 _is_current = operator.methodcaller("is_current")
@@ -49,42 +49,6 @@ class _Stamp(NamedTuple):
         return self.tensor is tensor and version_of(tensor) == self.version
 
 
-# Of no attribute that there is.
-_ANEW = (0, None)
-
-
-@dataclass(eq=False)
-class Mirror:
-    """What a strategy knows of a primary module."""
-
-    owner: Mirrors
-    primary: weakref.ref[nn.Module]
-    replicas: list[nn.Module] = field(default_factory=list)
-    # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
-    given: dict[str, tuple[int, Any]] = field(default_factory=dict)
-    # What the clones were last given of the primary's buffers, and the run after which their own
-    # buffers were last read.
-    buffers: dict[str, _Stamp] = field(default_factory=dict)
-    runs_read: int = 0
-
-    def forget(self, name: str) -> None:
-        """Lets the clones be given an attribute anew, also if it is what they were given."""
-        self.given[name] = _ANEW
-        self.owner.is_stale = True
-
-
-# By the identity of a primary. Its mirror is kept by the strategy, and not by the module, which
-# would be saved and copied with it.
-_mirrors: dict[int, weakref.ref[Mirror]] = {}
-
-
-def mirror_of(module: object) -> Mirror | None:
-    """Returns the mirror of a module, if it is a primary."""
-    found = _mirrors.get(id(module))
-    mirror = None if found is None else found()
-    return mirror if mirror is not None and mirror.primary() is module else None
-
-
 class Mirrors:
     """The modules of one strategy and their clones."""
 
@@ -99,7 +63,7 @@ class Mirrors:
         self._workers = workers
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._synchronizes = synchronize_batch_norm
+        self.synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
         # By the identity of a primary, in the order of making.
@@ -131,6 +95,8 @@ class Mirrors:
         self.generation = 0
         # Whether backward passes, in a run before or in this one, were seen to reach own leaves.
         self.is_checked = self.is_being_checked = False
+        # By identity, the running statistics that were written to in this run, and by whom.
+        self.statistics: dict[int, tuple[int, Tensor]] = {}
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -144,14 +110,13 @@ class Mirrors:
         identity = id(module)
         mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
         self._mirrors[identity] = mirror
-        _mirrors[identity] = weakref.ref(mirror, lambda _: _mirrors.pop(identity, None))
+        remember(module, mirror)
         self.fronts.add(module, Redirect)
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
         """A primary has ended: lets its parameters and submodules end, too."""
         self._mirrors.pop(identity, None)
-        _mirrors.pop(identity, None)
         self._tables, self._filled, self._held = [], [], []
         self.is_stale = True
 
@@ -166,7 +131,7 @@ class Mirrors:
             return
         held = (
             tensor
-            for module in self._primaries()
+            for module in self.primaries()
             for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
         )
         new = [
@@ -184,7 +149,7 @@ class Mirrors:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
         return any(
             raw(module).get("sparse", False)
-            for module in self._primaries()
+            for module in self.primaries()
             if any(one is leaves.primary for one in raw(module)["_parameters"].values())
         )
 
@@ -204,7 +169,7 @@ class Mirrors:
         """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
         if any(parameter is leaves.primary for leaves in self._free):
             return True
-        parameters = (raw(module)["_parameters"].values() for module in self._primaries())
+        parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
@@ -240,6 +205,7 @@ class Mirrors:
             yield
         finally:
             self.fronts.take_down()
+            self.statistics = {}
         self.is_checked = self.is_being_checked
         for owner in self._buffer_owners:
             module = owner()
@@ -255,13 +221,14 @@ class Mirrors:
             and self._attributes.are_as_given()
         )
 
-    def _primaries(self) -> list[nn.Module]:
+    def primaries(self) -> list[nn.Module]:
+        """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self._mirrors.values()))
         return [module for module in found if module is not None]
 
     def _adopt_new(self) -> None:
         """Adopts modules that were put into primaries, also behind torch's back."""
-        for primary in self._primaries():
+        for primary in self.primaries():
             for child in raw(primary)["_modules"].values():
                 if child is not None and mirror_of(child) is None:
                     for module in child.modules():
@@ -282,7 +249,7 @@ class Mirrors:
             self.adopt(module)
 
     def _rebuild(self) -> None:
-        primaries = self._primaries()
+        primaries = self.primaries()
         known = self._leaves
         self._free = [one for one in self._free if one.is_current()]
         self._leaves = {id(one.primary): one for one in self._free}
@@ -337,7 +304,7 @@ class Mirrors:
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))
-        return synchronized(cls) if self._synchronizes else cls
+        return synchronized(cls) if self.synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
