@@ -31,6 +31,7 @@ from unisono.reductions import (
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
+from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
@@ -40,6 +41,7 @@ from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
+    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
@@ -53,7 +55,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -86,6 +88,7 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
         tuning: Tuning | None = None,
     ) -> None:
+        super().__init__()
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -230,14 +233,6 @@ class StrategyExtended(VariableMethods):
         self._run_lock = threading.Lock()
         self.has_hook = True
 
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self.gradients.close()
-        self._runner.close()
-        self.cross_device_ops.close()
-
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -319,6 +314,7 @@ class StrategyExtended(VariableMethods):
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
             functools.partial(self.gradients.after_backward, context),
+            Outsiders(self.mirrors, context),
         )
         return mode
 

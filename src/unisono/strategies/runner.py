@@ -127,6 +127,11 @@ class Runner:
         """Ends the threads."""
         self._threads.close()
 
+    def restarted(self) -> Runner:
+        """In a forked child: returns a runner with threads of its own."""
+        self._threads.abandon()
+        return Runner(self._devices, is_serial=self._is_serial)
+
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()

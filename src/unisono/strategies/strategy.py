@@ -343,6 +343,7 @@ class Strategy(InputMethods):
         return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
+        self._extended.check_process()
         other = other_strategy(self)
         if other is not None:
             raise ContextError(

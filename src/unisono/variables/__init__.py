@@ -6,6 +6,7 @@ from unisono.variables.for_all import merge, once
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.outsiders import Outsiders
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
@@ -15,6 +16,7 @@ __all__ = [
     "GradientReducer",
     "Leaves",
     "Mirrors",
+    "Outsiders",
     "Variable",
     "VariableSynchronization",
     "WorkerGradientReducer",

@@ -18,7 +18,8 @@ from unisono.contexts import current_replica
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_metric, is_own
-from unisono.variables.mirrors import Mirrors, mirror_of
+from unisono.variables.mirror import mirror_of
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import (
     check_metric,
@@ -172,12 +173,12 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current_replica() is not None:
+            note_made_in_step(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:
             make_once(self, mirrors)
-        elif current_replica() is not None:
-            note_made_in_step(self)
 
     cls.__init__ = wrapped  # type: ignore[misc]
 

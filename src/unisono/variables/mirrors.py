@@ -15,7 +15,6 @@ import types
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,42 +30,11 @@ from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training
 from unisono.variables.metrics import Metrics
+from unisono.variables.mirror import Mirror, mirror_of, remember
 from unisono.variables.redirect import Redirect
 from unisono.variables.written import Watch, let_data_be_watched
 
 _is_current = operator.methodcaller("is_current")
-
-
-# Of no attribute that there is.
-_ANEW = (0, None)
-
-
-@dataclass(eq=False)
-class Mirror:
-    """What a strategy knows of a primary module."""
-
-    owner: Mirrors
-    primary: weakref.ref[nn.Module]
-    replicas: list[nn.Module] = field(default_factory=list)
-    # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
-    given: dict[str, tuple[int, Any]] = field(default_factory=dict)
-
-    def forget(self, name: str) -> None:
-        """Lets the clones be given an attribute anew, also if it is what they were given."""
-        self.given[name] = _ANEW
-        self.owner.is_stale = True
-
-
-# By the identity of a primary. Its mirror is kept by the strategy, and not by the module, which
-# would be saved and copied with it.
-_mirrors: dict[int, weakref.ref[Mirror]] = {}
-
-
-def mirror_of(module: object) -> Mirror | None:
-    """Returns the mirror of a module, if it is a primary."""
-    found = _mirrors.get(id(module))
-    mirror = None if found is None else found()
-    return mirror if mirror is not None and mirror.primary() is module else None
 
 
 class Mirrors:
@@ -89,8 +57,9 @@ class Mirrors:
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
         self._attributes = Attributes(len(places), self._stand_in)
-        # The tables of all primaries as the clones were given them.
+        # The tables of all primaries as the clones were given them, and those that hold something.
         self._tables: list[Any] = []
+        self._filled: list[Any] = []
         self._lengths: list[int] = []
         self._held: list[Any] = []
         # What has another class during a run: modules, and objects that do their work once.
@@ -113,6 +82,10 @@ class Mirrors:
         self.generation = 0
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
+        # Whether backward passes, in a run before or in this one, were seen to reach own leaves.
+        self.is_checked = self.is_being_checked = False
+        # By identity, the running statistics that were written to in this run, and by whom.
+        self.statistics: dict[int, tuple[int, Tensor]] = {}
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -127,15 +100,14 @@ class Mirrors:
         identity = id(module)
         mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
         self._mirrors[identity] = mirror
-        _mirrors[identity] = weakref.ref(mirror, lambda _: _mirrors.pop(identity, None))
+        remember(module, mirror)
         self.fronts.add(module, Redirect)
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
         """A primary has ended: lets its parameters and submodules end, too."""
         self._mirrors.pop(identity, None)
-        _mirrors.pop(identity, None)
-        self._tables, self._held = [], []
+        self._tables, self._filled, self._held = [], [], []
         self.is_stale = True
 
     @property
@@ -226,13 +198,15 @@ class Mirrors:
             yield
         finally:
             self.fronts.take_down()
+            self.statistics = {}
+        self.is_checked = self.is_being_checked
 
     def _is_as_given(self) -> bool:
         """Whether the clones still have what the primaries have, as far as C can tell."""
         return (
             not self.is_stale
             and list(map(len, self._tables)) == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(self._tables), self._held))
+            and all(map(operator.is_, itertools.chain.from_iterable(self._filled), self._held))
             and self._attributes.are_as_given()
         )
 
@@ -298,6 +272,7 @@ class Mirrors:
         self.metrics.track(pairs)
         if list(known.values()) != list(self._leaves.values()):
             self.generation += 1
+            self.is_checked = self.is_being_checked = False
         for i, stand_ins in enumerate(self.stand_ins):
             # Replicas that run have it already.
             stand_ins.clear()
@@ -316,7 +291,8 @@ class Mirrors:
             *(one["_buffers"] for one in own),
         ]
         self._lengths = list(map(len, self._tables))
-        self._held = list(itertools.chain.from_iterable(self._tables))
+        self._filled = [table for table in self._tables if len(table)]
+        self._held = list(itertools.chain.from_iterable(self._filled))
         self.is_stale = False
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:

@@ -7,12 +7,12 @@ and nobody would reduce them. What a replica makes itself in a step is its own a
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, lr_scheduler
@@ -24,6 +24,7 @@ from unisono.errors import ContextError
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.metrics import is_clone
+from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of
 
 # The number of the replica that made a parameter or module in a step.
@@ -78,34 +79,68 @@ def note_made_in_step(made: Any) -> None:
     _made_in_steps.add(made)
 
 
-def is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
-    """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
-    return (
-        parameter.requires_grad
-        and context.num_replicas_in_sync > 1
-        and _makers.get(parameter) != context.local_id
-        and variable_of(parameter) is None
-    )
+class Outsiders:
+    """Keeps a replica from training what was made outside.
 
-
-def check_use(parameter: Tensor, result: Any, context: ReplicaContext) -> None:
-    """Refuses a result that gradients flow back from to a parameter that was made outside."""
-    found = result if isinstance(result, (tuple, list)) else (result,)
-    is_tracked = any(isinstance(one, Tensor) and one.grad_fn is not None for one in found)
-    if is_tracked and is_outsider(parameter, context):
-        raise ContextError(_message(_user_of(parameter), parameter, context))
-
-
-def check_graph(root: Any, own: dict[int, Any], context: ReplicaContext) -> None:
-    """Refuses a backward pass that would reach a parameter that was made outside.
-
-    It sees what happens inside TorchScript and custom functions, too, but looks at every node.
+    Args:
+        mirrors: What belongs to the strategy.
+        context: The replica.
     """
-    for leaf in _leaves_below(root.grad_fn):
-        if isinstance(leaf, nn.Parameter) and own.get(id(leaf)) is not leaf:
-            with torch._C.DisableTorchFunction():
-                if is_outsider(leaf, context):
-                    raise ContextError(_message(None, leaf, context))
+
+    def __init__(self, mirrors: Mirrors, context: ReplicaContext) -> None:
+        self._mirrors = mirrors
+        self._context = context
+        # By identity, parameters that were made outside and used, and the module that used them.
+        self._used: dict[int, nn.Module | None] = {}
+
+    def after_use(self, parameter: Tensor, result: Any) -> None:
+        """Notes a parameter made outside that gradients may flow back to from a result."""
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        is_tracked = any(isinstance(one, Tensor) and one.grad_fn is not None for one in found)
+        if is_tracked and id(parameter) not in self._used and self._is_outsider(parameter):
+            self._used[id(parameter)] = _user_of(parameter)
+
+    def before_backward(self, root: Tensor) -> None:
+        """Refuses a backward pass that would reach a parameter that was made outside.
+
+        It looks at every node of the graph. So it does this only where such a parameter was used,
+        and in the first run of every model: there it also looks into TorchScript and custom
+        functions.
+        """
+        if self._mirrors.is_checked and not self._used:
+            return
+        self._mirrors.is_being_checked = True
+        own = self._mirrors.stand_ins[self._context.local_id]
+        for leaf in _leaves_below(root.grad_fn):
+            is_own = not isinstance(leaf, nn.Parameter) or own.get(id(leaf)) is leaf
+            if not is_own and self._is_outsider(leaf):
+                user = self._used.get(id(leaf)) or _owner_of(leaf)
+                raise ContextError(_message(user, leaf, self._context))
+
+    def before_write(self, running: Tensor) -> None:
+        """Refuses running statistics that two replicas write to, such as those of a frozen model.
+
+        Args:
+            running: The running mean of a batch normalisation.
+        """
+        replica_id = self._context.local_id
+        writer, _ = self._mirrors.statistics.setdefault(id(running), (replica_id, running))
+        if writer != replica_id:
+            raise ContextError(
+                "A batch normalisation that belongs to no model of "
+                f"{self._context.strategy!r} is in training mode, so all replicas would write to "
+                "its running statistics at once. Call `eval()` on its model, or bring the model in "
+                "with `strategy.mirror(model)`."
+            )
+
+    def _is_outsider(self, parameter: Tensor) -> bool:
+        """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
+        return (
+            parameter.requires_grad
+            and self._context.num_replicas_in_sync > 1
+            and _makers.get(parameter) != self._context.local_id
+            and variable_of(parameter) is None
+        )
 
 
 def _leaves_below(node: Any) -> Iterator[Tensor]:
@@ -117,21 +152,28 @@ def _leaves_below(node: Any) -> Iterator[Tensor]:
         leaf = getattr(current, "variable", None)
         if leaf is not None:
             yield leaf
-        new = {one for one, _ in current.next_functions} - seen
-        seen |= new
-        waiting.extend(new)
+        for following, _ in reversed(current.next_functions):
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContext) -> str:
     what = "A model" if module is None else type(module).__name__
     name = None if module is None else _name_in(module, parameter)
     named = f"{name!r}, " if name else ""
+    parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
+    if context.strategy.extended.mirrors.leaves_of(parameter) is not None:
+        return (
+            f"{what} uses {parameters} of a model of {context.strategy!r}, but not those of the "
+            "replica: TorchScript modules and custom functions keep what they were made with. Call "
+            "the model itself in the step, and hand its parameters over there."
+        )
     return (
-        f"{what} has parameters ({named}shape {tuple(parameter.shape)}) that belong to no model of "
-        f"{context.strategy!r}, so all replicas would train them at once and nobody would reduce "
-        "their gradients. Make the model in `strategy.scope()`, or bring it in with "
-        "`strategy.mirror(model)`. One that is only read is frozen with `requires_grad_(False)`, "
-        "or called under `torch.no_grad()`."
+        f"{what} has {parameters} that belong to no model of {context.strategy!r}, so all replicas "
+        "would train them at once and nobody would reduce their gradients. Make the model in "
+        "`strategy.scope()`, or bring it in with `strategy.mirror(model)`. One that is only read "
+        "is frozen with `requires_grad_(False)`, or called under `torch.no_grad()`."
     )
 
 
@@ -148,6 +190,17 @@ def _user_of(parameter: Tensor) -> nn.Module | None:
             found = user
         frame = frame.f_back  # type: ignore[assignment]
     return found
+
+
+def _owner_of(parameter: Tensor) -> nn.Module | None:
+    """Returns a module that has the parameter, found among all objects of the process."""
+    modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return next((m for m in modules if _holds(m, parameter)), None)
+
+
+def _holds(module: nn.Module, parameter: Tensor) -> bool:
+    held = raw(module).get("_parameters") or {}
+    return any(parameter is one for one in held.values())
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
