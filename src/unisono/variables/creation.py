@@ -73,6 +73,7 @@ def _install_hooks() -> None:
     register_optimizer_step_pre_hook(_check_optimizer)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+    _wrap_copies()
     average_once()
 
 
@@ -124,6 +125,19 @@ def _wrap_init(cls: type) -> None:
             make_once(self, mirrors)
 
     cls.__init__ = wrapped  # type: ignore[misc]
+
+
+def _wrap_copies() -> None:
+    """Lets modules be found that are made as copies, or loaded: torch registers nothing then."""
+    set_state = nn.Module.__setstate__
+
+    @functools.wraps(set_state)
+    def wrapped(self: nn.Module, state: Any) -> None:
+        set_state(self, state)
+        if _scopes.open:
+            _scopes.open[-1][1].setdefault(self)
+
+    nn.Module.__setstate__ = wrapped  # type: ignore[method-assign]
 
 
 def _mirrors_for(made: Any) -> Mirrors | None:
