@@ -35,6 +35,7 @@ class Runner:
 
     def __init__(self, devices: tuple[Device, ...], workers: Workers, *, is_serial: bool) -> None:
         self._devices = devices
+        self._workers = workers
         rank = workers.communicator.rank
         # Replicas are numbered over all workers.
         where = f" of worker {rank}" if workers.are_many else ""
@@ -130,7 +131,7 @@ class Runner:
     def restarted(self) -> Runner:
         """In a forked child: returns a runner with threads of its own."""
         self._threads.abandon()
-        return Runner(self._devices, is_serial=self._is_serial)
+        return Runner(self._devices, self._workers, is_serial=self._is_serial)
 
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:

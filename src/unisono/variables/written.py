@@ -27,6 +27,8 @@ _REMEDY = (
     "wait, for example `unisono.once(lambda: model.weight.data.mul_(0.5))`."
 )
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+# Those whose parameters are in several memories, so that all writes must be seen.
+_spread_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
 
 
 class Watch:
@@ -60,6 +62,8 @@ class Watch:
             self._owners = [one for one, _ in watched]
             self._tensors = [tensor for _, tensor in watched]
             self._is_spread = any(one.is_spread for one, _ in watched)
+            if self._is_spread:
+                _spread_watches.add(self)
             self._add_copies()
         self._versions = [tensor._version for tensor in self._tensors]
 
@@ -81,6 +85,11 @@ class Watch:
                 if owner is not None and old != new:
                     owner.spread()
             self.stamp()
+
+    def sees(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of this strategy."""
+        mirrors = self._mirrors()
+        return mirrors is not None and mirrors.leaves_of(parameter) is not None
 
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Watches a copy of a parameter, if that is one of this strategy."""
@@ -122,17 +131,19 @@ class Watch:
 def let_data_be_watched() -> None:
     """Makes `parameter.data`, and copies of parameters, known to those who watch.
 
-    What `data` returns has a count of writes of its own. On a replica it is what `detach()` returns
-    instead, which is the same tensor with the count of the parameter.
+    What `data` returns has a count of writes of its own. On a replica, and where a parameter is in
+    several memories, it is what `detach()` returns: the same tensor with the count of the parameter.
     """
     original: Any = torch._C.TensorBase.data
     get_data, set_data = original.__get__, original.__set__
 
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
-        if context is None or context.strategy.extended.mirrors.is_single:
-            return get_data(self)
-        return self.detach()
+        if context is None:
+            is_watched = any(watch.sees(self) for watch in _spread_watches)
+        else:
+            is_watched = not context.strategy.extended.mirrors.is_single
+        return self.detach() if is_watched else get_data(self)
 
     def put(self: nn.Parameter, value: Tensor) -> None:
         context = current_replica()
