@@ -59,18 +59,25 @@ class Settings(NamedTuple):
     # How far from one device the results may be, and what it computes in.
     tolerance: float = 1e-9
     dtype: torch.dtype = torch.float64
+    # The package that it needs beside torch.
+    package: str = "torch"
 
 
 PROGRAMS: dict[str, tuple[Program, Settings]] = {}
 
 
 def program(
-    *, tolerance: float = 1e-9, dtype: torch.dtype = torch.float64, **settings: Any
+    *,
+    tolerance: float = 1e-9,
+    dtype: torch.dtype = torch.float64,
+    package: str = "torch",
+    **settings: Any,
 ) -> Callable[[Program], Program]:
     """Adds a program, whose strategy is made with these settings."""
 
     def add(train: Program) -> Program:
-        PROGRAMS[train.__name__] = train, Settings(settings, tolerance=tolerance, dtype=dtype)
+        own = Settings(settings, tolerance=tolerance, dtype=dtype, package=package)
+        PROGRAMS[train.__name__] = train, own
         return train
 
     return add

@@ -30,12 +30,14 @@ def crew() -> Iterator[Crew]:
 @each_program
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_replicas_of_one_process(name: str, num_replicas: int) -> None:
+    pytest.importorskip(PROGRAMS[name][1].package)
     check(name, on_replicas(name, num_replicas), num_replicas)
 
 
 @each_program
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_two_workers(crew: Crew, name: str, num_replicas: int) -> None:
+    pytest.importorskip(PROGRAMS[name][1].package)
     for outcome in on_workers(crew, name, num_replicas):
         check(name, outcome, 2 * num_replicas)
 
