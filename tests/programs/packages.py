@@ -74,24 +74,23 @@ def torchmetrics(strategy: Any) -> Learned:
 
 
 def train_language_model(strategy: Any, make: Any, loss_of: Any) -> Learned:
-    """Trains a tiny model of transformers, which has no dropout."""
+    """Trains a tiny model without dropout. Its loss is not compared: it is computed in float32."""
     with strategy.scope():
         model = make(importlib.import_module("transformers")).train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 
-    def step(inputs: Tensor, mask: Tensor) -> Tensor:
+    def step(inputs: Tensor, mask: Tensor) -> None:
         optimizer.zero_grad()
-        loss: Tensor = loss_of(model, inputs, mask)
-        loss.backward()
+        loss_of(model, inputs, mask).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        return loss.detach()
 
     inputs = words(6, 5, high=VOCABULARY)
     dataset = TensorDataset(inputs, torch.ones_like(inputs))
-    batches = strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4))
-    losses = [strategy.reduce("MEAN", strategy.run(step, args=batch)) for batch in batches]
-    return {**model.state_dict(), "losses": torch.stack(losses)}
+    for batch in strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4)):
+        strategy.run(step, args=batch)
+    learned: Learned = model.state_dict()
+    return learned
 
 
 def loss_with_labels(model: nn.Module, inputs: Tensor, mask: Tensor) -> Tensor:

@@ -144,7 +144,7 @@ def on_workers(crew: Crew, name: str, num_replicas: int) -> list[Outcome]:
     ports = free_ports(len(crew.members))
     for rank, member in enumerate(crew.members):
         member.begin(_on_worker, name, rank, ports, num_replicas)
-    return [member.hear(60) for member in crew.members]
+    return [member.hear(150) for member in crew.members]
 
 
 def _on_worker(_: Desk, name: str, rank: int, ports: list[int], num_replicas: int) -> Outcome:

@@ -13,6 +13,8 @@ from programs.running import PROGRAMS, Outcome, on_one_device, on_replicas, on_w
 
 # torch's own functions warn of each other.
 pytestmark = [
+    # Packages take their time to be imported, in each process.
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
 ]

@@ -8,6 +8,7 @@ worker the primary has every sample once, and to compute its value needs no comm
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -24,15 +25,19 @@ from unisono.reductions import Workers
 
 # Where metrics note how often they were updated.
 UPDATES = "_update_count"
-# What metrics note about themselves. It concerns the one that notes it, and no clone.
+# What metrics note about themselves, and methods that they keep bound to themselves. It concerns
+# the one that has it, and no clone.
 _NOTES = frozenset(
     (
         *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
-        *("_to_sync", "_update_count", "compute_on_cpu"),
+        *("_to_sync", "compute", "compute_on_cpu", "update", UPDATES),
     )
 )
-_WAS_RESET = "_unisono_was_reset"
+# Whether a clone was reset in this run, and whether it had been before it was last reset.
+_WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
 _METRIC = "_unisono_metric"
+# Where metrics of the last updates count these.
+_WINDOW = "_num_vals_seen"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -50,6 +55,19 @@ def is_clone(attributes: dict[str, Any]) -> bool:
     return _WAS_RESET in attributes
 
 
+def note_updates(clone: nn.Module, count: int) -> None:
+    """Notes what becomes of a clone whose number of updates is set to `count`.
+
+    `forward` resets a metric for a while, and sets the number back to what it was.
+    """
+    own = clone.__dict__
+    if count == 0:
+        own[_HAD_BEEN_RESET] = own[_WAS_RESET]
+        own[_WAS_RESET] = True
+    elif count != own[UPDATES] + 1:
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET]
+
+
 class Part(NamedTuple):
     """What one replica has counted in a run."""
 
@@ -65,14 +83,20 @@ class MirroredMetric(NamedTuple):
     Attributes:
         number: What it is called among workers.
         name: What it is called in errors.
-        attributes: Those of the primary.
+        primary: The metric itself, which the clones do not keep alive.
         clones: One for each replica of this worker.
     """
 
     number: int
     name: str
-    attributes: dict[str, Any]
+    primary: weakref.ref[nn.Module]
     clones: list[nn.Module]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the primary."""
+        attributes: dict[str, Any] = object.__getattribute__(self.primary(), "__dict__")
+        return attributes
 
     def prepare(self, places: Sequence[torch.device], workers: Workers) -> None:
         """Makes new clones count from nothing, and find each other where they are to be merged."""
@@ -86,11 +110,8 @@ class MirroredMetric(NamedTuple):
                 _device=place,
                 distributed_available_fn=_is_on_replica,
                 _sync_dist=functools.partial(_synchronize, self, workers),
-                reset=functools.partial(_reset, clone, cls.reset),
-                forward=functools.partial(_forward, clone, cls.forward),
-                # Those of the primary are bound to it.
-                update=cls._wrap_update(clone, functools.partial(cls.update, clone)),
-                compute=cls._wrap_compute(clone, functools.partial(cls.compute, clone)),
+                update=cls._wrap_update(clone, types.MethodType(cls.update, clone)),
+                compute=cls._wrap_compute(clone, types.MethodType(cls.compute, clone)),
             )
             self._start(clone)
 
@@ -99,13 +120,15 @@ class MirroredMetric(NamedTuple):
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
+            if _WINDOW in own:
+                own[_WINDOW] = self.attributes[_WINDOW]
             if own["_update_count"] or own[_WAS_RESET]:
                 self._start(clone)
 
     def _start(self, clone: nn.Module) -> None:
         own = clone.__dict__
         own.update(_update_count=0, _computed=None, _cache=None, _is_synced=False)
-        own[_WAS_RESET] = False
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET] = False
         for name, default in own["_defaults"].items():
             if not isinstance(default, Tensor):
                 own[name] = []
@@ -118,6 +141,8 @@ class MirroredMetric(NamedTuple):
     def part_of(self, clone: nn.Module) -> Part:
         """Returns what a replica has counted."""
         own = clone.__dict__
+        if own.get(_WINDOW) != self.attributes.get(_WINDOW):
+            self._refuse("keeps the last updates only")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 
@@ -162,8 +187,6 @@ class MirroredMetric(NamedTuple):
 
     def _check(self) -> None:
         """Refuses metrics whose states are no sum, list or the like of what each sample gives."""
-        if "_num_vals_seen" in self.attributes:
-            self._refuse("keeps the last updates only")
         for name, reduction in self.attributes["_reductions"].items():
             if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
                 self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
@@ -220,7 +243,8 @@ class Metrics:
                 if module not in self._numbers:
                     self._numbers[module] = self._num_found = self._num_found + 1
                 number = self._numbers[module]
-                metric = MirroredMetric(number, type(module).__name__, attributes, clones)
+                name = type(module).__name__
+                metric = MirroredMetric(number, name, weakref.ref(module), clones)
                 metric.prepare(self._places, self._workers)
                 clones[0].__dict__[_METRIC] = metric
                 self._clones.append(weakref.ref(clones[0]))
@@ -272,19 +296,6 @@ def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -
 
 def _is_on_replica() -> bool:
     return current_replica() is not None
-
-
-def _reset(clone: nn.Module, reset: Any) -> None:
-    clone.__dict__[_WAS_RESET] = True
-    reset(clone)
-
-
-def _forward(clone: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `forward`, which resets the states for a while: the program did not ask for that."""
-    was_reset = clone.__dict__[_WAS_RESET]
-    value = forward(clone, *args, **kwargs)
-    clone.__dict__[_WAS_RESET] = was_reset
-    return value
 
 
 def _how(reduction: Any) -> str:
