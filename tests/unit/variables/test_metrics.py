@@ -247,7 +247,7 @@ def test_what_cannot_be_merged_is_refused(mirrored: Make, make: Any, why: str) -
     found = strategy.run(lambda: torch.tensor([1.0, 2.0]))
     metric.reset()
     metric.update(*[strategy.gather(found, axis=0)] * len(arguments))
-    assert metric.update_count == 1
+    assert metric.compute().isfinite()
 
 
 def test_a_metric_made_elsewhere_is_refused(mirrored: Make) -> None:
