@@ -86,4 +86,4 @@ def waits_longer(store: Store, rank: int, size: int) -> dict[str, list[float]]:
 
 def test_a_longer_wait() -> None:
     for found in run_ranks(2, waits_longer):
-        assert found == dict.fromkeys(makers(), [2.0, 2.0, 2.0])
+        assert found == {name: [2.0, 2.0, 2.0] for name in makers()}

@@ -1,5 +1,6 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
+from unisono.variables.assignable import Component
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
@@ -13,6 +14,7 @@ from unisono.variables.variable import Variable
 from unisono.variables.worker_gradients import WorkerGradientReducer
 
 __all__ = [
+    "Component",
     "GradientReducer",
     "Leaves",
     "Mirrors",
