@@ -45,9 +45,11 @@ def _all_reduce(
     def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
         lengths = [len(own) for own in given]
         if len(set(lengths)) > 1:
+            counts = enumerate(lengths, extended.first_replica_id)
             raise ReplicaMismatchError(
-                f"The replicas reduce different numbers of tensors, {lengths} by replica. Call "
-                "`all_reduce` with the same structure on every replica."
+                "The replicas reduce different numbers of tensors: "
+                f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Call `all_reduce` "
+                "with the same structure on every replica."
             )
         by_tensor = zip(*given, strict=True)
         values = [
@@ -137,7 +139,8 @@ class _AllGather(torch.autograd.Function):
                 for own, counts in zip(given, counting, strict=True)
             ]
             here = torch.cat([own.detach().to(given[0].device) for own in given], dim=axis)
-            gathered = workers.gather(here)
+            with workers.communicator.within(options.timeout_seconds if options else None):
+                gathered = workers.gather(here)
             first = sum(other.shape[axis] for other in gathered[: workers.communicator.rank])
             sizes = [own.shape[axis] for own in given]
             starts = [first + sum(sizes[:i]) for i in range(len(sizes))]

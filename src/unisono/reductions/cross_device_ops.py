@@ -38,6 +38,9 @@ class CrossDeviceOps:
 
     # Whether the implementation itself reads and checks the values that it is given.
     reads_values: ClassVar[bool] = False
+    # Whether the gradients of a backward pass come in one batch, when all are there, and not pack
+    # by pack while it runs.
+    wants_all_gradients: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

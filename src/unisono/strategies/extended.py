@@ -31,27 +31,31 @@ from unisono.reductions import (
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
+from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
+    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
     undone,
+    watch_torch,
 )
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -84,6 +88,7 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
         tuning: Tuning | None = None,
     ) -> None:
+        super().__init__()
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -106,8 +111,10 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        if not self.mirrors.is_single:
+            watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -118,13 +125,13 @@ class StrategyExtended(VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
+        self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
@@ -183,7 +190,7 @@ class StrategyExtended(VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -207,7 +214,7 @@ class StrategyExtended(VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -219,19 +226,12 @@ class StrategyExtended(VariableMethods):
                 f"worker {communicator.rank} of {communicator.size}",
             ),
         )
+        watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
-
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self._gradients.close()
-        self._runner.close()
-        self.cross_device_ops.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -250,11 +250,22 @@ class StrategyExtended(VariableMethods):
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
-        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
-        with undone(self.mirrors, idle) if idle else nullcontext():
+        self.gradients.begin(weights)
+        self.current_weights = weights
+        if self.mirrors.is_single:
             results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            return self.counting.regrouped(results)
+        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
+        try:
+            with self.mirrors.in_use(), undone(self.mirrors, idle) if idle else nullcontext():
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.buffers.end(weights)
+        self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
     def experimental_run_steps_on_iterator(
@@ -298,12 +309,14 @@ class StrategyExtended(VariableMethods):
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
+        mode = context.notes["mode"] = ReplicaMode(
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            functools.partial(self.gradients.after_backward, context),
+            Outsiders(self.mirrors, context),
         )
+        return mode
 
     def merge_call(
         self,
@@ -313,14 +326,7 @@ class StrategyExtended(VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = self.counting.regrouped(given)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,

@@ -118,11 +118,6 @@ class MultiWorkerMirroredStrategy(Strategy):
         """Says which workers there are."""
         return self._worker.resolver
 
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker is the one that writes checkpoints and summaries."""
-        return self._worker.membership.is_chief
-
     def configure(
         self,
         session_config: object = None,
@@ -180,10 +175,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             if changed.timeout_seconds is None:
                 changed.timeout_seconds = self._worker.options.timeout_seconds
         return changed
-
-    def check_health(self) -> None:
-        """Raises a `CommunicationError` if another worker is lost; the others need not ask."""
-        self._worker.workers.communicator.check_health()
 
     @property
     def _worker(self) -> MultiWorkerExtended:

@@ -55,6 +55,21 @@ class Strategy(InputMethods):
         """The cluster this strategy runs in; None for a strategy of one worker."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries.
+
+        A strategy of one worker always is.
+        """
+        return self._extended.should_checkpoint
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not call it.
+
+        A strategy of one worker has no other to lose.
+        """
+        self._extended.workers.communicator.check_health()
+
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Makes this the current strategy; models and optimizers made within belong to it.
@@ -328,6 +343,7 @@ class Strategy(InputMethods):
         return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
+        self._extended.check_process()
         other = other_strategy(self)
         if other is not None:
             raise ContextError(

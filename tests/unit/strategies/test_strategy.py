@@ -258,3 +258,14 @@ def test_a_strategy_of_one_host_warns_when_several_workers_were_started(
 
     assert "4 workers were started" in caplog.text
     assert "MultiWorkerMirroredStrategy" in caplog.text
+
+
+@pytest.mark.parametrize("make", [uo.MirroredStrategy, uo.MultiWorkerMirroredStrategy])
+def test_one_worker_is_the_chief_and_healthy(make: Callable[..., uo.Strategy]) -> None:
+    strategy = make(devices=["cpu:0", "cpu:1"])
+
+    assert strategy.is_chief
+    strategy.check_health()
+    assert uo.get_strategy().is_chief
+    assert uo.OneDeviceStrategy("cpu:0").is_chief
+    strategy.close()
