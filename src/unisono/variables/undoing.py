@@ -11,30 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.variables.batch_norm import SynchronizedBatchNorm
-from unisono.variables.mirrors import Mirrors, raw
+from unisono.variables.attributes import raw
+from unisono.variables.mirrors import Mirrors
 
 
 @contextmanager
 def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
     """After the block, the modules of some replicas have the attributes and buffers of before it.
 
-    What all replicas share is left alone, and so is what synchronized batch normalisation keeps,
-    which is the same on all of them.
+    What all replicas share is left alone.
 
     Args:
         mirrors: The modules.
         replica_ids: The replicas, by their number on this worker.
     """
-    restores: list[Callable[[], None]] = []
-    for module, clone in mirrors.clones_of(replica_ids):
-        if not isinstance(clone, SynchronizedBatchNorm):
-            restores.append(_Keeper(raw(module)).kept(raw(clone)))
+    restores = [
+        _Keeper(raw(module)).kept(raw(clone)) for module, clone in mirrors.clones_of(replica_ids)
+    ]
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        _call(restores)
 
 
 class _Keeper:

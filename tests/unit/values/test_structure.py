@@ -210,5 +210,5 @@ class Registered:
 pytree.register_pytree_node(
     Registered,
     lambda one: ([one.content], one.label),
-    lambda items, label: Registered(*items, label),
+    lambda items, label: Registered(next(iter(items)), str(label)),
 )
