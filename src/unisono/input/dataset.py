@@ -133,7 +133,13 @@ class DealtDataset(Dealt):
         if latest is not None and any(source.has_one_pass for source in self._sources):
             latest.close()
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        dataset: Any
+        batch_size: int | None
+        sampler: Any
+        batch_sampler: Any
+        drop_last: bool
+    else:
 
         def __getattr__(self, name: str) -> Any:
             """What programs ask a `DataLoader` for: `dataset`, `batch_size`, `sampler` and so on.

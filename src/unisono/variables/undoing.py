@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.variables.mirrors import Mirrors, raw
+from unisono.variables.attributes import raw
+from unisono.variables.mirrors import Mirrors
 
 
 @contextmanager
@@ -32,8 +33,7 @@ def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        _call(restores)
 
 
 class _Keeper:
