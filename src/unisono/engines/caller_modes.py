@@ -40,7 +40,8 @@ class CallerModes:
     @classmethod
     def of_this_thread(cls) -> CallerModes | None:
         """Notes what this thread is under; None if that is nothing, which is quickly seen."""
-        functions = operators = ()
+        functions: tuple[TorchFunctionMode, ...] = ()
+        operators: tuple[TorchDispatchMode, ...] = ()
         if torch._C._len_torch_function_stack() > 0:
             # The default device is looked after by itself.
             entered = _get_current_function_mode_stack()
@@ -88,7 +89,7 @@ class _OneAtATime(TorchDispatchMode):
     """A mode of the caller, which sees the operators of all replicas one after another."""
 
     def __init__(self, mode: TorchDispatchMode, lock: threading.RLock) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._mode = mode
         self._lock = lock
 

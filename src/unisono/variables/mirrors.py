@@ -192,7 +192,9 @@ class Mirrors:
             self._give_attributes(module)
         self.buffers.track((module, raw(module)[MIRROR].replicas) for module in primaries)
         self.is_stale = False
-        self.generation += 1
+        if list(map(id, known.values())) != list(map(id, self._leaves.values())):
+            # Not for `model.eval()`, which one worker may call alone: packs are made together.
+            self.generation += 1
         self.stand_ins = [
             {key: one.leaves[i] for key, one in self._leaves.items()}
             for i in range(len(self._places))

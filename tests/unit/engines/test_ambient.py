@@ -146,7 +146,7 @@ def test_flops_of_all_replicas_are_counted(mirrored: Make, *, serial: bool) -> N
 def test_two_modes_see_the_operators_of_all_replicas(mirrored: Make) -> None:
     class Seen(TorchDispatchMode):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__()  # type: ignore[no-untyped-call]
             self.num_products = 0
 
         def __torch_dispatch__(
@@ -223,7 +223,7 @@ def test_an_operator_that_waits_for_others_does_not_stop_them(
             return func(*args, **(kwargs or {}))
 
     strategy = mirrored(2)
-    with Waits():
+    with Waits():  # type: ignore[no-untyped-call]
         values = strategy.run(lambda: torch.cos(torch.zeros(1))).values
 
     assert [value.item() for value in values] == [1, 1]
