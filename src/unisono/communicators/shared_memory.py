@@ -254,7 +254,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
-    ReduceOp.check(op)
+    ReduceOp.read(op)
     if not terms:
         raise UnsupportedError("`terms` must hold at least one tensor, got none.")
     check_replicas(op, terms, "The value")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from unisono.devices import Trail, lend
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
-from unisono.errors import UnequalCallsError
+from unisono.errors import ContextError, UnequalCallsError
 from unisono.tracing import span
 from unisono.values import tensors_of
 
@@ -56,6 +57,7 @@ class ReplicaMeeting:
         self._answers: dict[int, Any] = {}
         self._returned: set[int] = set()
         self.failure: BaseException | None = None
+        self._process = os.getpid()
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
         """Runs a replica from its beginning to its end; user code in it is to be `exposed`."""
@@ -82,6 +84,11 @@ class ReplicaMeeting:
         if self._num_replicas == 1:
             with span("merge", what):
                 return work([given])[0]
+        if self._process != os.getpid():
+            raise ContextError(
+                f"{what} was called in a process that was forked in the middle of a step. The "
+                "other replicas do not exist there. Leave the step before the fork."
+            )
         self._guards[replica_id].cover()
         self._note(self._given)
         with self._lock:

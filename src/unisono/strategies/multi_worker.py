@@ -88,7 +88,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         serial: bool = False,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             chosen,
             cross_device_ops,
             is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
-            reduce_gradients=ReduceOp.check(reduce_gradients),
+            reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
             synchronize_batch_norm=synchronize_batch_norm,
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))

@@ -24,7 +24,7 @@ from unisono.engines import (
 from unisono.errors import add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.values import regroup, select_replica
+from unisono.values import select_replica
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -35,6 +35,7 @@ class Runner:
 
     def __init__(self, devices: tuple[Device, ...], workers: Workers, *, is_serial: bool) -> None:
         self._devices = devices
+        self._workers = workers
         rank = workers.communicator.rank
         # Replicas are numbered over all workers.
         where = f" of worker {rank}" if workers.are_many else ""
@@ -54,8 +55,8 @@ class Runner:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         make_mode: Callable[[ReplicaContext, int], ReplicaMode],
-    ) -> Any:
-        """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
+    ) -> Sequence[Any]:
+        """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
@@ -66,10 +67,10 @@ class Runner:
         ]
         if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
-                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+                return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         seed = draw_seed()
         if num_replicas == 1:
-            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
+            return (self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -95,8 +96,7 @@ class Runner:
             return traced
 
         with self._lock:
-            results = self._threads.run([call(context) for context in contexts], meeting)
-        return regroup(results, self._devices)
+            return self._threads.run([call(context) for context in contexts], meeting)
 
     def _run_alone(
         self,
@@ -127,6 +127,11 @@ class Runner:
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
+
+    def restarted(self) -> Runner:
+        """In a forked child: returns a runner with threads of its own."""
+        self._threads.abandon()
+        return Runner(self._devices, self._workers, is_serial=self._is_serial)
 
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:

@@ -214,7 +214,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
         if self._policy.is_local:
-            self._apply(write, {replica.local_id: value})
+            if replica.counts:
+                self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
@@ -246,7 +247,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
-            given = PerReplica.placed(parts, variable.devices)
+            counts = variable._strategy.extended.counting.presence
+            given = PerReplica.placed(parts, variable.devices, counts)
             total = variable._strategy.extended.reduce_to(op, given, targets)
             totals = total.values if isinstance(total, DistributedValues) else (total,)
             if write.multiplies:
