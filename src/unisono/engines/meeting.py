@@ -213,9 +213,9 @@ class ReplicaMeeting:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
         names = {arrival.what for arrival in self._arrivals.values()}
         if self.failure is None and (len(names) > 1 or (names and self._returned)):
-            names, arrivals = self._names, sorted(self._arrivals.items())
-            waiting = [f"{names[i]} is in {arrival.what}" for i, arrival in arrivals]
-            returned = [f"{names[i]} has returned" for i in sorted(self._returned)]
+            called, arrivals = self._names, sorted(self._arrivals.items())
+            waiting = [f"{called[i]} is in {arrival.what}" for i, arrival in arrivals]
+            returned = [f"{called[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
                 f"{', '.join(waiting + returned)}."

@@ -271,6 +271,7 @@ class Mirrors:
         self.buffers.track(pairs)
         self.metrics.track(pairs)
         if list(known.values()) != list(self._leaves.values()):
+            # Not for `model.eval()`, which one worker may call alone: packs are made together.
             self.generation += 1
             self.is_checked = self.is_being_checked = False
         for i, stand_ins in enumerate(self.stand_ins):
