@@ -2,7 +2,7 @@
 
 On a replica a metric counts the samples of that replica, from the start of each run. At the end of
 the run the states of all replicas of all workers are merged into those of the primary. So on every
-worker the primary has every sample once, and to compute its value needs no communication.
+worker the primary has every sample once, and computing its value needs no communication.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.errors import (
+    ReplicaMismatchError,
+    UnequalCollectivesError,
+    UnsupportedError,
+    add_note,
+)
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
@@ -138,6 +143,16 @@ class MirroredMetric(NamedTuple):
             else:
                 own[name] = default.detach().to(own["_device"], copy=True)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a replica of this worker has updated or reset it in this run."""
+        return any(
+            clone.__dict__[UPDATES]
+            or clone.__dict__[_WAS_RESET]
+            or clone.__dict__.get(_WINDOW) != self.attributes.get(_WINDOW)
+            for clone in self.clones
+        )
+
     def part_of(self, clone: nn.Module) -> Part:
         """Returns what a replica has counted."""
         own = clone.__dict__
@@ -251,7 +266,8 @@ class Metrics:
 
     def _all(self) -> list[MirroredMetric]:
         clones = [clone() for clone in self._clones]
-        return [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+        metrics = [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+        return [metric for metric in metrics if metric.primary() is not None]
 
     def begin(self) -> None:
         """Before a run: lets all replicas count from nothing."""
@@ -261,15 +277,24 @@ class Metrics:
     def end(self, weights: Sequence[float]) -> None:
         """After a run that has not failed: adds what all replicas have counted to the primaries.
 
-        On many workers this is a collective, if there ever was a metric.
+        On many workers this is a collective if a metric was updated or reset, so all workers must
+        do so in the same runs.
 
         Args:
             weights: What each replica counts for; 0 if it had no samples.
         """
-        if not self._num_found:
-            return
         metrics = self._all()
-        everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        if not any(metric.is_changed for metric in metrics):
+            return
+        try:
+            everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        except UnequalCollectivesError as error:
+            add_note(
+                error,
+                "Raised when what the replicas have counted was brought together, at the end of "
+                "`run`. Every worker must make the same runs, and update metrics in the same ones.",
+            )
+            raise
         for metric in metrics:
             if metric.number in everybody:
                 metric.take(everybody[metric.number])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.variables.attributes import raw
+from unisono.variables.metrics import is_clone
 from unisono.variables.mirrors import Mirrors
 
 
@@ -19,8 +20,8 @@ from unisono.variables.mirrors import Mirrors
 def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
     """After the block, the modules of some replicas have the attributes of before it.
 
-    What all replicas share is left alone. So are buffers: those of a replica without samples do not
-    count where buffers are brought together.
+    What all replicas share is left alone. So are buffers and metrics: those of a replica without
+    samples do not count where they are brought together.
 
     Args:
         mirrors: The modules.
@@ -28,8 +29,9 @@ def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
     """
     restores: list[Callable[[], None]] = []
     for module, clone in mirrors.clones_of(replica_ids):
-        shared = {**raw(module), "_buffers": raw(clone)["_buffers"]}
-        restores.append(_Keeper(shared).kept(raw(clone)))
+        if not is_clone(raw(clone)):
+            shared = {**raw(module), "_buffers": raw(clone)["_buffers"]}
+            restores.append(_Keeper(shared).kept(raw(clone)))
     try:
         yield
     finally:

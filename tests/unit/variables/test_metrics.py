@@ -371,6 +371,21 @@ def test_all_workers_have_every_sample_once(num_replicas: int) -> None:
         assert (total, unused) == (3.0 * num_replicas + 0.5, 0.0)
 
 
+def test_runs_without_updates_need_no_other_worker() -> None:
+    def on_worker(strategy: uo.Strategy) -> float:
+        with strategy.scope():
+            total = tm.SumMetric()
+        (x,) = strategy.experimental_distribute_dataset([torch.tensor([1.0])])
+        # Only the first of four replicas has a sample, and only the first worker counts it.
+        strategy.run(total.update, args=(x,))
+        if strategy.extended.first_replica_id == 0:
+            strategy.run(lambda: None)
+        value: float = total.compute().item()
+        return value
+
+    assert on_strategies(2, on_worker, num_replicas=2) == [1.0, 1.0]
+
+
 def test_states_that_are_no_tensors_cannot_travel() -> None:
     def on_worker(strategy: uo.Strategy) -> str:
         with strategy.scope():
