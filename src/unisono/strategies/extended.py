@@ -250,7 +250,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
         self._current_weights = weights
         if self.mirrors.is_single:
             return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
-        with self.mirrors.in_use():
+        with self.mirrors.in_use(fn):
             return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
 
     def experimental_run_steps_on_iterator(

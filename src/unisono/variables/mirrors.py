@@ -9,7 +9,6 @@ leaf or the same module.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 import weakref
@@ -25,7 +24,7 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.attributes import Attributes, raw
+from unisono.variables.attributes import Attributes, Contents, raw
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
@@ -69,11 +68,8 @@ class Mirrors:
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
         self._attributes = Attributes(len(places), self._stand_in)
-        # The tables of all primaries as the clones were given them, and those that hold something.
-        self._tables: list[Any] = []
-        self._filled: list[Any] = []
-        self._lengths: list[int] = []
-        self._held: list[Any] = []
+        # The parameters, buffers and submodules of all primaries as the clones were given them.
+        self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
         self.fronts = Fronts()
         self._leaves: dict[int, Leaves] = {}
@@ -93,7 +89,9 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
-        # Whether backward passes, in a run before or in this one, were seen to reach own leaves.
+        # The steps whose backward passes were seen to reach own leaves, whether that of this run
+        # is one of them, and whether it becomes one.
+        self._checked: dict[int, object] = {}
         self.is_checked = self.is_being_checked = False
         # By identity, the running statistics that were written to in this run, and by whom.
         self.statistics: dict[int, tuple[int, Tensor]] = {}
@@ -117,8 +115,10 @@ class Mirrors:
     def _forget(self, identity: int) -> None:
         """A primary has ended: lets its parameters and submodules end, too."""
         self._mirrors.pop(identity, None)
-        self._tables, self._filled, self._held = [], [], []
-        self.is_stale = True
+        if not self._workers.are_many:
+            # Workers collect garbage at different times, but must rebuild in the same run.
+            self._tables.note([])
+            self.is_stale = True
 
     @property
     def has_one_memory(self) -> bool:
@@ -198,15 +198,19 @@ class Mirrors:
         self.num_runs += 1
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """During a run: replicas see their clones, and what they do once happens once."""
+    def in_use(self, step: object) -> Iterator[None]:
+        """During a run of `step`: replicas see their clones, and what they do once happens once."""
+        code = getattr(step, "__code__", step)
+        self.is_checked = self._checked.get(id(code)) is code
+        self.is_being_checked = False
         try:
             self.fronts.put_up()
             yield
         finally:
             self.fronts.take_down()
             self.statistics = {}
-        self.is_checked = self.is_being_checked
+        if self.is_being_checked:
+            self._checked[id(code)] = code
         for owner in self._buffer_owners:
             module = owner()
             if module is not None:
@@ -214,12 +218,7 @@ class Mirrors:
 
     def _is_as_given(self) -> bool:
         """Whether the clones still have what the primaries have, as far as C can tell."""
-        return (
-            not self.is_stale
-            and list(map(len, self._tables)) == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(self._filled), self._held))
-            and self._attributes.are_as_given()
-        )
+        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def primaries(self) -> list[nn.Module]:
         """Returns the modules, in the order of making."""
@@ -271,11 +270,15 @@ class Mirrors:
             mirror = self._mirrors[id(module)]
             mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
         self._attributes.end()
-        self._note_given(primaries)
+        views = (dict.values, dict.values, dict.keys)
+        names = ("_parameters", "_modules", "_buffers")
+        pairs = list(zip(names, views, strict=True))
+        self._tables.note([view(raw(m)[name]) for name, view in pairs for m in primaries])
+        self.is_stale = False
         self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
         if list(known.values()) != list(self._leaves.values()):
             self.generation += 1
-            self.is_checked = self.is_being_checked = False
+            self._checked = {}
         self.stand_ins = [
             {
                 identity: leaf
@@ -286,21 +289,9 @@ class Mirrors:
             for i in range(len(self._places))
         ]
         self.clones = [
-            {identity: mirror.replicas[i] for identity, mirror in self._mirrors.items()}
+            {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
             for i in range(len(self._places))
         ]
-
-    def _note_given(self, primaries: list[nn.Module]) -> None:
-        own = [raw(module) for module in primaries]
-        self._tables = [
-            *(one["_parameters"].values() for one in own),
-            *(one["_modules"].values() for one in own),
-            *(one["_buffers"] for one in own),
-        ]
-        self._lengths = list(map(len, self._tables))
-        self._filled = [table for table in self._tables if len(table)]
-        self._held = list(itertools.chain.from_iterable(self._filled))
-        self.is_stale = False
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))
@@ -382,6 +373,7 @@ class Mirrors:
                 continue
             buffer = buffers[name]
             with torch.no_grad():
+                buffer.resize_(parts[name][0].shape)
                 buffer.copy_(self._one_of(parts[name], is_mean=buffer.is_floating_point()))
             # The replicas go on from what was read, as a program that resumes from it does.
             del mirror.buffers[name]

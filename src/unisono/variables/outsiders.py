@@ -90,7 +90,7 @@ class Outsiders:
         """Refuses a backward pass that would reach a parameter that was made outside.
 
         It looks at every node of the graph. So it does this only where such a parameter was used,
-        and in the first run of every model: there it also looks into TorchScript and custom
+        and in the first run of every step: there it also looks into TorchScript and custom
         functions.
         """
         if self._mirrors.is_checked and not self._used:
