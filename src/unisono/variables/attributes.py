@@ -75,8 +75,8 @@ class _Copied:
         for copied, parts in zip(self.copies, own_parts, strict=True):
             if issubclass(self.kind, dict):
                 half = len(parts) // 2
-                self.kind.clear(copied)  # type: ignore[attr-defined]
-                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))  # type: ignore[attr-defined]
+                self.kind.clear(copied)
+                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
             elif self.kind is set:
                 set.clear(copied)
                 set.update(copied, parts)

@@ -18,7 +18,7 @@ class Front:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps `__init_subclass__` of the user's class, such as a registry, from being called."""
 
-    @property  # type: ignore[misc]
+    @property
     def __class__(self) -> Any:
         """The user's class: what is asked of an object by its users."""
         return plain_class(type(self))
@@ -49,7 +49,6 @@ def in_front(before: type, cls: type) -> type:
     metaclass = type(
         type(cls).__name__, (type(cls),), {"mro": lambda made: [made, *first, *cls.__mro__]}
     )
-
     namespace = {
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
@@ -80,11 +79,12 @@ class Fronts:
 
     def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
+        cls: Any = type(target)
         self._added.append((weakref.ref(target), before))
         if is_at_once and self._is_up:
             self._present = [*self._present, target]
-            self._plain = [*self._plain, type(target)]
-            self._during = [*self._during, in_front(before, type(target))]
+            self._plain = [*self._plain, cls]
+            self._during = [*self._during, in_front(before, cls)]
             _set_classes([target], self._during[-1:])
 
     def put_up(self) -> None:

@@ -44,7 +44,7 @@ def refuse_outsiders() -> None:
         note_maker(parameter)
         return parameter
 
-    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():

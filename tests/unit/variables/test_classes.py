@@ -1,10 +1,11 @@
-"""Between runs, what belongs to a strategy has its own class, and looks as if it belonged to none."""
+"""Between runs, models and optimizers of a strategy have their own class and attributes."""
 
 from __future__ import annotations
 
 import abc
 import copy
 import gc
+import importlib
 import io
 import pickle
 import subprocess
@@ -320,19 +321,16 @@ def test_fx_traces_a_model_as_a_plain_one(mirrored: Make) -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_quantization_aware_training(mirrored: Make) -> None:
-    from torch.ao import quantization
-
-    def prepared(model: nn.Module) -> nn.Module:
-        model.train()
-        config = quantization.get_default_qat_qconfig("fbgemm")
-        model.qconfig = config  # type: ignore[assignment]
-        return quantization.prepare_qat(model, inplace=True)
-
+    # Typed as anything, like what it makes of a model.
+    quantization: Any = importlib.import_module("torch.ao.quantization")
     strategy = mirrored()
     with strategy.scope():
-        model = nn.Sequential(quantization.QuantStub(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+        model: Any = nn.Sequential(
+            quantization.QuantStub(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)
+        )
     strategy.run(lambda: model(torch.ones(2, 4)))
-    prepared(model)
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    quantization.prepare_qat(model.train(), inplace=True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = model[1].weight.detach().clone()
 
@@ -398,13 +396,15 @@ def test_gradients_are_cleared_outside_on_all_replicas(mirrored: Make) -> None:
 
 def test_a_model_and_its_clones_end_when_nobody_has_it_any_more(mirrored: Make) -> None:
     strategy = mirrored()
-    with strategy.scope():
-        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
-        model.captured = model[0].forward  # type: ignore[assignment]
-    strategy.run(lambda: model(torch.ones(1, 2)))
-    watched = [weakref.ref(one) for one in model.modules()]
 
-    del model
+    def train() -> list[weakref.ref[nn.Module]]:
+        with strategy.scope():
+            model: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+            model.captured = model[0].forward
+        strategy.run(lambda: model(torch.ones(1, 2)))
+        return [weakref.ref(one) for one in model.modules()]
+
+    watched = train()
     gc.collect()
 
     assert [one() for one in watched] == [None] * 3

@@ -115,7 +115,7 @@ class Custom(nn.Module):
         self.weight = nn.Parameter(torch.ones(2, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = Scaled.apply(x.clone().requires_grad_(), self.weight)
+        output: Tensor = Scaled.apply(x.clone().requires_grad_(), self.weight)  # type: ignore[no-untyped-call]
         return output
 
 
