@@ -26,6 +26,16 @@ def raw(module: nn.Module) -> dict[str, Any]:
     return attributes
 
 
+def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Returns live views of the parameters, submodules and names of buffers of modules."""
+    own = [raw(module) for module in modules]
+    return [
+        *(one["_parameters"].values() for one in own),
+        *(one["_modules"].values() for one in own),
+        *(one["_buffers"].keys() for one in own),
+    ]
+
+
 class Contents:
     """What some containers held when it was noted."""
 

@@ -24,7 +24,7 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.attributes import Attributes, Contents, raw
+from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
@@ -184,7 +184,8 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if not self._is_as_given() or not all(map(_is_current, self._leaves.values())):
+        is_same = not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
+        if not is_same or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
@@ -201,8 +202,7 @@ class Mirrors:
     def in_use(self, step: object) -> Iterator[None]:
         """During a run of `step`: replicas see their clones, and what they do once happens once."""
         code = getattr(step, "__code__", step)
-        self.is_checked = self._checked.get(id(code)) is code
-        self.is_being_checked = False
+        self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
             self.fronts.put_up()
             yield
@@ -215,10 +215,6 @@ class Mirrors:
             module = owner()
             if module is not None:
                 self.read_buffers(module)
-
-    def _is_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
-        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def primaries(self) -> list[nn.Module]:
         """Returns the modules, in the order of making."""
@@ -270,21 +266,16 @@ class Mirrors:
             mirror = self._mirrors[id(module)]
             mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
         self._attributes.end()
-        views = (dict.values, dict.values, dict.keys)
-        names = ("_parameters", "_modules", "_buffers")
-        pairs = list(zip(names, views, strict=True))
-        self._tables.note([view(raw(m)[name]) for name, view in pairs for m in primaries])
+        self._tables.note(tables_of(primaries))
         self.is_stale = False
         self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
-        if list(known.values()) != list(self._leaves.values()):
-            self.generation += 1
-            self._checked = {}
+        if list(known.values()) != self.all_leaves:
+            self.generation, self._checked = self.generation + 1, {}
         self.stand_ins = [
             {
-                identity: leaf
-                for one in self._leaves.values()
-                for leaf in [one.leaves[i]]
-                for identity in (id(one.primary), id(leaf))
+                id(key): one.leaves[i]
+                for one in self.all_leaves
+                for key in (one.primary, one.leaves[i])
             }
             for i in range(len(self._places))
         ]
