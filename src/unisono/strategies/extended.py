@@ -257,7 +257,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
             return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
-            with self.mirrors.in_use(), undone(self.mirrors, idle) if idle else nullcontext():
+            with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
                 results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
             self.mirrors.watch.check()
             self.mirrors.groups.settle(len(self._devices))
