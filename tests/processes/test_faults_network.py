@@ -13,12 +13,11 @@ from datetime import timedelta
 import pytest
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.network import NetworkCommunicator
-from unisono.communicators.watch import Watch
 from unisono.options import ReduceOp
 
 pytestmark = pytest.mark.alone
@@ -175,12 +174,13 @@ def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(
         results = ranks.results(40, of=(0, 2))
 
     for (kind, message, at_fault, seconds), total in results.values():
-        assert kind == "WorkerLostError"
+        # A process that is stopped is alive, and only late.
+        is_dead = sign is signal.SIGKILL
+        assert kind == ("WorkerLostError" if is_dead else "WorkerTimeoutError")
         assert at_fault == (1,)
         assert "rank 1" in message
         assert "all_reduce number 2" in message
-        # A process that has ended is seen on its host; one that is stopped is only not heard.
-        assert seconds < (SECONDS_TO_NOTICE if sign is signal.SIGKILL else 8)
+        assert seconds < (SECONDS_TO_NOTICE if is_dead else 8 + SECONDS_TO_NOTICE)
         assert total == 11.0
 
 
@@ -214,20 +214,6 @@ def test_a_worker_that_never_came_is_named() -> None:
         assert (kind, at_fault) == ("WorkerTimeoutError", (1,))
         assert "for rank 1 of 3 to start" in message
         assert seconds < 4
-
-
-def test_a_worker_that_ended_before_its_first_sign_of_life_is_named() -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    watch = Watch(store, 0, 3, timeout_seconds=TIMEOUT)
-    another = Watch(store, 1, 3, timeout_seconds=TIMEOUT)
-    try:
-        kind, message, at_fault, _ = outcome(watch.check_health)
-    finally:
-        another.close()
-        watch.close()
-
-    assert (kind, at_fault) == ("WorkerLostError", (2,))
-    assert "rank 2: nothing that was heard of" in message
 
 
 def leave_early(store: Store, rank: int, size: int) -> Outcome | None:

@@ -9,10 +9,21 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unisono.communicators.gloo import break_connections
-from unisono.communicators.watch import BrokenConnectionError
 
 # Waits for so many seconds, and returns whether what was begun is done.
 Finished = Callable[[float], bool]
+
+
+class BrokenConnectionError(Exception):
+    """A connection that carries a collective has broken, for a reason that the watch is to find.
+
+    Attributes:
+        peer: The rank at the other end, if it is known.
+    """
+
+    def __init__(self, why: str, peer: int | None = None) -> None:
+        super().__init__(why)
+        self.peer = peer
 
 
 class Transport(Protocol):
@@ -47,6 +58,10 @@ class Transport(Protocol):
         """Begins to overwrite each tensor with that of the rank it stands under."""
         ...
 
+    def awaited(self) -> list[int]:
+        """Returns the ranks from which something is still to come, as far as that is known."""
+        ...
+
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, also those that other threads wait for.
 
@@ -72,6 +87,10 @@ class ProcessGroupTransport:
     def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
         """Begins to overwrite each tensor with that of the rank it stands under."""
         return _finished([self._group.broadcast(tensors[root], root) for root in tensors])
+
+    def awaited(self) -> list[int]:
+        """A process group does not tell."""
+        return []
 
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, at which others fail in any case."""
