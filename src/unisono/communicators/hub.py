@@ -12,7 +12,8 @@ so all of them raise the same error: the cause that came first. Ranks send
     does       the answer to `tell`
     goodbye    the communicator is closed
 
-with the number of the collective that they have begun and, in words, what they do. The hub sends
+with the number of the last collective that they have begun, and which one they are in, if they are
+in one. The hub sends
 
     tell       what are you doing?
     well       all ranks are well
@@ -83,7 +84,7 @@ class _Rank:
 
     host: str = ""
     sequence: int = 0
-    doing: str = "nothing that was heard of"
+    collective: str | None = None
     waits_in: int = 0
     is_closed: bool = False
     has_ended: bool = False
@@ -115,16 +116,18 @@ class Hub:
         self._lines.close()
 
     def _heard(self, rank: int, message: list[Any]) -> None:
-        kind, sequence, doing, *details = message
+        kind, sequence, collective, *details = message
         one = self._ranks[rank]
-        one.sequence, one.doing = sequence, doing
+        one.sequence, one.collective = sequence, collective
         if kind == "here":
             (one.host,) = details
         elif kind == "waits":
             one.waits_in = sequence
             self._look_for_leavers()
         elif kind == "late":
-            self._find(partial(self._late, rank, sequence, doing, *details))
+            self._find(
+                partial(self._late, rank, sequence, in_words(sequence, collective), *details)
+            )
         elif kind == "broke":
             self._find(partial(self._broken, sequence, *details))
         elif kind == "failed":
@@ -134,7 +137,9 @@ class Hub:
         elif kind == "goodbye":
             one.is_closed = True
             self._look_for_leavers()
-        self._no_answer_is_needed_of(rank)
+        # What was sent before it was asked for is no answer.
+        if kind in ("does", "goodbye"):
+            self._no_answer_is_needed_of(rank)
 
     def _ended(self, rank: int, error: OSError | None) -> None:
         one = self._ranks[rank]
@@ -198,8 +203,16 @@ class Hub:
     ) -> CommunicationError:
         if ended := [rank for rank, one in self._ranks.items() if one.is_gone]:
             return self._lost(ended)
-        late = [rank for rank, one in self._ranks.items() if one.sequence < sequence]
-        return timed_out(asker, seconds, doing, late or awaited, self._what_all_do())
+        late = self._latest(sequence) or awaited
+        return timed_out(asker, seconds, doing, late, self._what_all_do())
+
+    def _latest(self, sequence: int) -> list[int]:
+        """Returns the ranks that keep others waiting who are in collective number `sequence`."""
+        late = {rank: one for rank, one in self._ranks.items() if one.sequence < sequence}
+        # Ranks that wait in an earlier collective are kept from this one themselves.
+        idle = [r for r, one in late.items() if r in self._unanswered or one.collective is None]
+        first = min((one.sequence for one in late.values()), default=0)
+        return idle or [rank for rank, one in late.items() if one.sequence == first]
 
     def _broken(self, sequence: int, peer: int | None, why: str) -> CommunicationError:
         gone = {rank for rank, one in self._ranks.items() if one.is_gone}
@@ -239,7 +252,15 @@ class Hub:
 
     def _doing(self, rank: int) -> str:
         one = self._ranks[rank]
-        return one.doing + (" (does not answer now)" if rank in self._unanswered else "")
+        told = in_words(one.sequence, one.collective)
+        return told + (" (does not answer now)" if rank in self._unanswered else "")
+
+
+def in_words(sequence: int, collective: str | None) -> str:
+    """Returns what a rank does that has begun so many collectives."""
+    if collective is not None:
+        return f"in {collective}"
+    return f"between collectives, after number {sequence}"
 
 
 def timed_out(

@@ -65,19 +65,26 @@ def say_to_all(
 
 def _wait_for_all(store: Store, rank: int, size: int, timeout_seconds: float) -> None:
     keys = {other: f"says/{other}" for other in range(size)}
+    if not have_come(store, list(keys.values()), timeout_seconds):
+        missing = [other for other, key in keys.items() if not store.check([key])]
+        raise WorkerTimeoutError(
+            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
+            "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
+            missing,
+        )
+
+
+def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
+    """Waits until all keys are in the store, and returns whether they are."""
     deadline = time.monotonic() + timeout_seconds
     pause = 0.001
-    # In short looks, so that Ctrl-C is heard.
-    while not store.check(list(keys.values())):
+    # In short looks: `store.wait` does not hear Ctrl-C.
+    while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [other for other, key in keys.items() if not store.check([key])]
-            raise WorkerTimeoutError(
-                f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
-                "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
-                missing,
-            )
+            return False
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
+    return True
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 
 from unisono.communicators.headers import Header
 from unisono.communicators.hosts import host_identity
-from unisono.communicators.hub import Hub, error_of, is_unreachable, lost, timed_out
+from unisono.communicators.hub import Hub, error_of, in_words, is_unreachable, lost, timed_out
 from unisono.communicators.joining import join_star
 from unisono.communicators.lines import Lines
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
@@ -233,13 +233,15 @@ class Watch:
         )
 
     def _in_words(self) -> str:
+        return in_words(self.sequence, self._collective())
+
+    def _collective(self) -> str | None:
+        # Another thread may change it meanwhile.
         doing = self.doing
-        if doing is not None:
-            return f"in {doing}"
-        return f"between collectives, after number {self.sequence}"
+        return None if doing is None else str(doing)
 
     def _tell(self, kind: str, *details: Any) -> None:
-        self._lines.send(0, kind, self.sequence, self._in_words(), *details)
+        self._lines.send(0, kind, self.sequence, self._collective(), *details)
 
     # What the thread calls.
 
