@@ -104,6 +104,7 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        cross_device_ops = cross_device_ops.in_strategy()
         self.cross_device_ops = self._local_ops = cross_device_ops
         self._gradients = GradientReducer(
             self.mirrors,

@@ -14,10 +14,10 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, othe
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.options import ReduceOp
+from unisono.options import ReduceOp, VariableAggregation
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import older_name
+from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
 
 if TYPE_CHECKING:
@@ -100,7 +100,10 @@ class Strategy(InputMethods):
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+        self,
+        reduce_op: ReduceOp | VariableAggregation | str,
+        value: Any,
+        axis: int | Sequence[int] | Any = None,
     ) -> Any:
         """Reduces a value over the replicas, to one tensor.
 
@@ -108,12 +111,17 @@ class Strategy(InputMethods):
             reduce_op: How; a `ReduceOp` or its name.
             value: A `PerReplica` value, or a nested structure of them.
             axis: Also reduce over these dimensions of each component. A mean is then over all
-                elements of all replicas, which is right for uneven and empty batches.
+                elements of all replicas, which is right for uneven and empty batches. If
+                `reduce_op` is a `VariableAggregation`, this is the form of TensorFlow 1.12: the
+                devices to reduce to, None for those of the value, and the result is a `Mirrored`.
 
         Returns:
             The structure of `value` with tensors, on the first replica's device.
         """
         self._check_cross_replica("reduce()")
+        if isinstance(reduce_op, VariableAggregation):
+            warn_of_older_form()
+            return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
@@ -324,4 +332,7 @@ def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
         return (axis,)
     if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
         return tuple(axis)
-    raise UnsupportedError(f"`axis` must be an int, a sequence of ints or None, got {axis!r}.")
+    raise UnsupportedError(
+        f"`axis` must be an int, a sequence of ints or None, got {axis!r}. To reduce to devices, "
+        "write `strategy.extended.reduce_to(reduce_op, value, destinations)`."
+    )
