@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from unisono.devices import Device
@@ -23,6 +24,7 @@ from unisono.input.source import Source
 from unisono.input.sources import FunctionSource, as_source
 from unisono.input.splitting import Parts, empty_like, join
 from unisono.reductions import Workers
+from unisono.values import PerReplica, map_leaves, regroup
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
@@ -114,8 +116,22 @@ def values_from_function(
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
-    parts = join([value_fn(context) for context in value_contexts])
-    return parts.tree.build_distributed(parts.leaves, tuple(devices))
+    # Wrapped, leaves of several replicas are never the same object, which would stay as it is.
+    values = [map_leaves(_Leaf, value_fn(context)) for context in value_contexts]
+
+    def distributed(leaf: Any) -> Any:
+        own = leaf.values if isinstance(leaf, PerReplica) else (leaf,)
+        parts = join([one.value for one in own])
+        return parts.tree.build_distributed(parts.leaves, tuple(devices))
+
+    return map_leaves(distributed, regroup(values, tuple(devices)))
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """What one replica has in one place of a structure."""
+
+    value: Any
 
 
 def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputContext]:

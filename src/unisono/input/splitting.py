@@ -148,7 +148,7 @@ def _counts(components: Sequence[Any]) -> tuple[int, ...] | None:
     sizes: list[int] = []
     for component in components:
         if type(component) is Tensor and component.dim() > 0:
-            sizes.append(component.shape[0])
+            sizes.append(component.size(0))
             continue
         tree, leaves = take_apart(component)
         rows = {len(leaf) for leaf in leaves if has_rows(leaf)}

@@ -14,6 +14,7 @@ from unisono.contexts import (
     ReplicaContext,
     entered,
     is_inside_run,
+    running_replica,
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
@@ -236,9 +237,10 @@ class StrategyExtended(VariableMethods):
     ) -> Any:
         """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
         self.strategy._check_cross_replica("call_for_each_replica()")
-        if is_inside_run():
-            raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
         kwargs = kwargs or {}
+        running = running_replica()
+        if running is not None:
+            return self._runner.run_again(running, fn, args, kwargs)
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
             self._num_runs += 1

@@ -14,7 +14,9 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, othe
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
+from unisono.kernels import check_axes
 from unisono.options import ReduceOp, VariableAggregation
+from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
@@ -69,7 +71,7 @@ class Strategy(InputMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` on every replica at the same time.
 
@@ -81,14 +83,14 @@ class Strategy(InputMethods):
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
             kwargs: Its keyword arguments, likewise.
-            options: Taken for the sake of `tf.distribute`, and left alone.
+            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
             same object on all of them, and everything where there is one replica, comes as it is.
 
         Raises:
-            UnsupportedError: If `args` is no list or tuple.
+            UnsupportedError: If `args` is no list or tuple, or `options` no `RunOptions`.
             ContextError: If it is called on a replica, or under another strategy.
         """
         if not isinstance(args, (list, tuple)):
@@ -96,6 +98,8 @@ class Strategy(InputMethods):
                 f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
                 "a single argument."
             )
+        if options is not None and not isinstance(options, RunOptions):
+            raise UnsupportedError(f"`options` must be `unisono.RunOptions`, got {options!r}.")
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
@@ -137,14 +141,21 @@ class Strategy(InputMethods):
 
         Returns:
             One tensor, on the first replica's device.
+
+        Raises:
+            ReplicaMismatchError: If the components differ in dtype, or in shape but for `axis`.
+            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
-        workers = self._extended.workers
-        if not isinstance(value, DistributedValues):
-            return torch.cat(workers.gather(as_tensor(value)), axis) if workers.are_many else value
-        tensors = [as_tensor(component).detach().to_dense() for component in value.values]
-        here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
-        return torch.cat(workers.gather(here), dim=axis)
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
+        if isinstance(value, DistributedValues):
+            tensors = [as_tensor(component) for component in value.values]
+        elif self._extended.workers.are_many:
+            tensors = [as_tensor(value)]
+        else:
+            return value
+        return self._extended.workers.concatenate(tensors, axis)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
@@ -289,6 +300,8 @@ class Strategy(InputMethods):
         num_local = len(self._extended.worker_devices)
         parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
+        for tensor in tensors:
+            check_axes(tensor, axes)
         if op is ReduceOp.SUM:
             return self._sum([tensor.sum(dim=axes) for tensor in tensors])
         if op is not ReduceOp.MEAN:

@@ -23,7 +23,7 @@ from unisono.errors import ContextError, DeviceError, UnsupportedError
 
 PAIR = ["cpu:0", "cpu:1"]
 # Of these releases, but for the names that only TPUs and writers of strategies had a use for.
-EXPORTED = """
+EXPORTED = """\
     AllReduceCrossDeviceOps AllReduceCrossTowerOps CollectiveAllReduceStrategy CrossDeviceOps
     CrossTowerOps DistributeConfig DistributionStrategy DistributionStrategyExtended
     MirroredStrategy Monitor MultiWorkerAllReduce OneDeviceStrategy ParameterServerStrategy
@@ -33,7 +33,7 @@ EXPORTED = """
     get_loss_reduction get_replica_context get_strategy get_tower_context
     has_distribution_strategy has_strategy in_cross_replica_context require_replica_context
     require_tower_context run_standard_tensorflow_server
-""".split()
+"""
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*is an older.*:DeprecationWarning")
 
@@ -45,7 +45,7 @@ def pair() -> Iterator[MirroredStrategy]:
     strategy.close()
 
 
-@pytest.mark.parametrize("name", EXPORTED)
+@pytest.mark.parametrize("name", EXPORTED.split())
 def test_a_name_is_there_and_listed(name: str) -> None:
     assert callable(getattr(uo.contrib, name))
     assert name in dir(uo.contrib)
@@ -169,7 +169,7 @@ def test_the_values_of_devices_are_found_by_their_names(pair: MirroredStrategy) 
     assert pair.run(value.get).values == (1, 2)
     with pytest.raises(DeviceError, match="none on cpu:2"):
         value.get("cpu:2")
-    with pytest.raises(UnsupportedError, match="mapping from devices to values, .* got list"):
+    with pytest.raises(UnsupportedError, match=r"mapping from devices to values, .* got list"):
         PerDevice([1.0])  # type: ignore[arg-type]
 
 
