@@ -20,8 +20,9 @@ class ClusterSpec:
 
     Args:
         cluster: Addresses by job name, `{"worker": ["host0:2222", "host1:2222"]}`, or another spec.
-            The addresses of a job may also be given by task number, `{"worker": {1: "host1:2222"}}`,
-            and then some tasks may be missing. Training needs all of them.
+            The addresses of a job may also be given by task number, as in
+            `{"worker": {1: "host1:2222"}}`, and then some tasks may be missing. Training needs
+            all of them.
     """
 
     def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks]) -> None:

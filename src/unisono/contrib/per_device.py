@@ -23,7 +23,8 @@ class PerDevice(PerReplica):
         if not isinstance(index, Mapping):
             raise UnsupportedError(
                 "A `PerDevice` is made of a mapping from devices to values, such as "
-                f"{{'cpu:0': a, 'cpu:1': b}}, got {type(index).__name__}. `PerReplica` takes a list."
+                f"{{'cpu:0': a, 'cpu:1': b}}, got {type(index).__name__}. Use `PerReplica` for a "
+                "list of values."
             )
         super().__init__(index.values(), tuple(index))
 

@@ -102,7 +102,7 @@ class TPUStrategy(Strategy):
 
 
 class MultiWorkerAllReduce(CrossDeviceOps):
-    """No process drives the devices of other workers: making one is an error that says what to use."""
+    """No process drives the devices of others: making one is an error that says what to use."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(

@@ -31,7 +31,7 @@ from unisono.reductions import (
     destinations_of,
     predicted_cost,
 )
-from unisono.strategies.runner import Runner
+from unisono.strategies.runner import Runner, unpack
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
@@ -235,8 +235,14 @@ class StrategyExtended(VariableMethods):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
+        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`.
+
+        If `args` is one distributed value, each replica unpacks its own component, as TensorFlow
+        does: a tensor, along its first dimension.
+        """
         self.strategy._check_cross_replica("call_for_each_replica()")
+        if not isinstance(args, (list, tuple)):
+            fn, args = functools.partial(unpack, fn), (args,)
         kwargs = kwargs or {}
         running = running_replica()
         if running is not None:

@@ -147,3 +147,8 @@ class Runner:
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
+    """Calls `fn` with the items of `own`."""
+    return fn(*own, **kwargs)

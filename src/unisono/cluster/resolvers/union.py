@@ -77,12 +77,13 @@ class UnionClusterResolver(ClusterResolver):
 
 
 def _merged(job: str, specs: list[ClusterSpec]) -> Tasks:
-    of_job = [spec.as_dict()[job] for spec in specs if job in spec.jobs]
-    if all(isinstance(tasks, list) for tasks in of_job):
-        return [address for tasks in of_job for address in tasks]
+    of_job = [spec for spec in specs if job in spec.jobs]
+    if all(spec.is_dense(job) for spec in of_job):
+        return [address for spec in of_job for address in spec.job_tasks(job)]
     merged: dict[int, str | None] = {}
-    for tasks in of_job:
-        numbered = tasks if isinstance(tasks, dict) else dict(enumerate(tasks))
+    for spec in of_job:
+        tasks = spec.job_tasks(job)
+        numbered = {index: tasks[index] for index in spec.task_indices(job)}
         twice = merged.keys() & numbered.keys()
         if twice:
             raise ClusterError(

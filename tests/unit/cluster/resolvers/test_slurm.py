@@ -159,7 +159,7 @@ def test_the_tasks_of_a_host_share_its_gpus(
 
 
 def test_more_gpus_than_a_host_has_are_refused() -> None:
-    with pytest.raises(ClusterError, match="2 tasks of a host with 3 GPUs each .* its 4"):
+    with pytest.raises(ClusterError, match=r"2 tasks of a host with 3 GPUs each .* its 4"):
         SlurmClusterResolver(gpus_per_node=4, gpus_per_task=3, environ=ENVIRON)
 
 
