@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
+from unisono.input import counts_of
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import (
     AcrossWorkers,
@@ -32,7 +32,7 @@ from unisono.reductions import (
     predicted_cost,
 )
 from unisono.strategies.runner import Runner, unpack
-from unisono.strategies.steps import MultiStepContext
+from unisono.strategies.steps import StepMethods
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
 from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(VariableMethods, StepMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -259,45 +259,6 @@ class StrategyExtended(VariableMethods):
         self._gradients.begin(weights)
         self._current_weights = weights
         return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
-
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: DistributedIterator,
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> MultiStepContext:
-        """Calls `fn(context, inputs)` with one element of the input after another.
-
-        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
-        caller to `context`.
-
-        Args:
-            fn: One step.
-            iterator: Where the elements come from.
-            iterations: How many steps there are.
-            initial_loop_values: What `last_step_outputs` are if there is no step.
-
-        Returns:
-            The context, with what the last step gave.
-
-        Raises:
-            UnsupportedError: If `iterations` is negative.
-        """
-        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        if iterations < 0:
-            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
-        steps = MultiStepContext(initial_loop_values)
-        with entered(CrossReplicaContext(self.strategy)):
-            for _ in range(iterations):
-                fn(steps, iterator.get_next())
-        return steps
-
-    def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: object = None
-    ) -> ArrayDataset:
-        """See `Strategy.experimental_make_numpy_dataset`."""
-        return numpy_dataset(numpy_input)
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
