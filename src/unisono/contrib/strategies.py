@@ -81,7 +81,15 @@ def _one_of(**arguments: Any) -> Any:
 
 
 class ParameterServerStrategy(Strategy):
-    """There is no training with parameter servers: making one is an error that says what to use."""
+    """There is no training with parameter servers: making one is an error that says what to use.
+
+    Args:
+        *args: Not used.
+        **kwargs: Not used.
+
+    Raises:
+        UnsupportedError: Always.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(
@@ -92,7 +100,15 @@ class ParameterServerStrategy(Strategy):
 
 
 class TPUStrategy(Strategy):
-    """There is no training on TPUs: making one is an error that says what to use."""
+    """There is no training on TPUs: making one is an error that says what to use.
+
+    Args:
+        *args: Not used.
+        **kwargs: Not used.
+
+    Raises:
+        UnsupportedError: Always.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(
@@ -102,7 +118,15 @@ class TPUStrategy(Strategy):
 
 
 class MultiWorkerAllReduce(CrossDeviceOps):
-    """No process drives the devices of others: making one is an error that says what to use."""
+    """No process drives the devices of others: making one is an error that says what to use.
+
+    Args:
+        *args: Not used.
+        **kwargs: Not used.
+
+    Raises:
+        UnsupportedError: Always.
+    """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         _refuse(
