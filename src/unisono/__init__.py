@@ -43,7 +43,7 @@ from unisono.strategies import (
     StrategyExtended,
 )
 from unisono.values import DistributedValues, Mirrored, PerReplica
-from unisono.variables import Variable, VariableSynchronization
+from unisono.variables import Variable, VariableSynchronization, once
 
 __version__ = "0.1.0"
 
@@ -84,6 +84,7 @@ __all__ = [
     "has_strategy",
     "hooks",
     "in_cross_replica_context",
+    "once",
     "testing",
     "tracing",
 ]

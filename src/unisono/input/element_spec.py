@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from unisono.errors import UnsupportedError
+from unisono.input.context import InputOptions
+from unisono.input.layout import lay_out
 from unisono.input.loaders import LoaderSource
 from unisono.input.random_state import random_state, set_random_state
 from unisono.input.source import Source
 from unisono.input.sources import IterableSource
-from unisono.input.structure import take_apart
-from unisono.values import as_tensor
+from unisono.values import Tree
 
 
 class TensorSpec(NamedTuple):
@@ -30,28 +30,39 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-def specs_of(source: Source, batch_size: int | None) -> tuple[Any, list[Any]]:
+def specs_of(
+    source: Source, options: InputOptions, batch_size: int | None
+) -> tuple[Tree, list[Any]]:
     """Returns the structure of a batch and a spec for each of its leaves, in order.
 
     One sample is read for it, with the random generators set back afterwards.
 
     Args:
         source: What gives the batches.
+        options: How they are split.
         batch_size: The size of what a replica gets, if that is always the same.
     """
+    if callable(options.split):
+        raise UnsupportedError(
+            "Batches are split by a function of the program, so `element_spec` cannot know what "
+            "it makes. Take the first element, and read the shapes and dtypes of its tensors."
+        )
     before = random_state(())
     try:
-        tree, leaves = take_apart(_example(source))
+        layout = lay_out(_example(source), options.batch_dim)
     finally:
         set_random_state(before, ())
-    return tree, [_spec(leaf, batch_size) for leaf in leaves]
+    leaves = zip(layout.leaves, layout.dims, strict=True)
+    return layout.tree, [_spec(leaf, dim, batch_size) for leaf, dim in leaves]
 
 
-def _spec(leaf: Any, batch_size: int | None) -> Any:
-    if not isinstance(leaf, (Tensor, np.ndarray)):
+def _spec(leaf: Any, batch_dim: int | None, batch_size: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
         return type(leaf)
-    tensor = as_tensor(leaf)
-    return TensorSpec((batch_size, *tensor.shape[1:])[: tensor.dim()], tensor.dtype)
+    shape: list[int | None] = list(leaf.shape)
+    if batch_dim is not None:
+        shape[batch_dim] = batch_size
+    return TensorSpec(tuple(shape), leaf.dtype)
 
 
 def _example(source: Source) -> Any:

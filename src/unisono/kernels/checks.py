@@ -22,10 +22,13 @@ _REAL = frozenset(
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value") -> None:
-    """Raises unless `tensors`, one a replica, can be combined with `op`.
+def check_replicas(
+    op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value", first_id: int = 0
+) -> None:
+    """Raises unless `tensors`, one per replica, can be combined with `op`.
 
-    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted.
+    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted. The
+    error numbers the replicas from `first_id` on.
     """
     first = tensors[0]
     try:
@@ -38,9 +41,9 @@ def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The val
                     "reduced. Call `.to_dense()` or `.to_sparse()` first."
                 )
             if tensor.dtype != first.dtype:
-                raise _mismatch(what, "dtype", tensors, lambda t: t.dtype)
+                raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id)
             if tensor.shape != first.shape:
-                raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape))
+                raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape), first_id)
     except RuntimeError as error:
         # Of all tensors, nested ones alone have no shape.
         raise UnsupportedError(_nested(what, "reduced")) from error
@@ -76,16 +79,20 @@ def _check_axis(axis: int, num_dims: int) -> None:
         )
 
 
-def check_gather(tensors: Sequence[Tensor], axis: int, holder: str = "replica") -> None:
+def check_gather(
+    tensors: Sequence[Tensor], axis: int, first_id: int = 0, holder: str = "replica"
+) -> None:
     """Raises unless `tensors`, one per `holder`, can be put end to end along `axis`."""
     what, action = "The value", "gathered"
     for tensor in tensors:
         _check_layout(tensor, action, (torch.strided,))
     first = tensors[0]
     if any(tensor.dtype != first.dtype for tensor in tensors):
-        raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, action, holder)
+        raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id, action, holder)
     if any(tensor.dim() != first.dim() for tensor in tensors):
-        raise _mismatch(what, "number of dimensions", tensors, lambda t: t.dim(), action, holder)
+        raise _mismatch(
+            what, "number of dimensions", tensors, lambda t: t.dim(), first_id, action, holder
+        )
     if first.dim() == 0:
         raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
     _check_axis(axis, first.dim())
@@ -95,7 +102,7 @@ def check_gather(tensors: Sequence[Tensor], axis: int, holder: str = "replica") 
 
     if any(others(tensor) != others(first) for tensor in tensors):
         trait = f"shape but for dimension {axis}"
-        raise _mismatch(what, trait, tensors, others, action, holder)
+        raise _mismatch(what, trait, tensors, others, first_id, action, holder)
 
 
 def _nested(what: str, action: str) -> str:
@@ -123,12 +130,13 @@ def _mismatch(
     trait: str,
     tensors: Sequence[Tensor],
     read: Callable[[Tensor], Hashable],
+    first_id: int,
     action: str = "reduced",
     holder: str = "replica",
 ) -> ReplicaMismatchError:
     traits = [read(tensor) for tensor in tensors]
     usual, _ = Counter(traits).most_common(1)[0]
-    odd = ", ".join(f"{holder} {i} has {t}" for i, t in enumerate(traits) if t != usual)
+    odd = ", ".join(f"{holder} {i} has {t}" for i, t in enumerate(traits, first_id) if t != usual)
     return ReplicaMismatchError(
         f"{what} must have one {trait} on all {len(tensors)} {holder}s: {odd}, the others have "
         f"{usual}. Nothing was {action}."

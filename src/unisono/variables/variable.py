@@ -25,7 +25,7 @@ from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
 from unisono.variables.arguments import check_shape, refuse_arguments
-from unisono.variables.changed_by_rows import ChangedByRows
+from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
 from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
@@ -60,7 +60,7 @@ class _MadeOnce(type):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclass=_MadeOnce):
+class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_MadeOnce):
     """A tensor with a component on every replica of the strategy that it is made under.
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
@@ -158,8 +158,8 @@ class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclas
         super().select(replica_id)
         return self
 
-    def value(self) -> Tensor:
-        """Returns what the running code sees: no copy of a component, a new tensor if reduced."""
+    def seen(self) -> Tensor:
+        """Returns the component that the running code sees itself, or a new tensor if reduced."""
         replica = self._replica()
         component: Tensor = self._values[replica.local_id if replica else 0]
         if replica is not None or not self._policy.is_on_read:
@@ -172,37 +172,27 @@ class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclas
         reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
         return reduced
 
+    def value(self) -> Tensor:
+        """Returns what the running code sees, as it is now: a later write does not change it.
+
+        Gradients flow through it to the component.
+        """
+        return apart_from(self._values, self.seen())
+
     read_value = value
 
-    def assign(self, value: Any, *, read_value: bool = True) -> Any:
-        """Sets the variable.
-
-        On a replica the values of all replicas are combined first, as the aggregation says, and
-        all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
-        code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
-
-        Args:
-            value: A tensor, or what can be read as one, of the variable's shape.
-            read_value: Whether something is returned.
-
-        Returns:
-            The component on a replica; elsewhere the components, or what an `ON_READ` variable
-            reads as; None without `read_value`.
-        """
-        return self._write(Write.ASSIGN, value, is_read=read_value)
-
-    def assign_add(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Adds `delta` to the variable; see `assign`."""
-        return self._write(Write.ASSIGN_ADD, delta, is_read=read_value)
-
-    def assign_sub(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Subtracts `delta` from the variable; see `assign`."""
-        return self._write(Write.ASSIGN_SUB, delta, is_read=read_value)
+    def apart(self, result: Any) -> Any:
+        """Copies what a torch function returns if it is a view of a component."""
+        if isinstance(result, Tensor):
+            return apart_from(self._values, result)
+        if type(result) in (list, tuple):
+            return type(result)(map(self.apart, result))
+        return result
 
     def state(self) -> Tensor:
         """Returns a copy of the one value that a checkpoint keeps."""
         self._check_place("state()", is_for_all=True)
-        return self.value().detach().clone()
+        return self.value().detach()
 
     def load(self, value: Any) -> None:
         """Sets the variable to `value`, which `state` returned; a sum is spread without loss."""
@@ -251,7 +241,8 @@ class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclas
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
         if self._policy.is_local:
-            self._apply(write, {replica.local_id: value})
+            if replica.counts:
+                self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
@@ -283,7 +274,8 @@ class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclas
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
-            given = PerReplica.placed(parts, variable.devices)
+            counts = variable._strategy.extended.counting.presence
+            given = PerReplica.placed(parts, variable.devices, counts)
             total = variable._strategy.extended.reduce_to(op, given, targets)
             totals = total.values if isinstance(total, DistributedValues) else (total,)
             if write.multiplies:
@@ -319,7 +311,7 @@ class Variable(HasPolicy, ChangedByRows, TensorLike, DistributedValues, metaclas
     def _given(self, value: Any) -> Any:
         """Returns what the running code means by `value`: its own component, or one for all."""
         if isinstance(value, Variable):
-            return value.value()
+            return value.seen()
         if not isinstance(value, DistributedValues):
             return value
         replica = current_replica()
