@@ -93,6 +93,10 @@ def names(thing: Any) -> list[str]:
     return [name for name in inspect.signature(thing).parameters if name != "self"]
 
 
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
 def older(name: str) -> Any:
     with pytest.warns(DeprecationWarning, match="is an older name"):
         return getattr(contrib, name)
@@ -192,8 +196,8 @@ def _() -> None:
     for destinations in (value, variable):
         assert is_mirrored(ops.reduce(SUM, value, destinations), 3, 3)
     assert variable.item() == 0
-    for destinations in (torch.ones(1), "/cpu:1"):
-        assert ops.reduce(SUM, value, destinations).item() == 3
+    for one_device in (torch.ones(1), "/cpu:1"):
+        assert ops.reduce(SUM, value, one_device).item() == 3
     with pytest.raises(DestinationError):
         ops.reduce(SUM, value, ["cpu:0"])
 
@@ -328,8 +332,8 @@ def _() -> None:
 def num_records(ops: uo.CrossDeviceOps) -> int:
     """How often the log speaks of two reductions with NCCL, of which there is none here."""
     records: list[Any] = []
-    handler = logging.Handler(logging.INFO)
-    handler.emit = records.append  # type: ignore[method-assign]
+    handler: Any = logging.Handler(logging.INFO)
+    handler.emit = records.append
     logger = logging.getLogger("unisono")
     before = logger.level
     logger.addHandler(handler)
@@ -422,7 +426,9 @@ def tower_ops() -> Any:
 
 
 class PublicTowers(contrib.CrossTowerOps):
-    def reduce(self, aggregation: Any, per_device_value: Any, destinations: Any) -> Any:
+    def reduce(  # type: ignore[override]
+        self, aggregation: Any, per_device_value: Any, destinations: Any
+    ) -> Any:
         return self.broadcast(sum(per_device_value.values), destinations)
 
 
@@ -626,7 +632,7 @@ def _() -> None:
 @row(COLLECTIVE, "`tf.distribute.get_replica_context()`")
 @row("What is different", "`replica_id_in_sync_group` is a tensor")
 def _() -> None:
-    found = pair().run(lambda: uo.get_replica_context().replica_id_in_sync_group)
+    found = pair().run(own_id)
     assert found.values == (0, 1)
     assert type(found.values[0]) is int
 
@@ -687,13 +693,14 @@ def _() -> None:
         "aggregation",
         "shape",
     ]
-    for name, value in (
+    refused: tuple[tuple[str, Any], ...] = (
         ("validate_shape", False),
         ("caching_device", "cpu:0"),
         ("variable_def", 1),
         ("import_scope", "a"),
         ("constraint", abs),
-    ):
+    )
+    for name, value in refused:
         with pytest.raises(UnsupportedError, match=name):
             uo.Variable(1.0, **{name: value})
 
@@ -836,13 +843,15 @@ def _() -> None:
         strategy = pair(reduce_gradients=op)
         with strategy.scope():
             variable = uo.Variable(0.0)
-            optimizer = torch.optim.SGD([variable], lr=1.0)
-        step = contrib.StandardSingleLossStep(
-            lambda: [torch.ones(1), 2 * torch.ones(1)],
-            lambda _, x, v=variable: (v * x).sum(),
-            optimizer,
-            strategy,
-        )
+            optimizer = sgd([variable])
+
+        def loss_fn(_: Any, x: Any, trained: Any = variable) -> Any:
+            return (trained * x).sum()
+
+        def batches() -> Any:
+            return [torch.ones(1), 2 * torch.ones(1)]
+
+        step = contrib.StandardSingleLossStep(batches, loss_fn, optimizer, strategy)
         assert isinstance(step, contrib.StandardInputStep)
         assert isinstance(step, contrib.Step)
         contrib.Monitor(step).run_steps()
@@ -851,7 +860,9 @@ def _() -> None:
 
 @row(OTHER, "`DistributeConfig`")
 def _() -> None:
-    assert contrib.DistributeConfig(1, eval_distribute=2) == (1, 2, None)
+    strategy = pair()
+    config = contrib.DistributeConfig(strategy, eval_distribute=strategy)
+    assert tuple(config) == (strategy, strategy, None)
 
 
 @row(OTHER, "`strategy.reduce(aggregation, value, destinations)`")
@@ -971,7 +982,9 @@ def _() -> None:
 
 @row(GENERAL, "`tf.IndexedSlices`")
 def _() -> None:
-    parts = [torch.sparse_coo_tensor([[1]], [float(i)], (3,)) for i in (2, 3)]
+    parts = [
+        torch.sparse_coo_tensor(torch.tensor([[1]]), torch.tensor([float(i)]), (3,)) for i in (2, 3)
+    ]
     total = pair().reduce("SUM", uo.PerReplica(parts))
     assert total._values().tolist() == [2, 3]
     assert not total.is_coalesced()
@@ -1021,7 +1034,7 @@ def _() -> None:
     strategy = pair()
     with strategy.scope():
         variable = uo.Variable(1.0)
-        optimizer = torch.optim.SGD([variable], lr=1.0)
+        optimizer = sgd([variable])
 
     def step() -> None:
         (variable * (1.0 + own_id())).backward()
@@ -1097,14 +1110,14 @@ def _() -> None:
 @row(BUGS, "values of two dtypes")
 def _() -> None:
     pairs = [(pr(1, 2), pr(0, 0)), (pr(1.5, 2.0), pr(0, 0))]
-    found = uo.HierarchicalCopyAllReduce(num_packs=1).batch_reduce(SUM, pairs)
+    found: Any = uo.HierarchicalCopyAllReduce(num_packs=1).batch_reduce(SUM, pairs)
     assert [one.values[0].dtype for one in found] == [torch.int64, torch.float32]
 
 
 @row(BUGS, "devices in another order")
 def _() -> None:
     other = uo.PerReplica([0, 0], ["cpu:1", "cpu:0"])
-    found = uo.HierarchicalCopyAllReduce().batch_reduce(SUM, [(pr(1, 2), other)])[0]
+    found: Any = uo.HierarchicalCopyAllReduce().batch_reduce(SUM, [(pr(1, 2), other)])[0]
     assert found.devices == other.devices
 
 
@@ -1145,7 +1158,8 @@ def _() -> None:
     torch.manual_seed(0)
     value = uo.PerReplica([torch.randn(1000) for _ in range(5)])
     kinds = (uo.ReductionToOneDevice(), *(uo.HierarchicalCopyAllReduce(n) for n in (0, 1, 3)))
-    found = [ops.batch_reduce(SUM, [(value, value)])[0].values[0] for ops in kinds]
+    results: list[Any] = [ops.batch_reduce(SUM, [(value, value)])[0] for ops in kinds]
+    found = [result.values[0] for result in results]
     assert all(torch.equal(found[0], other) for other in found)
 
 
@@ -1290,7 +1304,8 @@ def _() -> None:
 
     with strategy.scope():
         variable = uo.Variable(1.0)
-        optimizer = Counted([variable], lr=1.0)
+        parameters: Any = [variable]
+        optimizer = Counted(parameters, lr=1.0)
 
     def step() -> None:
         (variable * 1.0).backward()
@@ -1333,7 +1348,7 @@ def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
 @row(DIFFERENT, "`dataset.with_options`")
 @row(DIFFERENT, "FILE shares the files")
 def _() -> None:
-    files = ConcatDataset([TensorDataset(torch.arange(2) + 10 * i) for i in range(2)])
+    files: Any = ConcatDataset([TensorDataset(torch.arange(2) + 10 * i) for i in range(2)])
     policy = uo.AutoShardPolicy.FILE
     found = read(1, lambda: loader(files, batch_size=2), auto_shard_policy=policy)
     assert found == [[[[0]], [[1]]], [[[10]], [[11]]]]
@@ -1352,7 +1367,13 @@ def _() -> None:
 @row(DIFFERENT, "with DATA each worker shuffles")
 def _() -> None:
     dataset = TensorDataset(torch.arange(8))
-    found = read(1, lambda: loader(dataset, batch_size=4, shuffle=True))
+    seeds = iter(range(10))
+
+    def shuffled() -> Any:
+        generator = torch.Generator().manual_seed(next(seeds))
+        return loader(dataset, batch_size=4, shuffle=True, generator=generator)
+
+    found = read(1, shuffled)
     samples = [x for worker in found for step in worker for part in step for x in part]
     assert sorted(samples) == list(range(8))
 

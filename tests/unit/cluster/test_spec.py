@@ -44,7 +44,8 @@ def test_a_spec_does_not_change_with_what_it_was_made_of() -> None:
     spec = ClusterSpec(cluster)
 
     cluster["worker"].append("b:1")
-    spec.as_dict()["worker"].append("c:1")
+    copied: Any = spec.as_dict()["worker"]
+    copied.append("c:1")
 
     assert spec.job_tasks("worker") == ["a:1"]
 

@@ -95,13 +95,17 @@ class PublicMethods(CrossTowerOps):
         super().__init__()
         self.calls: list[Any] = []
 
-    def reduce(self, aggregation: Any, per_device_value: Any, destinations: Any) -> uo.Mirrored:
+    def reduce(  # type: ignore[override]
+        self, aggregation: Any, per_device_value: Any, destinations: Any
+    ) -> uo.Mirrored:
         assert isinstance(aggregation, uo.VariableAggregation)
         assert isinstance(per_device_value, PerDevice)
         self.calls.append("reduce")
         return self.broadcast(100 + sum(per_device_value.values), destinations)
 
-    def batch_reduce(self, aggregation: Any, value_destination_pairs: Any) -> list[uo.Mirrored]:
+    def batch_reduce(  # type: ignore[override]
+        self, aggregation: Any, value_destination_pairs: Any
+    ) -> list[uo.Mirrored]:
         self.calls.append("batch_reduce")
         return [self.reduce(aggregation, value, to) for value, to in value_destination_pairs]
 
@@ -185,10 +189,14 @@ def test_a_batch_of_towers_is_reduced_value_by_value() -> None:
 
 
 class WrongResults(CrossTowerOps):
-    def reduce(self, aggregation: Any, per_device_value: Any, destinations: Any) -> Any:
+    def reduce(  # type: ignore[override]
+        self, aggregation: Any, per_device_value: Any, destinations: Any
+    ) -> Any:
         return None
 
-    def batch_reduce(self, aggregation: Any, value_destination_pairs: Any) -> Any:
+    def batch_reduce(  # type: ignore[override]
+        self, aggregation: Any, value_destination_pairs: Any
+    ) -> Any:
         return []
 
 
