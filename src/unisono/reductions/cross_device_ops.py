@@ -114,9 +114,9 @@ class CrossDeviceOps:
         ]
         options = options or DEFAULT_OPTIONS
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
-            return self._batch_reduce(op, pairs, options)
+            return self._checked_batch(op, pairs, options)
 
-    def _batch_reduce(
+    def _checked_batch(
         self, op: ReduceOp, pairs: list[Pair], options: CommunicationOptions
     ) -> list[Result]:
         if self.reads_values:
@@ -157,6 +157,14 @@ class CrossDeviceOps:
         A strategy that is closed closes its operations; they can be used again. Here nothing is
         kept.
         """
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """Returns the operations that a strategy calls when it is given these: itself.
+
+        Operations whose methods have the arguments or results of an older version return an
+        adapter.
+        """
+        return self
 
     def reduce_implementation(
         self,
@@ -247,6 +255,13 @@ def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
     if len(tensors) == 1:
         return tensors[0]
     return Mirrored.placed(tensors, destinations.devices)
+
+
+def always_mirrored(result: Result, destinations: Destinations) -> Mirrored:
+    """Returns a result as a `Mirrored`, also where there is one destination."""
+    if isinstance(result, Mirrored):
+        return result
+    return Mirrored.placed((result,), destinations.devices)
 
 
 def _distributed(value: Any) -> DistributedValues:
