@@ -50,7 +50,7 @@ class ContribOps(CrossDeviceOps):
 
     def reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -67,7 +67,7 @@ class ContribOps(CrossDeviceOps):
 
     def batch_reduce(  # type: ignore[override]
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:

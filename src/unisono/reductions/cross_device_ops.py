@@ -54,7 +54,7 @@ class CrossDeviceOps:
 
     def reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -62,7 +62,7 @@ class CrossDeviceOps:
         """Combines the components of a value and puts the result on the destinations.
 
         Args:
-            reduce_op: How to combine them.
+            reduce_op: How to combine them; a `ReduceOp` or its name.
             per_replica_value: A distributed value; or a tensor, or anything that can be read as
                 one, which counts as the value of a single replica.
             destinations: Where the result goes: a device name, a tensor or variable (its devices;
@@ -89,7 +89,7 @@ class CrossDeviceOps:
 
     def batch_reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:

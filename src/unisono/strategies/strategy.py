@@ -130,7 +130,7 @@ class Strategy(InputMethods):
         What `run` returned for an uneven batch knows how many samples each replica had. A mean of
         it is weighted by them: the mean of losses that are means over the samples of a replica is
         the mean over all samples. A replica without samples is left out of every reduction. Other
-        values count alike.
+        values count alike, also bare Python numbers that the only replica of a worker returned.
 
         Args:
             reduce_op: How; a `ReduceOp` or its name.
