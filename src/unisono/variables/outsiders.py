@@ -23,7 +23,6 @@ from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
-from unisono.variables.metrics import is_clone
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of
 
@@ -45,7 +44,7 @@ def refuse_outsiders() -> None:
         note_maker(parameter)
         return parameter
 
-    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():
@@ -64,7 +63,7 @@ def note_maker(made: Tensor | nn.Module) -> None:
 def check_metric(metric: nn.Module) -> None:
     """Refuses an update, on a replica, of a metric that all replicas would write at once."""
     context = current_replica()
-    if context is None or context.num_replicas_in_sync == 1 or is_clone(raw(metric)):
+    if context is None or context.num_replicas_in_sync == 1:
         return
     if _makers.get(metric) != context.local_id:
         raise ContextError(
@@ -104,7 +103,7 @@ class Outsiders:
         """Refuses a backward pass that would reach a parameter that was made outside.
 
         It looks at every node of the graph. So it does this only where such a parameter was used,
-        and in the first run of every model: there it also looks into TorchScript and custom
+        and in the first run of every step: there it also looks into TorchScript and custom
         functions.
         """
         if self._mirrors.is_checked and not self._used:
