@@ -191,7 +191,17 @@ class Buffers:
             and all(module() is not None for module in self._modules)
         )
 
+    def _forget_ended(self) -> None:
+        """Leaves out modules that are no more."""
+        left = [i for i, module in enumerate(self._modules) if module() is not None]
+        if len(left) < len(self._modules):
+            self._modules = [self._modules[i] for i in left]
+            self._primaries = [self._primaries[i] for i in left]
+            self._attributes = [[own[i] for i in left] for own in self._attributes]
+            self._clones = [[own[i] for i in left] for own in self._clones]
+
     def _lay_out(self) -> None:
+        self._forget_ended()
         self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         self._names = list(chain.from_iterable(self._primaries))
         self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
