@@ -196,6 +196,10 @@ class Own(tm.Metric):  # type: ignore[misc]
     """States of all kinds, with defaults that are not zero."""
 
     full_state_update = False
+    total: Tensor
+    average: Tensor
+    product: Tensor
+    rows: list[Tensor]
 
     def __init__(self) -> None:
         super().__init__()
