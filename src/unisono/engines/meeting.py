@@ -66,9 +66,7 @@ class ReplicaMeeting:
             if self.failure is not None:
                 raise ReplicaStopped
             result = body()
-            with self._lock:
-                self._returned.add(replica_id)
-                self._check_calls()
+            self._leave(replica_id)
         except BaseException as error:
             # Before the turn passes on: nobody is to begin after a failure.
             self._guards[replica_id].cover_surely()
@@ -183,6 +181,11 @@ class ReplicaMeeting:
                 return share
             call()
 
+    def _leave(self, replica_id: int) -> None:
+        with self._lock:
+            self._returned.add(replica_id)
+            self._check_calls()
+
     def _note(self, trail: Trail) -> None:
         for gpu in self._gpus:
             trail.note(gpu)
@@ -193,6 +196,7 @@ class ReplicaMeeting:
         def make() -> None:
             try:
                 answer = self.exposed(replica_id, lambda: call(inner))
+                inner._leave(replica_id)
             except BaseException as error:
                 inner.fail(error)
                 self.fail(inner.failure or error)

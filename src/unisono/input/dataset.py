@@ -17,6 +17,7 @@ from unisono.input.context import (
     InputReplicationMode,
 )
 from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
+from unisono.input.element_spec import specs_of
 from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
@@ -28,6 +29,7 @@ from unisono.input.source import Source
 from unisono.input.sources import as_source
 from unisono.input.splitting import Splitter
 from unisono.reductions import Workers
+from unisono.values import PerReplica
 
 
 class DealtDataset(Dealt):
@@ -81,6 +83,28 @@ class DealtDataset(Dealt):
     def is_wrapped(self) -> bool:
         """See `Dealt.is_wrapped`."""
         return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of an element, with a `TensorSpec` in the place of each tensor.
+
+        As in an element, they are in `PerReplica` values unless there is only one replica. The
+        size of the batch is None unless incomplete batches are dropped, so that it never differs.
+
+        Raises:
+            UnsupportedError: If the input gives its batches once, or is split by a function.
+        """
+        tree, specs = specs_of(self._sources[0], self._options, self.static_batch_size)
+        if not self.is_wrapped:
+            return tree.build(specs)
+        devices = self._placement.devices
+        return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
+
+    @property
+    def static_batch_size(self) -> int | None:
+        """The number of samples that each replica gets in every step, if that is always so."""
+        source = self._sources[0]
+        return source.batch_size if source.drops_rest else None
 
     @property
     def batches_per_step(self) -> int:
@@ -236,6 +260,12 @@ class DistributedDataset(DealtDataset):
         and uses as many a step as it has replicas. So a step is of one global batch in all.
         """
         return self._num_workers if self._is_fixed else 1
+
+    @property
+    def static_batch_size(self) -> int | None:
+        """See `DealtDataset.static_batch_size`."""
+        size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
+        return None if size is None or size % num_replicas else size // num_replicas
 
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""

@@ -28,6 +28,36 @@ def raw(module: nn.Module) -> dict[str, Any]:
     return attributes
 
 
+def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Returns live views of the parameters, submodules and names of buffers of modules."""
+    own = [raw(module) for module in modules]
+    return [
+        *(one["_parameters"].values() for one in own),
+        *(one["_modules"].values() for one in own),
+        *(one["_buffers"].keys() for one in own),
+    ]
+
+
+class Contents:
+    """What some containers held when it was noted."""
+
+    def __init__(self) -> None:
+        self.note([])
+
+    def note(self, views: Sequence[Any]) -> None:
+        """Notes what lists, sets, dicts and the live views of dicts hold now."""
+        self._views = views
+        self._lengths = list(map(len, views))
+        self._filled = [view for view in views if len(view)]
+        self._held = list(itertools.chain.from_iterable(self._filled))
+
+    def are_same(self) -> bool:
+        """Whether they still hold the same objects. C compares them, as there may be thousands."""
+        return list(map(len, self._views)) == self._lengths and all(
+            map(operator.is_, itertools.chain.from_iterable(self._filled), self._held)
+        )
+
+
 class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
@@ -43,8 +73,12 @@ class _Copied:
 
     def parts(self) -> list[Any]:
         """Returns what the container holds now; of a dict its keys, then its values."""
+        return list(itertools.chain.from_iterable(self.views()))
+
+    def views(self) -> list[Any]:
+        """Returns live views of all that the container holds."""
         held = self.original
-        return [*held, *held.values()] if issubclass(self.kind, dict) else list(held)
+        return [held, held.values()] if issubclass(self.kind, dict) else [held]
 
     def is_as_it_was(self) -> bool:
         return _are_same(self.parts(), self.content)
@@ -53,8 +87,8 @@ class _Copied:
         for copied, parts in zip(self.copies, own_parts, strict=True):
             if issubclass(self.kind, dict):
                 half = len(parts) // 2
-                self.kind.clear(copied)  # type: ignore[attr-defined]
-                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))  # type: ignore[attr-defined]
+                self.kind.clear(copied)
+                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
             elif self.kind is set:
                 set.clear(copied)
                 set.update(copied, parts)
@@ -83,16 +117,11 @@ class Attributes:
         self._known: dict[int, _Copied] = {}
         self._changed: set[int] = set()
         self._visited: set[int] = set()
-        # All containers as the replicas were given them, laid out so that C can compare them.
-        self._views: list[Any] = []
-        self._lengths: list[int] = []
-        self._held: list[Any] = []
+        self._given = Contents()
 
     def are_as_given(self) -> bool:
         """Whether all containers still hold what the replicas were given."""
-        return list(map(len, self._views)) == self._lengths and all(
-            map(operator.is_, itertools.chain.from_iterable(self._views), self._held)
-        )
+        return self._given.are_same()
 
     def begin(self) -> None:
         """Before attributes are given to the replicas."""
@@ -104,17 +133,7 @@ class Attributes:
     def end(self) -> None:
         """After all attributes have been given: forgets containers that no module has any more."""
         self._known = {identity: self._known[identity] for identity in self._visited}
-        self._views = [
-            view
-            for one in self._known.values()
-            for view in (
-                [one.original, one.original.values()]
-                if issubclass(one.kind, dict)
-                else [one.original]
-            )
-        ]
-        self._lengths = list(map(len, self._views))
-        self._held = [part for one in self._known.values() for part in one.content]
+        self._given.note([view for one in self._known.values() for view in one.views()])
 
     def give(
         self, module: nn.Module, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]

@@ -127,10 +127,10 @@ def _wrap_zero_grad(cls: Any) -> None:
     @functools.wraps(zero_grad)
     def wrapped(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         zero_grad(self, set_to_none)
-        if current_replica() is None and len(_all_mirrors):
-            is_module = isinstance(self, nn.Module)
-            parameters = list(self.parameters() if is_module else parameters_of(self))
-            for mirrors in list(_all_mirrors):
+        if current_replica() is None:
+            of_module = isinstance(self, nn.Module)
+            for mirrors in [one for one in _all_mirrors if one.all_leaves]:
+                parameters = self.parameters() if of_module else parameters_of(self)
                 mirrors.clear_gradients(parameters, set_to_none=set_to_none)
 
     cls.zero_grad = wrapped

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _PLAIN_CLASS = "_unisono_plain_class"
+_set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 
 
 class Front:
@@ -17,6 +17,16 @@ class Front:
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Keeps `__init_subclass__` of the user's class, such as a registry, from being called."""
+
+    @property
+    def __class__(self) -> Any:
+        """The user's class: what is asked of an object by its users."""
+        return plain_class(type(self))
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        before = type(self).__mro__[1]
+        _set_class(self, in_front(before, plain_class(cls)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns what the user's class returns, without a trace of the class before it."""
@@ -35,8 +45,9 @@ def in_front(before: type, cls: type) -> type:
     Its only base is `cls`, so that objects can change between the two, whatever the layout of the
     bases of `cls` is. Neither the metaclass of `cls` nor `__init_subclass__` hears of it.
     """
+    first = before.__mro__[:-1]
     metaclass = type(
-        type(cls).__name__, (type(cls),), {"mro": lambda made: [made, before, *cls.__mro__]}
+        type(cls).__name__, (type(cls),), {"mro": lambda made: [made, *first, *cls.__mro__]}
     )
     namespace = {
         "__module__": cls.__module__,
@@ -68,11 +79,12 @@ class Fronts:
 
     def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
+        cls: Any = type(target)
         self._added.append((weakref.ref(target), before))
         if is_at_once and self._is_up:
             self._present = [*self._present, target]
-            self._plain = [*self._plain, type(target)]
-            self._during = [*self._during, in_front(before, type(target))]
+            self._plain = [*self._plain, cls]
+            self._during = [*self._during, in_front(before, cls)]
             _set_classes([target], self._during[-1:])
 
     def put_up(self) -> None:
@@ -94,15 +106,11 @@ class Fronts:
         present, plain = self._present, self._plain
         if list(map(type, present)) != self._during[: len(present)]:
             # In the run, an object was given another class, such as that of a parametrization.
-            plain = [
-                own if type(one) is during else type(one)
-                for one, own, during in zip(present, plain, self._during, strict=False)
-            ]
+            plain = [plain_class(type(one)) for one in present]
         _set_classes(present, plain)
         self._present = []
 
 
 def _set_classes(targets: Sequence[Any], classes: Sequence[type]) -> None:
     # One loop in C: it is fast, and Ctrl-C cannot end it halfway.
-    given = map(object.__setattr__, targets, itertools.repeat("__class__"), classes)
-    collections.deque(given, maxlen=0)
+    collections.deque(map(_set_class, targets, classes), maxlen=0)

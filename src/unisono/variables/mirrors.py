@@ -9,7 +9,6 @@ leaf or the same module.
 
 from __future__ import annotations
 
-import itertools
 import operator
 import types
 import weakref
@@ -23,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
-from unisono.variables.attributes import Attributes, raw
+from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, plain_class
@@ -57,11 +56,8 @@ class Mirrors:
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
         self._attributes = Attributes(len(places), self._stand_in)
-        # The tables of all primaries as the clones were given them, and those that hold something.
-        self._tables: list[Any] = []
-        self._filled: list[Any] = []
-        self._lengths: list[int] = []
-        self._held: list[Any] = []
+        # The parameters, buffers and submodules of all primaries as the clones were given them.
+        self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
         self.fronts = Fronts()
         self._leaves: dict[int, Leaves] = {}
@@ -82,7 +78,9 @@ class Mirrors:
         self.generation = 0
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
-        # Whether backward passes, in a run before or in this one, were seen to reach own leaves.
+        # The steps whose backward passes were seen to reach own leaves, whether that of this run
+        # is one of them, and whether it becomes one.
+        self._checked: dict[int, object] = {}
         self.is_checked = self.is_being_checked = False
         # By identity, the running statistics that were written to in this run, and by whom.
         self.statistics: dict[int, tuple[int, Tensor]] = {}
@@ -107,8 +105,10 @@ class Mirrors:
     def _forget(self, identity: int) -> None:
         """A primary has ended: lets its parameters and submodules end, too."""
         self._mirrors.pop(identity, None)
-        self._tables, self._filled, self._held = [], [], []
-        self.is_stale = True
+        if not self._workers.are_many:
+            # Workers collect garbage at different times, but must rebuild in the same run.
+            self._tables.note([])
+            self.is_stale = True
 
     @property
     def has_one_memory(self) -> bool:
@@ -179,7 +179,8 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if not self._is_as_given() or not all(map(_is_current, self._leaves.values())):
+        is_same = not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
+        if not is_same or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
@@ -191,24 +192,18 @@ class Mirrors:
         self.watch.stamp()
 
     @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """During a run: replicas see their clones, and what they do once happens once."""
+    def in_use(self, step: object) -> Iterator[None]:
+        """During a run of `step`: replicas see their clones, and what they do once happens once."""
+        code = getattr(step, "__code__", step)
+        self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
             self.fronts.put_up()
             yield
         finally:
             self.fronts.take_down()
             self.statistics = {}
-        self.is_checked = self.is_being_checked
-
-    def _is_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
-        return (
-            not self.is_stale
-            and list(map(len, self._tables)) == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(self._filled), self._held))
-            and self._attributes.are_as_given()
-        )
+        if self.is_being_checked:
+            self._checked[id(code)] = code
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
@@ -266,35 +261,23 @@ class Mirrors:
             mirror = self._mirrors[id(module)]
             mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
         self._attributes.end()
-        self._note_given(primaries)
+        self._tables.note(tables_of(primaries))
+        self.is_stale = False
         pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        if list(known.values()) != list(self._leaves.values()):
+        if list(known.values()) != self.all_leaves:
             # Not for `model.eval()`, which one worker may call alone: packs are made together.
-            self.generation += 1
-            self.is_checked = self.is_being_checked = False
+            self.generation, self._checked = self.generation + 1, {}
         for i, stand_ins in enumerate(self.stand_ins):
             # Replicas that run have it already.
             stand_ins.clear()
             for one in self._leaves.values():
                 stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
         self.clones = [
-            {identity: mirror.replicas[i] for identity, mirror in self._mirrors.items()}
+            {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
             for i in range(len(self._places))
         ]
-
-    def _note_given(self, primaries: list[nn.Module]) -> None:
-        own = [raw(module) for module in primaries]
-        self._tables = [
-            *(one["_parameters"].values() for one in own),
-            *(one["_modules"].values() for one in own),
-            *(one["_buffers"] for one in own),
-        ]
-        self._lengths = list(map(len, self._tables))
-        self._filled = [table for table in self._tables if len(table)]
-        self._held = list(itertools.chain.from_iterable(self._filled))
-        self.is_stale = False
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))

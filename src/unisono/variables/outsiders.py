@@ -44,7 +44,7 @@ def refuse_outsiders() -> None:
         note_maker(parameter)
         return parameter
 
-    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[assignment]
+    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():
@@ -103,7 +103,7 @@ class Outsiders:
         """Refuses a backward pass that would reach a parameter that was made outside.
 
         It looks at every node of the graph. So it does this only where such a parameter was used,
-        and in the first run of every model: there it also looks into TorchScript and custom
+        and in the first run of every step: there it also looks into TorchScript and custom
         functions.
         """
         if self._mirrors.is_checked and not self._used:

@@ -7,6 +7,7 @@ from typing import Any
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
 from unisono.variables.front import Front
+from unisono.variables.mirror import mirror_of
 
 
 class Redirect(Front):
@@ -42,7 +43,7 @@ def _clone(module: Any) -> Any:
     if context is None:
         return None
     clone = context.strategy.extended.mirrors.clones[context.local_id].get(id(module))
-    if clone is None:
+    if clone is None and mirror_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
             "whose replicas would share its parameters. Make it in the scope of the one that runs."

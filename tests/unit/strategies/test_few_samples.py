@@ -143,6 +143,31 @@ def test_gradients_flow_through_collectives_of_the_replicas_that_count(
         torch.testing.assert_close(component.grad, on_one_device())
 
 
+@pytest.mark.parametrize("num_samples", [1, 2, 6])
+def test_gradients_flow_through_a_mean_over_the_replicas_that_count(
+    mirrored: Make, num_samples: int
+) -> None:
+    one = torch.full((), 2.0, dtype=torch.float64, requires_grad=True)
+    scaled = numbers(num_samples) * one
+    (scaled * scaled.mean() ** 2).mean().backward()
+
+    strategy = mirrored(3)
+    with strategy.scope():
+        weight = uo.Variable(torch.full((), 2.0, dtype=torch.float64))
+    (x,) = distributed(strategy, numbers(num_samples))
+
+    def step(x: Tensor) -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        scaled = x * weight
+        (scaled * context.all_reduce("MEAN", scaled.mean()) ** 2).mean().backward()
+
+    strategy.run(step, args=(x,))
+
+    for component in weight.values:
+        torch.testing.assert_close(component.grad, one.grad)
+
+
 class Upscale(nn.Module):
     """`PixelShuffle` refuses an empty batch."""
 
