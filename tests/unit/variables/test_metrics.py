@@ -199,7 +199,7 @@ class Own(tm.Metric):  # type: ignore[misc]
     total: Tensor
     average: Tensor
     product: Tensor
-    rows: list[Tensor]
+    rows: list[Any]
 
     def __init__(self) -> None:
         super().__init__()
