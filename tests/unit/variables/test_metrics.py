@@ -235,7 +235,7 @@ def test_states_of_all_kinds(mirrored: Make) -> None:
     ("make", "why"),
     [
         (tm.PearsonCorrCoef, "'mean_x' with `dist_reduce_fx=None`"),
-        (lambda: tm.RunningMean(window=2), "keeps the last updates only"),
+        (lambda: tm.RunningMean(window=2), "keeps '_num_vals_seen' between updates"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(mirrored: Make, make: Any, why: str) -> None:
@@ -252,6 +252,16 @@ def test_what_cannot_be_merged_is_refused(mirrored: Make, make: Any, why: str) -
     metric.reset()
     metric.update(*[strategy.gather(found, axis=0)] * len(arguments))
     assert metric.compute().isfinite()
+
+
+def test_values_that_a_wrapper_keeps_of_batches_are_refused(mirrored: Make) -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        metric = tm.MinMaxMetric(tm.Accuracy(task="binary"))
+
+    # On one device `forward` keeps the largest and smallest values of whole batches.
+    with pytest.raises(UnsupportedError, match="keeps 'm.._val' between updates"):
+        strategy.run(metric, args=samples(4))
 
 
 def test_a_metric_made_elsewhere_is_refused(mirrored: Make) -> None:
@@ -339,7 +349,7 @@ def test_metrics_are_not_kept_alive_and_do_not_rebuild_models(mirrored: Make) ->
         strategy.run(metrics[0].update, args=(torch.ones(1),))
         metrics[0].compute()
 
-    assert strategy.extended.mirrors._is_as_given()
+    assert not strategy.extended.mirrors.is_stale
     reference = weakref.ref(metrics.pop())
     gc.collect()
     assert reference() is None
