@@ -41,8 +41,6 @@ _NOTES = frozenset(
 # Whether a clone was reset in this run, and whether it had been before it was last reset.
 _WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
 _METRIC = "_unisono_metric"
-# Where metrics of the last updates count these.
-_WINDOW = "_num_vals_seen"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -90,12 +88,14 @@ class MirroredMetric(NamedTuple):
         name: What it is called in errors.
         primary: The metric itself, which the clones do not keep alive.
         clones: One for each replica of this worker.
+        fixed: The numbers and tensors of the primary that are no states.
     """
 
     number: int
     name: str
     primary: weakref.ref[nn.Module]
     clones: list[nn.Module]
+    fixed: dict[str, Any]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -125,8 +125,7 @@ class MirroredMetric(NamedTuple):
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
-            if _WINDOW in own:
-                own[_WINDOW] = self.attributes[_WINDOW]
+            own.update(self.fixed)
             if own["_update_count"] or own[_WAS_RESET]:
                 self._start(clone)
 
@@ -149,15 +148,16 @@ class MirroredMetric(NamedTuple):
         return any(
             clone.__dict__[UPDATES]
             or clone.__dict__[_WAS_RESET]
-            or clone.__dict__.get(_WINDOW) != self.attributes.get(_WINDOW)
+            or any(clone.__dict__[name] is not value for name, value in self.fixed.items())
             for clone in self.clones
         )
 
     def part_of(self, clone: nn.Module) -> Part:
         """Returns what a replica has counted."""
         own = clone.__dict__
-        if own.get(_WINDOW) != self.attributes.get(_WINDOW):
-            self._refuse("keeps the last updates only")
+        for name, value in self.fixed.items():
+            if own[name] is not value:
+                self._refuse(f"keeps {name!r} between updates, which is none of its states")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 
@@ -259,7 +259,8 @@ class Metrics:
                     self._numbers[module] = self._num_found = self._num_found + 1
                 number = self._numbers[module]
                 name = type(module).__name__
-                metric = MirroredMetric(number, name, weakref.ref(module), clones)
+                fixed = {k: v for k, v in attributes.items() if _is_fixed(attributes, k, v)}
+                metric = MirroredMetric(number, name, weakref.ref(module), clones, fixed)
                 metric.prepare(self._places, self._workers)
                 clones[0].__dict__[_METRIC] = metric
                 self._clones.append(weakref.ref(clones[0]))
@@ -321,6 +322,11 @@ def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -
 
 def _is_on_replica() -> bool:
     return current_replica() is not None
+
+
+def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
+    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return is_number and not is_own(attributes, name)
 
 
 def _how(reduction: Any) -> str:
