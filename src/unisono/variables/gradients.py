@@ -96,6 +96,13 @@ class GradientReducer:
         self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
+        reducer = weakref.ref(self)
+
+        def reduce_rest(owners: Iterable[Leaves]) -> None:
+            if (found := reducer()) is not None:
+                found.reduce_rest(owners)
+
+        mirrors.reduce_rest = reduce_rest
 
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -101,6 +101,8 @@ class Mirrors:
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # Reduces the gradients that replicas have written themselves. Set by the reducer.
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
 

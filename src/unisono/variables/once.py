@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from unisono.contexts import ReplicaContext, current_replica, entered
+from unisono.contexts import ReplicaContext, current_replica, entered, is_inside_run
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.values import PerReplica, as_tensor
@@ -62,6 +62,9 @@ class OnceOptimizer(Once):
         context = current_replica()
         what = f"{type(self).__name__}.step()"
         if context is None:
+            if not is_inside_run():
+                hidden = [leaves for leaves in _leaves(self) if leaves.is_hidden()]
+                _mirrors_of(self).reduce_rest(hidden)
             return self._update(closure, **kwargs)
         if closure is None:
             return do_once(context, what, lambda: self._update_taken(context, **kwargs))
@@ -76,14 +79,15 @@ class OnceOptimizer(Once):
             cleared = [leaf for leaves in owners for leaf in leaves.leaves]
         else:
             cleared = [leaves.leaves[context.local_id] for leaves in owners]
-            for leaves in owners:
-                leaves.reduced[context.local_id] = None
             if context.local_id == 0:
                 cleared += [leaves.primary for leaves in owners]
         # Without asking the replica's mode for every gradient.
         with torch._C.DisableTorchFunction():
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
+            if context is not None:
+                for leaves in owners:
+                    leaves.mark_cleared(context.local_id)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -116,7 +120,7 @@ class OnceOptimizer(Once):
             self.state = SeenState(self.state, mirrors)
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        take_gradients(self, context)
+        take_gradients(self)
         if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
             plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
             if update_in_shares(self, plain, context):
@@ -171,7 +175,7 @@ class OnceScaler(Once):
             return method(optimizer, *args)
 
         def work() -> Any:
-            take_gradients(optimizer, context)
+            take_gradients(optimizer)
             result = method(optimizer, *args)
             for leaves in _leaves(optimizer):
                 leaves.take_from_primary()
@@ -216,10 +220,10 @@ def _mirrors_of(target: Any) -> Mirrors:
     return mirrors
 
 
-def take_gradients(optimizer: Any, context: ReplicaContext) -> None:
+def take_gradients(optimizer: Any) -> None:
     """Gives the primaries the gradients that all replicas have, reduced."""
     owners = _leaves(optimizer)
-    context.strategy.extended.gradients.reduce_rest(owners)
+    _mirrors_of(optimizer).reduce_rest(owners)
     for leaves in owners:
         leaves.show_current_gradient()
 
@@ -252,7 +256,7 @@ def _step_with_closures(
         def evaluate() -> Tensor:
             _mirrors_of(optimizer).spread(_parameters(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
-            take_gradients(optimizer, context)
+            take_gradients(optimizer)
             given = PerReplica([loss.detach() for loss in losses])
             mean: Tensor = context.strategy.extended.reduce_to(
                 ReduceOp.MEAN, given, given.devices[0]
