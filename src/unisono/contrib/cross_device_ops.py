@@ -85,6 +85,11 @@ class DelegatingOps(ContribOps):
     def __init__(self, ops: CrossDeviceOps) -> None:
         self._ops = ops
 
+    @property
+    def is_tree_sum(self) -> bool:
+        """See `CrossDeviceOps.is_tree_sum`."""
+        return self._ops.is_tree_sum and super().is_tree_sum
+
     def close(self) -> None:
         """See `CrossDeviceOps.close`."""
         self._ops.close()

@@ -105,6 +105,8 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        # A single replica, too, has its gradients pass through a reduction that wants all of them.
+        self.mirrors.is_single &= not cross_device_ops.wants_all_gradients
         self.cross_device_ops = self._local_ops = cross_device_ops
         self.gradients = GradientReducer(
             self.mirrors,
