@@ -150,7 +150,9 @@ class CrossDeviceOps:
             for index, (value, targets) in enumerate(value_destination_pairs)
         ]
         with span("reduce", "reduce_gradients", op=reduce_op, values=len(pairs)):
-            return self.reduce_gradients_implementation(reduce_op, pairs, options or DEFAULT_OPTIONS)
+            return self.reduce_gradients_implementation(
+                reduce_op, pairs, options or DEFAULT_OPTIONS
+            )
 
     @property
     def wants_all_gradients(self) -> bool:

@@ -133,7 +133,7 @@ def _wrap_copies() -> None:
 
     @functools.wraps(set_state)
     def wrapped(self: nn.Module, state: Any) -> None:
-        set_state(self, state)
+        set_state(self, state)  # type: ignore[no-untyped-call]
         if _scopes.open:
             _scopes.open[-1][1].setdefault(self)
 

@@ -117,7 +117,7 @@ class OnceOptimizer(Once):
         super().__setstate__(state)  # type: ignore[misc]
         mirrors = owner_of(self)
         if mirrors is not None:
-            self.state = SeenState(self.state, mirrors)
+            vars(self)["state"] = SeenState(vars(self)["state"], mirrors)
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)

@@ -36,7 +36,9 @@ class OwnGradients:
     def reduce(self, own: Sequence[Leaves], reduce: Callable[[Sequence[Leaves]], None]) -> None:
         """Reduces what is to be reduced, and shows all of it."""
         others = [one for one in own if not _is_new(one)]
-        kept = {id(one) for one, is_equal in zip(others, self._equal(others), strict=True) if is_equal}
+        kept = {
+            id(one) for one, is_equal in zip(others, self._equal(others), strict=True) if is_equal
+        }
         left = [one for one in own if id(one) not in kept]
         for one in left:
             self._check(one)
@@ -52,10 +54,12 @@ class OwnGradients:
         workers = self._mirrors.workers
         if not workers.are_many or not owners:
             return are_equal
-        sums = torch.stack([
-            _fingerprint(one.leaves[0].grad if is_equal else None)
-            for one, is_equal in zip(owners, are_equal, strict=True)
-        ])
+        sums = torch.stack(
+            [
+                _fingerprint(one.leaves[0].grad if is_equal else None)
+                for one, is_equal in zip(owners, are_equal, strict=True)
+            ]
+        )
         first, *rest = workers.gather(sums)
         return [all(torch.equal(row, own[i]) for own in rest) for i, row in enumerate(first)]
 
@@ -104,8 +108,9 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     other = other.to(one.device)
-    return torch.equal(one, other) or torch.equal(one.isnan(), other.isnan()) and torch.equal(
-        one.nan_to_num(), other.nan_to_num()
+    return torch.equal(one, other) or (
+        torch.equal(one.isnan(), other.isnan())
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
     )
 
 

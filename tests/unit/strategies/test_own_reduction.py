@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from worker_threads import on_strategies
 
 import unisono as uo
-from worker_threads import on_strategies
 
 Make = Callable[..., uo.MirroredStrategy]
 

@@ -69,7 +69,9 @@ class Function(nn.Module):
 X = torch.linspace(-2, 3, 6 * 2 * 3 * 3, dtype=torch.float64).reshape(6, 2, 3, 3).sin()
 
 
-def trained(strategy: uo.MirroredStrategy, make: Callable[[], nn.Module], x: object) -> list[Tensor]:
+def trained(
+    strategy: uo.MirroredStrategy, make: Callable[[], nn.Module], x: object
+) -> list[Tensor]:
     with strategy.scope():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Conv2d(2, 2, 2), make(), nn.Conv2d(2, 1, 2)).double()

@@ -91,7 +91,7 @@ def test_a_value_that_one_replica_sets_is_refused(made: Made) -> None:
         if replica_id() == 1:
             program.optimizer.param_groups[0]["lr"] = 0.5
 
-    with pytest.raises(ReplicaMismatchError, match="as it was, 0.5"):
+    with pytest.raises(ReplicaMismatchError, match=r"as it was, 0\.5"):
         strategy.run(step)
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.variables import test_groups, test_once, test_own_gradients
 from unit.variables.test_once import Program, X, Y, loss, replica_id, same
-from worker_threads import on_strategies
 
 PROGRAMS = [
     *test_once.PROGRAMS,
