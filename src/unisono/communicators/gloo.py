@@ -16,13 +16,20 @@ from unisono.communicators.addresses import own_address
 from unisono.communicators.headers import ranks_in_words
 from unisono.errors import UnsupportedError, WorkerTimeoutError
 
-_GRACE_SECONDS = 2.0
+# The watch gives up before Gloo does, and can say for whom it has waited.
+GRACE_SECONDS = 2.0
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
 
 def make_gloo_group(
-    store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str | None,
+    timeout_seconds: float,
+    joining_seconds: float | None = None,
 ) -> Any:
     """Returns a group of its own, apart from torch's default one.
 
@@ -30,11 +37,11 @@ def make_gloo_group(
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
     torch was built with it.
     """
-    own = own_address(store, rank, size, host=host, timeout_seconds=timeout_seconds)
+    patience = timeout_seconds if joining_seconds is None else joining_seconds
+    own = own_address(store, rank, size, host=host, timeout_seconds=patience)
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
-    # The watch gives up before Gloo does, and can say for whom it has waited.
-    options._timeout = timedelta(seconds=timeout_seconds + _GRACE_SECONDS)
+    options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
     options._devices = [_device(own)]
     # As many collectives as are under way at a time.
     options._threads = 4

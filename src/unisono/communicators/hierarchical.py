@@ -56,6 +56,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> None:
         assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
         super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
+        self.timeout_seconds = between.timeout_seconds
         self._inside = inside
         self._between = between
         self._layout = layout
@@ -182,15 +183,23 @@ class HierarchicalCommunicator(Communicator):
         """Returns bytes from which collectives inside a host need not copy."""
         return self._inside.allocate(num_bytes)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        # Later inside, as it was: the watch, which sees all hosts, is the first to say who is late.
+        grace = (self._inside.timeout_seconds or 0) - (self.timeout_seconds or 0)
+        self._inside.set_timeout(seconds + grace)
+        self._between.set_timeout(seconds)
+
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._watch.check_health()
 
     def close(self) -> None:
         """Leaves, and gives back memory, connections and threads. May be called twice."""
+        # First, so that others who see this rank leave know why.
+        self._watch.close()
         self._inside.close()
         self._between.close()
-        self._watch.close()
 
     @contextmanager
     def _collective(self, header: Header) -> Iterator[None]:

@@ -53,9 +53,10 @@ class SharedMemoryCommunicator(Communicator):
         store: Through which the ranks find each other, for example a `torch.distributed.TCPStore`.
         rank: Which rank this process is.
         size: How many ranks there are.
-        timeout_seconds: How long to wait for other ranks, at the start and in each collective.
+        timeout_seconds: How long to wait for other ranks in each collective.
         key: Under which the ranks look for each other in the store. Communicators that are made at
             the same time need keys of their own.
+        joining_seconds: How long to wait for other ranks here; `timeout_seconds` if not given.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SharedMemoryCommunicator(Communicator):
         *,
         timeout_seconds: float = 300.0,
         key: str = "unisono/shared_memory",
+        joining_seconds: float | None = None,
     ) -> None:
         if not 0 <= rank < size <= _MAX_RANKS:
             raise UnsupportedError(
@@ -73,7 +75,8 @@ class SharedMemoryCommunicator(Communicator):
                 f"{rank} and size {size}."
             )
         super().__init__(rank, size)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = self._timeout_seconds = timeout_seconds
+        self._patience = timeout_seconds if joining_seconds is None else joining_seconds
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
@@ -92,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
         group = self._enter(segment)
         host = Host(store, key, self.size)
         try:
-            host.hand_out(segment, self._timeout_seconds, group.check_health)
+            host.hand_out(segment, self._patience, group.check_health)
         except CommunicationError as error:
             # Those who have come hear of it.
             kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
@@ -103,7 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         return group
 
     def _follow(self, store: Store, key: str) -> SharedGroup:
-        segment = receive_segment(store, key, self.rank, self.size, self._timeout_seconds)
+        segment = receive_segment(store, key, self.rank, self.size, self._patience)
         return self._enter(segment)
 
     def _enter(self, segment: Segment) -> SharedGroup:
@@ -195,6 +198,10 @@ class SharedMemoryCommunicator(Communicator):
                 "of the memory of this host. Allocate once and use it again."
             ) from None
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        self._group.set_timeout(seconds)
+
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._group.check_health()
@@ -250,7 +257,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
-    ReduceOp.check(op)
+    ReduceOp.read(op)
     if not terms:
         raise UnsupportedError("`terms` must hold at least one tensor, got none.")
     check_replicas(op, terms, "The value")

@@ -13,6 +13,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext
 from unisono.errors import ContextError
+from unisono.options import ReduceOp
+from unisono.values import weighed_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.leaves import Leaves, Mark
 
@@ -47,7 +49,8 @@ class Weighting:
     Only backward passes do. What `torch.autograd.grad` returns is the gradient as it is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op
         self.weights: Sequence[float] = ()
         self._removals: list[Callable[[], None]] = []
         # Of leaves that were added to without a reduction: their gradient, which has its weight.
@@ -63,12 +66,19 @@ class Weighting:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
-                hook = functools.partial(_weighted, weight)
+                hook = functools.partial(self._weigh_all, weight)
                 self._removals += [
                     before_accumulation(one.leaves[replica_id], hook)
                     for one in owners
                     if one.primary.requires_grad
                 ]
+
+    def weigh(self, weight: float, grad: Tensor) -> Tensor:
+        """Returns a gradient times what its replica counts for."""
+        return weighed_tensor(self._op, grad, weight)
+
+    def _weigh_all(self, weight: float, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.weigh(weight, grad) for grad in grads)
 
     def note(self, leaf: nn.Parameter, weight: float) -> None:
         """A gradient was added to a leaf, and stays the replica's own for now."""
@@ -86,16 +96,6 @@ class Weighting:
 
 def _fits(mark: Mark | None, grad: Tensor | None) -> bool:
     return mark is not None and grad is not None and mark.fits(grad)
-
-
-def _weighted(weight: float, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return tuple(weighted(weight, grad) for grad in grads)
-
-
-def weighted(weight: float, grad: Tensor) -> Tensor:
-    """Returns a gradient times what its replica counts for."""
-    # What came of no sample at all may be NaN, which no factor makes zero.
-    return grad * weight if weight else torch.zeros_like(grad)
 
 
 class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,7 +13,7 @@ from torch.optim import swa_utils
 from torch.utils import _pytree as pytree
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
-from unisono.values import regroup, select_replica
+from unisono.values import select_replica
 
 if TYPE_CHECKING:
     from unisono.strategies import StrategyExtended
@@ -97,8 +98,10 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             _end(context.strategy.extended)
         return results
 
-    own = _of_program(context.strategy.extended.mirrors, (args, kwargs))
+    mirrors = context.strategy.extended.mirrors
+    own = _of_program(mirrors, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
+    fn = _method_of_program(mirrors, fn)
     result: T = context.meeting.meet(context.local_id, f"once({name})", own, work)
     return result
 
@@ -114,9 +117,12 @@ def merge(
 
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
     """Calls `fn` with the arguments that all replicas gave, and parts its result."""
-    args, kwargs = regroup(given, context.strategy.extended.worker_devices)
+    extended = context.strategy.extended
+    args, kwargs = extended.counting.regrouped(given)
+    extended.mirrors.metrics.end(extended.current_weights)
     with for_all(context):
         result = fn(*args, **kwargs)
+    extended.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
 
 
@@ -126,7 +132,7 @@ def _begin(extended: StrategyExtended) -> None:
     extended.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
-    extended.mirrors.num_runs += 1
+    extended.mirrors.buffers.bring_together(extended.current_weights)
 
 
 def _end(extended: StrategyExtended) -> None:
@@ -138,6 +144,17 @@ def _end(extended: StrategyExtended) -> None:
     mirrors.refresh()
     if mirrors.generation != generation:
         extended.gradients.begin(extended.current_weights)
+
+
+def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:
+    """Replaces a method that is bound to what a replica has of a module."""
+    bound = inspect.unwrap(fn)
+    owner = getattr(bound, "__self__", None)
+    primary = mirrors.module_of(owner) if isinstance(owner, nn.Module) else None
+    if primary is None:
+        return fn
+    # Looked up when it is called, which no replica does.
+    return lambda *args, **kwargs: getattr(primary, bound.__name__)(*args, **kwargs)
 
 
 def _of_program(mirrors: Any, structure: Any) -> Any:

@@ -91,7 +91,7 @@ class GradientReducer:
         self._hooked: list[Leaves] = []
         # What takes the reducer's own hooks away again.
         self._removals: list[Callable[[], None]] = []
-        self._weighting = Weighting()
+        self._weighting = Weighting(reduce_op)
         # By the identity of a leaf, a reduced gradient that waits to be added to.
         self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: dict[int, Pass] = {}

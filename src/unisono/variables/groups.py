@@ -74,7 +74,7 @@ class GroupCopies:
                 raise ReplicaMismatchError(
                     f"The replicas have set `param_groups[{number}][{key!r}]` of "
                     f"{type(optimizer).__name__} to different values: {listed}. Set it to one "
-                    "value on all replicas, or once for all: `unisono.once(fn)`, where `fn` sets it."
+                    "value on all replicas, or once for all, in a function given to `unisono.once`."
                 )
 
     def _of_other_workers(self, value: Any) -> list[Any]:

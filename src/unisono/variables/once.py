@@ -1,13 +1,14 @@
 """Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
 
 Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
-this end the class of the object is replaced by one that comes before it and goes by its name.
+this end the object has a subclass of its class, with the same name, for as long as replicas run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,18 +18,19 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from unisono.contexts import ReplicaContext, current_replica, entered, is_inside_run
+from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import for_all
+from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.shares import update_in_shares
 
-# Whose an object is. Not an attribute of it, which would be saved with it.
-_owners: weakref.WeakKeyDictionary[Any, Mirrors] = weakref.WeakKeyDictionary()
+# Which strategy an object belongs to. Not an attribute of it, which would be saved with it.
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Mirrors]] = weakref.WeakKeyDictionary()
 
 
 def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
@@ -41,34 +43,43 @@ def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     return context.meeting.meet(context.local_id, what, None, once)
 
 
-class Once:
-    """Copies and pickles are of the plain class, and belong to no strategy."""
+class OnceStep:
+    """The `step` of an optimizer that makes one update for all replicas.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
-        get_state: Any = getattr(self, "__getstate__", lambda: self.__dict__)
-        return _plain, (plain,), get_state()
+    It also comes before a `step` that was set on the optimizer itself, as schedulers do.
+    """
+
+    def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
+        return _step if optimizer is None else types.MethodType(_step, optimizer)
+
+    def __set__(self, optimizer: Any, step: Any) -> None:
+        vars(optimizer)["step"] = step
+
+    def __delete__(self, optimizer: Any) -> None:
+        vars(optimizer).pop("step", None)
 
 
-def _plain(cls: Any) -> Any:
-    return cls.__new__(cls)
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Makes one update for all replicas, with the gradients that they have reduced."""
+    context = current_replica()
+    what = f"{type(optimizer).__name__}.step()"
+    if context is None:
+        return optimizer._update(closure, **kwargs)
+    if closure is None:
+        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs))
+    return _step_with_closures(optimizer, context, what, closure)
 
 
-class OnceOptimizer(Once):
-    """Comes before the class of an optimizer."""
+# torch wraps every `step`, to call hooks and to see that a scheduler does not come before it; the
+# one that makes the update is wrapped already.
+_step.hooked = True  # type: ignore[attr-defined]
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Makes one update for all replicas, with the gradients that they have reduced."""
-        context = current_replica()
-        what = f"{type(self).__name__}.step()"
-        if context is None:
-            if not is_inside_run():
-                hidden = [leaves for leaves in _leaves(self) if leaves.is_hidden()]
-                _mirrors_of(self).reduce_rest(hidden)
-            return self._update(closure, **kwargs)
-        if closure is None:
-            return do_once(context, what, lambda: self._update_taken(context, **kwargs))
-        return _step_with_closures(self, context, what, closure)
+
+class OnceOptimizer(Front):
+    """Comes before the class of an optimizer while replicas run."""
+
+    step = OnceStep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
@@ -113,34 +124,39 @@ class OnceOptimizer(Once):
         _check_outside(self, "load_state_dict()")
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[misc]
-        mirrors = owner_of(self)
-        if mirrors is not None:
-            vars(self)["state"] = SeenState(vars(self)["state"], mirrors)
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state, which a replica finds under its own parameters, too."""
+        state: dict[Any, Any] = vars(self)["state"]
+        if not isinstance(state, SeenState):
+            state = vars(self)["state"] = SeenState(state, _mirrors_of(self))
+        return state
+
+    @state.setter
+    def state(self, state: dict[Any, Any]) -> None:
+        vars(self)["state"] = state
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
         if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
-            plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
-            if update_in_shares(self, plain, context):
-                _mirrors_of(self).spread(_parameters(self))
-                return None
+            own = vars(self).get("step", _step)
+            if hasattr(own, "_wrapped_by_lr_sched"):
+                # What the scheduler's wrapper does, which the shares of an update do not call.
+                self._opt_called = True
+                if update_in_shares(self, plain_class(type(self)), context):
+                    _mirrors_of(self).spread(parameters_of(self))
+                    return None
         return self._update(None, **kwargs)
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        step = super().step  # type: ignore[misc]
+        step = vars(self).get("step") or super().step  # type: ignore[misc]
         result = step(**kwargs) if closure is None else step(closure, **kwargs)
-        _mirrors_of(self).spread(_parameters(self))
+        _mirrors_of(self).spread(parameters_of(self))
         return result
 
 
-# torch wraps every `step` to call its hooks; the one that makes the update is wrapped already.
-OnceOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-
-class OnceScheduler(Once):
-    """Comes before the class of a learning-rate scheduler."""
+class OnceScheduler(Front):
+    """Comes before the class of a learning-rate scheduler while replicas run."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes one step for all replicas."""
@@ -151,7 +167,7 @@ class OnceScheduler(Once):
         return do_once(context, f"{type(self).__name__}.step()", step)
 
 
-class OnceScaler(Once):
+class OnceScaler(Front):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
@@ -188,13 +204,10 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
     """Makes an optimizer, scheduler or scaler one that all replicas share."""
     if mirrors.is_single:
         return
-    before = _before(target)
-    _owners[target] = mirrors
-    if not isinstance(target, before):
-        cls: Any = type(target)
-        target.__class__ = _once_class(before, cls)
-    if isinstance(target, Optimizer):
-        target.state = SeenState(target.state, mirrors)
+    is_new = owner_of(target) is not mirrors
+    _owners[target] = weakref.ref(mirrors)
+    if is_new:
+        mirrors.fronts.add(target, _before(target), is_at_once=True)
 
 
 def _before(target: Any) -> type:
@@ -203,15 +216,10 @@ def _before(target: Any) -> type:
     return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
 
 
-@functools.cache
-def _once_class(before: type, cls: type) -> type:
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (before, cls), {**namespace, "__doc__": cls.__doc__})
-
-
 def owner_of(target: Any) -> Mirrors | None:
     """Returns the mirrors that an object belongs to."""
-    return _owners.get(target)
+    owner = _owners.get(target)
+    return None if owner is None else owner()
 
 
 def _mirrors_of(target: Any) -> Mirrors:
@@ -228,6 +236,12 @@ def take_gradients(optimizer: Any) -> None:
         leaves.show_current_gradient()
 
 
+def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
+    """Before an update outside a run: reduces what replicas have written and nothing shows."""
+    owners = map(mirrors.leaves_of, parameters_of(optimizer))
+    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
+
+
 def _check_outside(optimizer: Any, what: str) -> None:
     if current_replica() is not None:
         raise ContextError(
@@ -236,14 +250,15 @@ def _check_outside(optimizer: Any, what: str) -> None:
         )
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the parameters that an optimizer works on."""
     for group in vars(optimizer)["param_groups"]:
         yield from group["params"]
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
     mirrors = _mirrors_of(optimizer)
-    found = (mirrors.leaves_of(parameter) for parameter in _parameters(optimizer))
+    found = (mirrors.leaves_of(parameter) for parameter in parameters_of(optimizer))
     return [leaves for leaves in found if leaves is not None]
 
 
@@ -254,13 +269,16 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            _mirrors_of(optimizer).spread(_parameters(optimizer))
+            _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            given = PerReplica([loss.detach() for loss in losses])
-            mean: Tensor = context.strategy.extended.reduce_to(
-                ReduceOp.MEAN, given, given.devices[0]
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
             )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
         with for_all(context):

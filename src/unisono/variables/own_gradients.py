@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
-from unisono.variables.accumulation import Weighting, weighted
+from unisono.variables.accumulation import Weighting
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.names import name_of
@@ -83,7 +83,7 @@ class OwnGradients:
     def _weigh(self, one: Leaves) -> None:
         for leaf, weight in zip(one.leaves, self._weighting.weights, strict=True):
             if weight != 1.0 and leaf.grad is not None and not self._weighting.is_applied(leaf):
-                leaf.grad = weighted(weight, leaf.grad)
+                leaf.grad = self._weighting.weigh(weight, leaf.grad)
 
 
 def _is_new(one: Leaves) -> bool:

@@ -142,7 +142,8 @@ def let_data_be_watched() -> None:
         if context is None:
             is_watched = any(watch.sees(self) for watch in _spread_watches)
         else:
-            is_watched = not context.strategy.extended.mirrors.is_single
+            is_single = context.strategy.extended.mirrors.is_single
+            is_watched = not is_single and not nn.parameter.is_lazy(self)
         return self.detach() if is_watched else get_data(self)
 
     def put(self: nn.Parameter, value: Tensor) -> None:
