@@ -181,8 +181,7 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        is_same = not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
-        if not is_same or not all(map(_is_current, self._leaves.values())):
+        if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
@@ -192,6 +191,10 @@ class Mirrors:
         self.buffers.give()
         self.metrics.begin()
         self.watch.stamp()
+
+    def are_as_given(self) -> bool:
+        """Whether the clones still have what the primaries have, as far as C can tell."""
+        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     @contextmanager
     def in_use(self, step: object) -> Iterator[None]:
