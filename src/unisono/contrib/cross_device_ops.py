@@ -182,6 +182,11 @@ class DelegatingOps(ContribOps):
     def __init__(self, ops: CrossDeviceOps) -> None:
         self._ops = ops
 
+    @property
+    def is_tree_sum(self) -> bool:
+        """See `CrossDeviceOps.is_tree_sum`."""
+        return self._ops.is_tree_sum and super().is_tree_sum
+
     def in_strategy(self) -> CrossDeviceOps:
         """See `CrossDeviceOps.in_strategy`: the other operation, unless a subclass adds to it."""
         is_changed = is_overridden(self, *_PUBLIC, *_IMPLEMENTATIONS)

@@ -34,13 +34,13 @@ class CrossDeviceOps:
     `batch_reduce_implementation` and `broadcast_implementation`. Arguments reach them checked and
     in one form: values as `PerReplica` of tensors that go together, destinations as `Destinations`.
     A value that is already alone on its only destination never reaches them.
+
+    One that needs all gradients of a backward pass at once overrides
+    `reduce_gradients_implementation`.
     """
 
     # Whether the implementation itself reads and checks the values that it is given.
     reads_values: ClassVar[bool] = False
-    # Whether the gradients of a backward pass come in one batch, when all are there, and not pack
-    # by pack while it runs.
-    wants_all_gradients: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -129,6 +129,40 @@ class CrossDeviceOps:
         reduced = iter(self.batch_reduce_implementation(op, rest, options) if rest else [])
         return [_copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs]
 
+    def reduce_gradients(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Result]:
+        """Reduces all gradients of a backward pass. Strategies call it if `wants_all_gradients`.
+
+        Args:
+            reduce_op: How gradients become one.
+            value_destination_pairs: The gradients of each parameter and where they go.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
+        """
+        pairs = [
+            (_checked(reduce_op, value, f"Gradient {index}"), destinations_of(targets))
+            for index, (value, targets) in enumerate(value_destination_pairs)
+        ]
+        with span("reduce", "reduce_gradients", op=reduce_op, values=len(pairs)):
+            return self.reduce_gradients_implementation(
+                reduce_op, pairs, options or DEFAULT_OPTIONS
+            )
+
+    @property
+    def wants_all_gradients(self) -> bool:
+        """Whether the gradients of a backward pass are to come in one batch, when it has ended.
+
+        Otherwise they come in packs, each as soon as all replicas have its gradients.
+        """
+        own = type(self).reduce_gradients_implementation
+        return own is not CrossDeviceOps.reduce_gradients_implementation
+
     def broadcast(self, tensor: Any, destinations: Any) -> Result:
         """Copies a tensor to the destinations.
 
@@ -150,6 +184,11 @@ class CrossDeviceOps:
             )
         with span("copy", "broadcast"):
             return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+
+    @property
+    def is_tree_sum(self) -> bool:
+        """Whether it adds up in the order of all sums, so that others may do so in its place."""
+        return self.reads_values
 
     def close(self) -> None:
         """Gives back what is kept for the next call, such as NCCL's communicators.
@@ -209,6 +248,27 @@ class CrossDeviceOps:
             self.reduce_implementation(reduce_op, value, destinations, options)
             for value, destinations in value_destination_pairs
         ]
+
+    def reduce_gradients_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """Reduces all gradients of a backward pass, if it is overridden.
+
+        Unless overridden it is not called: gradients are then reduced in packs, as other batches.
+
+        Args:
+            reduce_op: How gradients become one.
+            value_destination_pairs: The gradients of each parameter that a replica has used, and
+                where they go. There may be one replica.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
+        """
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
         """Does the work of `broadcast`: unless overridden, a copy to each device.

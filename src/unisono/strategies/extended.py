@@ -111,9 +111,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        cross_device_ops = cross_device_ops.in_strategy()
+        # A single replica, too, has its gradients pass through a reduction that wants all of them.
+        self.mirrors.is_single &= not cross_device_ops.wants_all_gradients
         if not self.mirrors.is_single:
             watch_torch()
-        cross_device_ops = cross_device_ops.in_strategy()
         self.cross_device_ops = self._local_ops = cross_device_ops
         self.gradients = GradientReducer(
             self.mirrors,

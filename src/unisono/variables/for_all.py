@@ -129,7 +129,7 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
 def _begin(extended: StrategyExtended) -> None:
     """Makes the program's modules show what the replicas have: gradients and buffers."""
     owners = extended.mirrors.all_leaves
-    extended.gradients.reduce_rest(owners)
+    extended.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
     extended.mirrors.buffers.bring_together(extended.current_weights)

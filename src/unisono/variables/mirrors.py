@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,8 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # Reduces the gradients that replicas have written themselves. Set by the reducer.
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
