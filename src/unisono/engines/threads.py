@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.engines.bell import make_bell
+from unisono.engines.cores import use_all_cores
 from unisono.engines.meeting import ReplicaMeeting
 from unisono.tracing import span
 
@@ -153,6 +154,7 @@ def _end_with_the_program() -> None:
 
 
 def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
+    use_all_cores()
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop)
     torch.get_num_threads()
