@@ -129,6 +129,9 @@ class JobMismatchError(CommunicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a `note` to an `error`, such as where it was raised; nothing before Python 3.11."""
-    if sys.version_info >= (3, 11):
+    """Adds a `note` to an `error`, such as where it was raised; nothing before Python 3.11.
+
+    An error that is raised again and again gets the same note once.
+    """
+    if sys.version_info >= (3, 11) and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

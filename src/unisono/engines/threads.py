@@ -82,8 +82,15 @@ class ReplicaThreads:
         finally:
             # What a thread sets is also the number for every new thread.
             torch.set_num_threads(num_threads)
-        if meeting.failure is not None:
-            raise meeting.failure
+        failure = meeting.take_failure()
+        if failure is not None:
+            # An error leads to this frame. Nothing here may lead back to it, or what the step used
+            # would wait for the garbage collector.
+            outcomes.clear()
+            try:
+                raise failure
+            finally:
+                del failure
         return [outcomes[i] for i in range(self._num_replicas)]
 
     def close(self, timeout_s: float | None = None) -> None:
