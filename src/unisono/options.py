@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
+from unisono.arguments import check_instance, check_int, check_timeout
 from unisono.errors import UnsupportedError
 
 
@@ -76,7 +78,7 @@ class CommunicationOptions:
         bytes_per_pack: Reduce a batch in packs of a little more than this many bytes. 0 leaves
             the packing to the cross-device operation.
         timeout_seconds: How long a collective between workers may wait for the others. None means
-            five minutes.
+            five minutes. It must be finite.
         implementation: Who carries a collective between workers; a member or its name.
     """
 
@@ -85,12 +87,13 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise UnsupportedError(
-                f"`bytes_per_pack` must be 0 or more, got {self.bytes_per_pack}."
-            )
-        member = CommunicationImplementation(self.implementation)
-        object.__setattr__(self, "implementation", member)
+        checked = {
+            "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
+            "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
+            "implementation": CommunicationImplementation(self.implementation),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Returns these options with every field that `other` sets put in place.
@@ -100,6 +103,7 @@ class CommunicationOptions:
         """
         if other is None:
             return self
+        check_options(other)
         auto = CommunicationImplementation.AUTO
         return replace(
             self,
@@ -114,3 +118,12 @@ class CommunicationOptions:
 
 
 DEFAULT_OPTIONS = CommunicationOptions()
+
+
+def check_options(options: Any) -> CommunicationOptions:
+    """Returns `options`, or the default ones for None."""
+    if options is None:
+        return DEFAULT_OPTIONS
+    wanted = "a `unisono.experimental.CommunicationOptions` or None"
+    check_instance("options", options, CommunicationOptions, wanted)
+    return cast(CommunicationOptions, options)

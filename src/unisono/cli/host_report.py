@@ -214,7 +214,7 @@ def _tuned() -> Tuned:
         return Tuned(tuning, f"{path}, {when}; choices and sizes of packs go by it")
     if os.environ.get(TUNING) == "off":
         return Tuned(None, f"{TUNING}=off is set, so no run reads one")
-    if os.path.exists(path):  # noqa: PTH110 - also where a folder on the way cannot be read
+    if os.path.exists(path):
         return Tuned(None, f"{path} is of no use here: run `unisono tune`")
     return Tuned(None, "not yet: `unisono tune` measures the links, and choices go by them")
 

@@ -1,5 +1,6 @@
 """Where the running code is, and what it can do there."""
 
+from unisono.contexts.collectives import check_axis, check_gather
 from unisono.contexts.current import (
     current_replica,
     get_replica_context,
@@ -17,6 +18,8 @@ __all__ = [
     "CrossReplicaContext",
     "Meeting",
     "ReplicaContext",
+    "check_axis",
+    "check_gather",
     "current_context",
     "current_replica",
     "entered",

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from unisono.arguments import check_int
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.values import DistributedValues, PerReplica, is_sparse
@@ -98,14 +99,36 @@ def _reduce_gradients(
     return [total / weight for total in totals] if weight not in (0.0, 1.0) else totals
 
 
+def check_axis(tensor: Tensor, axis: Any) -> int:
+    """Returns the number, from 0, of the dimension of `tensor` that `axis` is."""
+    number = check_int("axis", axis)
+    if tensor.is_nested or tensor.layout not in (torch.strided, torch.sparse_coo):
+        raise UnsupportedError(
+            f"A {'nested' if tensor.is_nested else tensor.layout} tensor has no axes here. Call "
+            "`.to_dense()` or `.to_padded_tensor()` first."
+        )
+    if not -tensor.dim() <= number < tensor.dim():
+        raise UnsupportedError(
+            f"`axis` must be from {-tensor.dim()} to {tensor.dim() - 1} for a tensor of shape "
+            f"{tuple(tensor.shape)}, got {number}."
+        )
+    return number % tensor.dim()
+
+
+def check_gather(tensor: Tensor, axis: Any) -> None:
+    """Raises unless tensors such as this one can be put end to end along `axis`."""
+    if is_sparse(tensor):
+        raise UnsupportedError("Sparse tensors cannot be gathered; call `.to_dense()` first.")
+    if not tensor.is_nested and tensor.dim() == 0:
+        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    check_axis(tensor, axis)
+
+
 def gather_tensors(
     context: ReplicaContext, tensor: Tensor, axis: int, options: CommunicationOptions | None
 ) -> Tensor:
     """Puts the tensors of all replicas end to end."""
-    if is_sparse(tensor):
-        raise UnsupportedError("Sparse tensors cannot be gathered; call `.to_dense()` first.")
-    if tensor.dim() == 0:
-        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    check_gather(tensor, axis)
     apply: Any = _AllGather.apply
     gathered: Tensor = apply(context, options, axis, tensor)
     return gathered

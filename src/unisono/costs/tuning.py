@@ -131,7 +131,7 @@ def current_tuning() -> Tuning | None:
     try:
         path = tuning_path()
         # Unlike the method of a path, False also where a folder on the way cannot be read.
-        if not named and not os.path.exists(path):  # noqa: PTH110
+        if not named and not os.path.exists(path):
             return None
         tuning = read_tuning(path)
         if differing := _differences(tuning.machine, this_machine_in_words()):

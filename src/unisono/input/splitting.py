@@ -17,6 +17,7 @@ from unisono.values import PerReplica, as_tensor
 
 # What torch has a dtype for: bool, signed, unsigned, float and complex.
 _NUMERIC = "biufc"
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
 
@@ -148,7 +149,8 @@ def _counts(components: Sequence[Any]) -> tuple[int, ...] | None:
     sizes: list[int] = []
     for component in components:
         if type(component) is Tensor and component.dim() > 0:
-            sizes.append(component.shape[0])
+            # Not of its shape: a nested tensor has none.
+            sizes.append(component.size(0))
             continue
         tree, leaves = take_apart(component)
         rows = {len(leaf) for leaf in leaves if has_rows(leaf)}
@@ -180,6 +182,13 @@ def _agreed(tree: Tree, leaves: Sequence[Any]) -> int:
     """Returns the number of samples, on which all leaves with a batch dimension must agree."""
     sizes: dict[str, int] = {}
     for path, leaf in zip(tree.paths, leaves, strict=True):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout not in _LAYOUTS):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            raise UnsupportedError(
+                f"Cannot split {path or 'a batch'}, {kind}, over the replicas. Make batches of "
+                "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
+                "`collate_fn`."
+            )
         if has_rows(leaf):
             sizes[path or "the batch"] = len(leaf)
         elif isinstance(leaf, Sized) and not _is_given_whole(leaf):

@@ -29,16 +29,24 @@ def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The val
     """
     first = tensors[0]
     for tensor in tensors:
+        check_layout(tensor, what)
         if tensor.dtype != first.dtype:
             raise _mismatch(what, "dtype", tensors, lambda t: t.dtype)
         if tensor.shape != first.shape:
             raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape))
-        if tensor.layout not in _LAYOUTS:
-            raise UnsupportedError(
-                f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be "
-                "reduced. Call `.to_dense()` or `.to_sparse()` first."
-            )
     _check_dtype(op, first.dtype, what)
+
+
+def check_layout(tensor: Tensor, what: str) -> None:
+    """Raises unless `tensor` is dense or sparse COO, and holds numbers."""
+    if tensor.is_nested or tensor.is_meta:
+        kind = "a nested tensor" if tensor.is_nested else "on the device 'meta', without numbers"
+        raise UnsupportedError(f"{what} is {kind}. Give a dense or a sparse COO tensor.")
+    if tensor.layout not in _LAYOUTS:
+        raise UnsupportedError(
+            f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be reduced "
+            "and shared. Call `.to_dense()` or `.to_sparse()` first."
+        )
 
 
 def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:

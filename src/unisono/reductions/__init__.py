@@ -2,7 +2,14 @@
 
 from unisono.reductions.across_workers import AcrossWorkers, replicas_in_a_term
 from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, listed_pairs, mirrored
+from unisono.reductions.cross_device_ops import (
+    CrossDeviceOps,
+    Pair,
+    Result,
+    check_ops,
+    listed_pairs,
+    mirrored,
+)
 from unisono.reductions.destinations import Destinations, destinations_of
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
@@ -29,6 +36,7 @@ __all__ = [
     "Result",
     "ScheduledOps",
     "Workers",
+    "check_ops",
     "choose_cross_device_ops",
     "destinations_of",
     "is_all_reduce",

@@ -7,10 +7,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from unisono.arguments import check_instance
 from unisono.devices import Device, this_machine
 from unisono.errors import BatchError, ReplicaMismatchError
-from unisono.kernels import check_replicas, tree_reduce
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.kernels import check_layout, check_replicas, tree_reduce
+from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.reductions.destinations import Destinations, destinations_of
 from unisono.tracing import span
 from unisono.values import (
@@ -82,7 +83,7 @@ class CrossDeviceOps:
             if _is_alone(value, targets):
                 return _copy_alone(op, value)
         with span("reduce", "reduce", op=op):
-            return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
+            return self.reduce_implementation(op, value, targets, check_options(options))
 
     def batch_reduce(
         self,
@@ -109,7 +110,7 @@ class CrossDeviceOps:
             (_distributed(value), destinations_of(targets))
             for value, targets in listed_pairs(value_destination_pairs)
         ]
-        options = options or DEFAULT_OPTIONS
+        options = check_options(options)
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
             return self._batch_reduce(op, pairs, options)
 
@@ -140,13 +141,16 @@ class CrossDeviceOps:
             ValueError: If `tensor` differs from replica to replica, or an argument is none of the
                 above.
         """
-        if isinstance(tensor, DistributedValues) and not isinstance(tensor, TensorLike):
+        is_one = isinstance(tensor, TensorLike) and not isinstance(tensor, PerReplica)
+        if isinstance(tensor, DistributedValues) and not is_one:
             raise ReplicaMismatchError(
                 f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
                 f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."
             )
+        given = as_tensor(tensor)
+        check_layout(given, "The tensor")
         with span("copy", "broadcast"):
-            return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+            return self.broadcast_implementation(given, destinations_of(destinations))
 
     def close(self) -> None:
         """Gives back what is kept for the next call, such as NCCL's communicators.
@@ -237,6 +241,17 @@ class CrossDeviceOps:
 _IMPLEMENTATIONS = frozenset(
     ("reduce_implementation", "batch_reduce_implementation", "broadcast_implementation")
 )
+
+
+def check_ops(cross_device_ops: Any) -> None:
+    """Raises unless it can reduce between devices, or is None."""
+    if cross_device_ops is not None:
+        check_instance(
+            "cross_device_ops",
+            cross_device_ops,
+            CrossDeviceOps,
+            "a `CrossDeviceOps`, such as `unisono.ReductionToOneDevice()`",
+        )
 
 
 def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:

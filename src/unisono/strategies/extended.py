@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_call, check_callable, check_int
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -234,6 +235,7 @@ class StrategyExtended(VariableMethods):
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
+        check_call("fn", fn, args, kwargs)
         self.strategy._check_cross_replica("call_for_each_replica()")
         if is_inside_run():
             raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
@@ -276,8 +278,8 @@ class StrategyExtended(VariableMethods):
             UnsupportedError: If `iterations` is negative.
         """
         self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        if iterations < 0:
-            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
+        check_callable("fn", fn)
+        check_int("iterations", iterations, least=0)
         steps = MultiStepContext(initial_loop_values)
         with entered(CrossReplicaContext(self.strategy)):
             for _ in range(iterations):

@@ -8,9 +8,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
+from unisono.arguments import check_int
+from unisono.contexts import (
+    CrossReplicaContext,
+    check_axis,
+    check_gather,
+    current_replica,
+    entered,
+    other_strategy,
+)
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
@@ -88,14 +96,10 @@ class Strategy(InputMethods):
             same object on all of them, and everything where there is one replica, comes as it is.
 
         Raises:
-            UnsupportedError: If `args` is no list or tuple.
+            UnsupportedError: If `fn` cannot be called, `args` is no list or tuple, or `kwargs` no
+                dict.
             ContextError: If it is called on a replica, or under another strategy.
         """
-        if not isinstance(args, (list, tuple)):
-            raise UnsupportedError(
-                f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
-                "a single argument."
-            )
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
@@ -124,17 +128,23 @@ class Strategy(InputMethods):
         On many workers all of them call it, and all get the components of all replicas.
 
         Args:
-            value: A `PerReplica` of tensors, whose lengths along `axis` may differ.
+            value: A `PerReplica` of dense tensors, whose lengths along `axis` may differ.
             axis: The dimension along which they are put together.
 
         Returns:
             One tensor, on the first replica's device.
+
+        Raises:
+            UnsupportedError: If `axis` is no dimension of a component, or a component is sparse.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
-        if not isinstance(value, DistributedValues):
-            return torch.cat(workers.gather(as_tensor(value)), axis) if workers.are_many else value
-        tensors = [as_tensor(component).detach().to_dense() for component in value.values]
+        parts = value.values if isinstance(value, DistributedValues) else (value,)
+        tensors = [as_tensor(part).detach() for part in parts]
+        for tensor in tensors:
+            check_gather(tensor, axis)
+        if not isinstance(value, DistributedValues) and not workers.are_many:
+            return value
         here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
         return torch.cat(workers.gather(here), dim=axis)
 
@@ -165,6 +175,13 @@ class Strategy(InputMethods):
             The same object, which now belongs to the strategy as if it had been made in its scope.
         """
         self._check_cross_replica("mirror()")
+        is_stepped = callable(getattr(target, "step", None))
+        if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
+            raise UnsupportedError(
+                "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
+                f"{target!r} of type {type(target).__name__}. Bring in what a container holds one "
+                "by one."
+            )
         self._extended.bring_in(target)
         return target
 
@@ -281,6 +298,8 @@ class Strategy(InputMethods):
         num_local = len(self._extended.worker_devices)
         parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
+        for tensor in tensors:
+            _check_axes(tensor, axes)
         if op is ReduceOp.SUM:
             return self._sum([tensor.sum(dim=axes) for tensor in tensors])
         if op is not ReduceOp.MEAN:
@@ -320,8 +339,15 @@ class Strategy(InputMethods):
 def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if axis is None:
         return None
-    if isinstance(axis, int):
-        return (axis,)
-    if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
-        return tuple(axis)
-    raise UnsupportedError(f"`axis` must be an int, a sequence of ints or None, got {axis!r}.")
+    try:
+        given = axis if isinstance(axis, (list, tuple)) else (axis,)
+        return tuple(check_int("axis", one) for one in given)
+    except UnsupportedError:
+        raise UnsupportedError(
+            f"`axis` must be an int, a sequence of ints or None, got {axis!r}."
+        ) from None
+
+
+def _check_axes(tensor: Tensor, axes: tuple[int, ...]) -> None:
+    if len({check_axis(tensor, axis) for axis in axes}) < len(axes):
+        raise UnsupportedError(f"`axis` must name each dimension once, got {axes}.")

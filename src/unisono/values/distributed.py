@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from unisono.devices import Device, DeviceLike, cpu_slots, resolve
-from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.values.tensor_like import TensorLike, TorchArgument, replica_seen
+from unisono.errors import ReplicaMismatchError, UnsupportedAttributeError, UnsupportedError
+from unisono.values.tensor_like import TensorLike, replica_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -80,11 +80,11 @@ class DistributedValues:
         return "\n".join([f"{type(self).__name__}:", *lines])
 
 
-class PerReplica(TorchArgument, DistributedValues):
+class PerReplica(TensorLike, DistributedValues):
     """Values that may differ from replica to replica, such as a loss or a gradient.
 
-    It has no operators. On a replica a torch function that is given one works on the replica's own
-    component; elsewhere there is no telling which is meant, and that is an error.
+    Inside `run`, it can be used as one tensor: each replica sees its own component. Elsewhere it
+    is not one tensor, so its use as one is an `UnsupportedError`.
 
     Args:
         values: See `DistributedValues`.
@@ -121,11 +121,23 @@ class PerReplica(TorchArgument, DistributedValues):
         """
         replica_id = replica_seen()
         if replica_id is None:
-            raise UnsupportedError(
-                f"A PerReplica of {len(self.values)} values was used as one tensor outside its "
-                "replicas. Reduce or gather it, pass it to `run`, or take one of its `values`."
-            )
+            raise UnsupportedError(f"{self._not_one('was used as one tensor')}")
         return self.select(replica_id)
+
+    def _missing(self, name: str) -> AttributeError:
+        if replica_seen() is None and not name.startswith("_") and hasattr(Tensor, name):
+            return UnsupportedAttributeError(self._not_one(f"was asked for `{name}`"))
+        return super()._missing(name)
+
+    def _not_one(self, what: str) -> str:
+        return (
+            f"A {type(self).__name__} {what} outside `run`, but it holds {len(self.values)} "
+            "values, one per replica. Make one tensor of them with "
+            '`strategy.reduce("MEAN", x)`, `strategy.reduce("SUM", x)` or `strategy.gather(x, '
+            "axis=0)`. `strategy.experimental_local_results(x)` is the tuple of all values. What "
+            "concerns a single replica, such as `backward()`, belongs in the function that you "
+            "`run`."
+        )
 
 
 class Mirrored(TensorLike, DistributedValues):

@@ -10,9 +10,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unisono.errors import UnsupportedError
+from unisono.errors import UnsupportedAttributeError, UnsupportedError
 
 _ask: list[Callable[[], int | None]] = [lambda: None]
 
@@ -35,7 +37,11 @@ def _unary(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _python(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: op(self.value().detach())
+    return lambda self: op(_detached(self.value()))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -91,15 +97,32 @@ class TensorLike(TorchArgument):
 
     def numpy(self) -> Any:
         """Returns a NumPy array, a copy, of what the running code sees."""
-        return self.value().detach().cpu().numpy().copy()
+        value = self.value()
+        return value.detach().cpu().numpy().copy() if isinstance(value, Tensor) else np.array(value)
 
     def __getattr__(self, name: str) -> Any:
         """Methods and attributes of tensors, but for what would change one component only."""
         if name.startswith("_") or name.endswith("_"):
-            raise AttributeError(
-                f"A {type(self).__name__} has no attribute {name!r}: it is not changed in place."
-            )
-        return getattr(self.value(), name)
+            raise self._missing(name)
+        try:
+            value = self.value()
+        except UnsupportedError:
+            raise self._missing(name) from None
+        return getattr(value, name)
+
+    def _missing(self, name: str) -> AttributeError:
+        """Returns the error for an attribute that a tensor may have, but this does not."""
+        text = f"A {type(self).__name__} has no attribute {name!r}"
+        if name.startswith("_") or not hasattr(Tensor, name):
+            return AttributeError(f"{text}.")
+        return UnsupportedAttributeError(
+            f"{text}: it is not changed in place. Use the result of a function that changes "
+            "nothing; a `Variable` is changed with `assign()`, `assign_add()` or `assign_sub()`."
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Formats a scalar as a number; without a `spec`, as `str` does."""
+        return format(_detached(self.value()), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001
         array = self.numpy()

@@ -19,6 +19,7 @@ from unisono.contexts import (
 )
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
+from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
@@ -91,7 +92,9 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        value = self._strategy.extended.workers.of_chief(cast(self._given(given), dtype))
+        own = cast(self._given(given), dtype)
+        check_layout(own, self._what)
+        value = self._strategy.extended.workers.of_chief(own)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._strategy.extended.worker_devices
         if not has_strategy():

@@ -1,0 +1,88 @@
+"""Checks of arguments: what was asked, what was given, and what to write instead."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from unisono.errors import UnsupportedError
+
+# Seconds, about 31 years. Longer waits overflow the clocks of the systems that they are given to.
+_LONGEST_WAIT = 1e9
+
+
+def check_int(name: str, value: Any, least: int | None = None) -> int:
+    """Returns `value` as an int: a Python or NumPy integer, `least` or more if that is given."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UnsupportedError(
+            f"`{name}` must be an int, got {value!r} of type {type(value).__name__}."
+        ) from None
+    if least is not None and number < least:
+        raise UnsupportedError(f"`{name}` must be {least} or more, got {number}.")
+    return number
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """Returns `value`, which must be a bool."""
+    if not isinstance(value, bool):
+        raise UnsupportedError(
+            f"`{name}` must be True or False, got {value!r} of type {type(value).__name__}."
+        )
+    return value
+
+
+def check_timeout(name: str, value: Any) -> float | None:
+    """Returns a number of seconds, or None for the default."""
+    if value is None:
+        return None
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    # Also False for nan.
+    if not (is_number and 0 <= value <= _LONGEST_WAIT):
+        raise UnsupportedError(
+            f"`{name}` must be a number of seconds from 0 to {_LONGEST_WAIT:.0e}, or None for the "
+            f"default, got {value!r}. Nothing waits for ever: a lost worker must be noticed."
+        )
+    return value
+
+
+def check_callable(name: str, value: Any) -> None:
+    """Raises unless `value` can be called."""
+    if not callable(value):
+        raise UnsupportedError(
+            f"`{name}` must be a function or another callable, got {value!r} of type "
+            f"{type(value).__name__}."
+        )
+
+
+def check_call(name: str, fn: Any, args: Any, kwargs: Any) -> None:
+    """Raises unless `fn(*args, **kwargs)` is a call; `kwargs` may be None."""
+    check_callable(name, fn)
+    if not isinstance(args, (list, tuple)):
+        raise UnsupportedError(
+            f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for a "
+            "single argument."
+        )
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
+        raise UnsupportedError(
+            f"`kwargs` must be a dict from names to values, got {kwargs!r}. Write "
+            "`kwargs={'x': x}` for the argument `x`."
+        )
+
+
+def check_instance(name: str, value: Any, kind: type | tuple[type, ...], wanted: str) -> None:
+    """Raises unless `value` is of a `kind`; `wanted` says in words which."""
+    if isinstance(value, kind):
+        return
+    if isinstance(value, type) and issubclass(value, kind):
+        raise UnsupportedError(
+            f"`{name}` must be {wanted}, got the class itself. Write `{value.__name__}()`."
+        )
+    raise UnsupportedError(
+        f"`{name}` must be {wanted}, got {value!r} of type {type(value).__name__}."
+    )
