@@ -18,7 +18,7 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
-from unisono.engines import ReplicaMode
+from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
@@ -292,10 +292,10 @@ class StrategyExtended(VariableMethods):
         """See `Strategy.experimental_make_numpy_dataset`."""
         return numpy_dataset(numpy_input)
 
-    def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
+    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
         return ReplicaMode(
-            seed,
+            generators,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
             functools.partial(self._gradients.after_backward, context),

@@ -14,12 +14,13 @@ from unisono.contexts import ReplicaContext, entered
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
+    GlobalRandomness,
     OneByOne,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
+    RunGenerators,
     Turns,
-    draw_seed,
 )
 from unisono.errors import add_note
 from unisono.tracing import span
@@ -40,6 +41,7 @@ class Runner:
         self._all_at_once = Turns(len(devices))
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
+        self._global_randomness = GlobalRandomness()
 
     def run(
         self,
@@ -48,7 +50,7 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
-        make_mode: Callable[[ReplicaContext, int], ReplicaMode],
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
     ) -> Any:
         """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
         num_replicas = len(self._devices)
@@ -62,9 +64,11 @@ class Runner:
         if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
-        seed = draw_seed()
+        generators = RunGenerators()
         if num_replicas == 1:
-            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
+            return self._run_alone(
+                contexts[0], make_mode(contexts[0], generators), fn, args, kwargs
+            )
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -73,7 +77,7 @@ class Runner:
 
             def body() -> Any:
                 own = select_replica(replica_id, (tuple(args), kwargs))
-                with entered(context), make_mode(context, seed):
+                with entered(context), make_mode(context, generators):
                     return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
 
             def on_device() -> Any:
@@ -90,7 +94,10 @@ class Runner:
             return traced
 
         with self._lock:
+            before = self._global_randomness.before()
             results = self._threads.run([call(context) for context in contexts], meeting)
+            self._global_randomness.after(before)
+        generators.settle()
         return regroup(results, self._devices)
 
     def _run_alone(
