@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from unisono.arguments import check_instance, check_int, check_timeout
+from unisono.arguments import check_instance, check_int, check_timeout, in_words
 from unisono.errors import UnsupportedError
 
 
@@ -28,7 +28,7 @@ class ReduceOp(enum.Enum):
         if isinstance(op, ReduceOp):
             return op
         members = ", ".join(str(member) for member in ReduceOp)
-        raise UnsupportedError(f"`reduce_op` must be one of {members}, got {op!r}.")
+        raise UnsupportedError(f"`reduce_op` must be one of {members}, got {in_words(op)}.")
 
     @staticmethod
     def read(op: object) -> ReduceOp:
@@ -67,7 +67,7 @@ class CommunicationImplementation(enum.Enum):
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         known = ", ".join(cls.__members__)
-        raise UnsupportedError(f"`implementation` must be one of {known}, got {value!r}.")
+        raise UnsupportedError(f"`implementation` must be one of {known}, got {in_words(value)}.")
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class CommunicationOptions:
         checked = {
             "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
             "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
-            "implementation": CommunicationImplementation(self.implementation),
+            "implementation": _implementation(self.implementation),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -115,6 +115,12 @@ class CommunicationOptions:
                 self.implementation if other.implementation is auto else other.implementation
             ),
         )
+
+
+def _implementation(given: object) -> CommunicationImplementation:
+    # Python's own message for what is no member would print all of it.
+    is_name = isinstance(given, (str, CommunicationImplementation))
+    return CommunicationImplementation(given if is_name else in_words(given))
 
 
 DEFAULT_OPTIONS = CommunicationOptions()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from unisono.arguments import check_int, in_words
 from unisono.cluster.address import Address
 from unisono.errors import ClusterError
 
@@ -26,7 +27,7 @@ class ClusterSpec:
         if not isinstance(cluster, Mapping):
             raise ClusterError(
                 "A cluster is a dictionary of addresses by job name, such as "
-                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r}."
+                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {in_words(cluster)}."
             )
         self._tasks = {job: _addresses(job, tasks) for job, tasks in cluster.items()}
         _check_that_addresses_differ(self._tasks)
@@ -51,7 +52,7 @@ class ClusterSpec:
             ClusterError: If there is no such task, or its address is not known.
         """
         tasks = self._job(job_name)
-        if not 0 <= task_index < len(tasks):
+        if not 0 <= check_int("task_index", task_index) < len(tasks):
             raise ClusterError(
                 f"The job {job_name!r} has the tasks 0 to {len(tasks) - 1}, but task {task_index} "
                 "was asked for."
@@ -85,19 +86,21 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()})"
 
     def _job(self, name: str) -> tuple[str | None, ...]:
-        if name not in self._tasks:
+        if not isinstance(name, str) or name not in self._tasks:
             known = ", ".join(map(repr, self._tasks)) or "none"
-            raise ClusterError(f"There is no job {name!r} in the cluster; its jobs are: {known}.")
+            raise ClusterError(
+                f"There is no job {in_words(name)} in the cluster; its jobs are: {known}."
+            )
         return self._tasks[name]
 
 
 def _addresses(job: object, tasks: object) -> tuple[str | None, ...]:
     if not isinstance(job, str) or not job:
-        raise ClusterError(f"The name of a job is a text such as 'worker'; got {job!r}.")
+        raise ClusterError(f"The name of a job is a text such as 'worker'; got {in_words(job)}.")
     if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
         raise ClusterError(
             f"The tasks of the job {job!r} are a list of at least one address, such as "
-            f"['host0:2222', 'host1:2222']; got {tasks!r}."
+            f"['host0:2222', 'host1:2222']; got {in_words(tasks)}."
         )
     return tuple(None if task is None else str(Address.parse(task)) for task in tasks)
 

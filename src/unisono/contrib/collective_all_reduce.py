@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from unisono.arguments import check_int
 from unisono.cluster import ClusterSpec, SimpleClusterResolver
+from unisono.devices import resolve
 from unisono.errors import DeviceError
 from unisono.strategies import MultiWorkerMirroredStrategy
 
@@ -17,9 +19,12 @@ class CollectiveAllReduceStrategy(MultiWorkerMirroredStrategy):
     """
 
     def __init__(self, num_gpus_per_worker: int = 0) -> None:
-        if num_gpus_per_worker < 0:
+        if check_int("num_gpus_per_worker", num_gpus_per_worker) < 0:
             raise DeviceError(
                 f"`num_gpus_per_worker` must be 0 or more, got {num_gpus_per_worker}."
             )
+        if num_gpus_per_worker > 0:
+            # The last one first: there may be far fewer.
+            resolve(f"cuda:{num_gpus_per_worker - 1}")
         gpus = [f"cuda:{index}" for index in range(num_gpus_per_worker)]
         super().__init__(SimpleClusterResolver(ClusterSpec({})), devices=gpus or ["cpu:0"])

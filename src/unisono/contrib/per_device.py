@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.arguments import check_instance
 from unisono.devices import DeviceLike
 from unisono.values import PerReplica
 
@@ -19,4 +20,5 @@ class PerDevice(PerReplica):
     __slots__ = ()
 
     def __init__(self, index: Mapping[DeviceLike, Any]) -> None:
+        check_instance("index", index, Mapping, "a dict of values by device")
         super().__init__(index.values(), tuple(index))

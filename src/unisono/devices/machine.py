@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from unisono.arguments import in_words
 from unisono.devices.device import Device, DeviceLike
 from unisono.devices.reading import read_topology
 from unisono.devices.topology import Link, LinkKind, Topology
@@ -122,15 +123,16 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
         _check_one_meant(devices)
         devices = [devices]
     try:
-        resolved = tuple(map(resolve, devices))
-    except TypeError:
+        iterator = iter(devices)
+    except (TypeError, RuntimeError):
         num_replicas = devices if type(devices) is int and 0 < devices <= 8 else 2
         kind = "cuda" if this_machine().gpus else "cpu"
         names = ", ".join(f"'{kind}:{index}'" for index in range(num_replicas))
         raise DeviceError(
-            f"`devices` must be a list with one device per replica, got {devices!r}. Write "
+            f"`devices` must be a list with one device per replica, got {in_words(devices)}. Write "
             f"`devices=[{names}]` for {num_replicas} replicas, or None for all GPUs."
         ) from None
+    resolved = tuple(map(resolve, iterator))
     if not resolved:
         raise DeviceError("`devices` is empty; a strategy needs at least one device.")
     if len(set(resolved)) < len(resolved):

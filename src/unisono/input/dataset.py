@@ -9,10 +9,10 @@ from typing import Any
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.context import (
-    DEFAULT_INPUT_OPTIONS,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    check_input_options,
 )
 from unisono.input.deals import FixedSplit, LegacySplit, WholeBatches
 from unisono.input.files import of_own_files
@@ -180,7 +180,7 @@ class DistributedDataset(DealtDataset):
         input_context: InputContext | None = None,
         workers: Workers | None = None,
     ) -> None:
-        options = options or DEFAULT_INPUT_OPTIONS
+        options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "A dataset is split over the replicas, so there is one a worker: "

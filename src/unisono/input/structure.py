@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from unisono.devices import Device
-from unisono.values import DistributedValues, PerReplica
+from unisono.values import DistributedValues, PerReplica, too_deep
 
 # What `select_replica` looks into. Other containers become one value a replica.
 _OPEN = (dict, OrderedDict, defaultdict, list, tuple)
@@ -96,7 +96,10 @@ def take_apart(structure: Any) -> tuple[Tree, list[Any]]:
     """Returns what `structure` is made of, and its leaves in order."""
     leaves: list[Any] = []
     paths: list[str] = []
-    root = _open(structure, "", leaves, paths)
+    try:
+        root = _open(structure, "", leaves, paths)
+    except RecursionError:
+        raise too_deep() from None
     return Tree(tuple(paths), root), leaves
 
 

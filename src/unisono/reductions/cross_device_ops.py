@@ -7,7 +7,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
-from unisono.arguments import check_instance
+from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import BatchError, ReplicaMismatchError
 from unisono.kernels import check_layout, check_replicas, tree_reduce
@@ -274,15 +274,16 @@ def _distributed(value: Any) -> DistributedValues:
 def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns a batch as a list, if it is an iterable of pairs."""
     try:
-        given = list(pairs)
-    except TypeError as error:
+        iterator = iter(pairs)
+    except (TypeError, RuntimeError) as error:
         raise BatchError(
-            f"A batch is an iterable of (value, destinations) tuples, got {pairs!r}."
+            f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}."
         ) from error
+    given = list(iterator)
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise BatchError(
-                f"A batch is an iterable of (value, destinations) tuples, got {pair!r} of type "
+                f"A batch is an iterable of (value, destinations) tuples, got {in_words(pair)} of type "
                 f"{type(pair).__name__} as number {index}."
             )
     return given

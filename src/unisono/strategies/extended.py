@@ -8,7 +8,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import check_call, check_callable, check_int
+from unisono.arguments import (
+    check_call,
+    check_callable,
+    check_instance,
+    check_int,
+    check_optional,
+    in_words,
+)
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -280,6 +287,9 @@ class StrategyExtended(VariableMethods):
         self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
         check_callable("fn", fn)
         check_int("iterations", iterations, least=0)
+        if not hasattr(iterator, "get_next"):
+            check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
+        check_optional("initial_loop_values", initial_loop_values, Mapping, "a dict")
         steps = MultiStepContext(initial_loop_values)
         with entered(CrossReplicaContext(self.strategy)):
             for _ in range(iterations):
@@ -365,7 +375,7 @@ class StrategyExtended(VariableMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{value!r} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is one value and not one a replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)

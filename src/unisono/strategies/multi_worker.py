@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -172,7 +171,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a copy of `config_proto` that says where this worker is in its cluster."""
-        changed = copy.deepcopy(config_proto)
+        changed = super().update_config_proto(config_proto)
         membership = self._worker.membership
         if isinstance(changed, ConfigProto) and membership.task_type is not None:
             task = (membership.task_type, membership.task_id)

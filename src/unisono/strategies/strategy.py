@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unisono.arguments import check_int
+from unisono.arguments import check_int, in_words
 from unisono.contexts import (
     CrossReplicaContext,
     check_axis,
@@ -19,7 +19,7 @@ from unisono.contexts import (
     entered,
     other_strategy,
 )
-from unisono.errors import ContextError, UnsupportedError
+from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp
@@ -140,6 +140,8 @@ class Strategy(InputMethods):
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
         parts = value.values if isinstance(value, DistributedValues) else (value,)
+        if not parts:
+            raise ReplicaMismatchError("Cannot gather a value without components.")
         tensors = [as_tensor(part).detach() for part in parts]
         for tensor in tensors:
             check_gather(tensor, axis)
@@ -179,7 +181,7 @@ class Strategy(InputMethods):
         if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
             raise UnsupportedError(
                 "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
-                f"{target!r} of type {type(target).__name__}. Bring in what a container holds one "
+                f"{in_words(target)} of type {type(target).__name__}. Bring in what a container holds one "
                 "by one."
             )
         self._extended.bring_in(target)
@@ -263,7 +265,12 @@ class Strategy(InputMethods):
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all."""
-        return copy.deepcopy(config_proto)
+        try:
+            return copy.deepcopy(config_proto)
+        except Exception as error:
+            raise UnsupportedError(
+                f"`config_proto` cannot be copied: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Ends the threads of the replicas; they start again with the next `run`.
@@ -344,10 +351,12 @@ def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
         return tuple(check_int("axis", one) for one in given)
     except UnsupportedError:
         raise UnsupportedError(
-            f"`axis` must be an int, a sequence of ints or None, got {axis!r}."
+            f"`axis` must be an int, a sequence of ints or None, got {in_words(axis)}."
         ) from None
 
 
 def _check_axes(tensor: Tensor, axes: tuple[int, ...]) -> None:
+    if tensor.is_quantized:
+        raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
     if len({check_axis(tensor, axis) for axis in axes}) < len(axes):
         raise UnsupportedError(f"`axis` must name each dimension once, got {axes}.")

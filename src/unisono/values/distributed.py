@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from unisono.arguments import check_int, check_iterable
 from unisono.devices import Device, DeviceLike, cpu_slots, resolve
 from unisono.errors import ReplicaMismatchError, UnsupportedAttributeError, UnsupportedError
 from unisono.values.tensor_like import TensorLike, replica_seen
@@ -28,7 +29,7 @@ class DistributedValues:
     __slots__ = ("_devices", "_values")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
-        self._values: tuple[Any, ...] = tuple(values)
+        self._values: tuple[Any, ...] = tuple(check_iterable("values", values))
         self._devices: tuple[Device, ...] | None = None
         if devices is not None:
             self._devices = _checked(devices, len(self._values))
@@ -63,6 +64,8 @@ class DistributedValues:
             ReplicaMismatchError: If there is no component for it.
         """
         values = self.values
+        if type(replica_id) is not int:
+            replica_id = check_int("replica_id", replica_id)
         if not 0 <= replica_id < len(values):
             raise ReplicaMismatchError(
                 f"A {type(self).__name__} of {len(values)} values has none for replica "
@@ -158,7 +161,7 @@ class Mirrored(TensorLike, DistributedValues):
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:
-    resolved = tuple(resolve(device) for device in devices)
+    resolved = tuple(resolve(device) for device in check_iterable("devices", devices))
     if len(resolved) != num_values:
         raise ReplicaMismatchError(
             f"Each component has one device: got {num_values} values and {len(resolved)} devices, "

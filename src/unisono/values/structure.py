@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from unisono.devices import Device
-from unisono.errors import ReplicaMismatchError
+from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.values.distributed import DistributedValues, PerReplica
 
 # What is surely no structure.
@@ -23,7 +23,10 @@ def regroup(structures: Sequence[Any], devices: tuple[Device, ...]) -> Any:
     """
     if all(type(structure) in _LEAVES for structure in structures):
         return _join(tuple(structures), devices)
-    flat = [pytree.tree_flatten(structure, is_leaf=_is_leaf) for structure in structures]
+    try:
+        flat = [pytree.tree_flatten(structure, is_leaf=_is_leaf) for structure in structures]
+    except RecursionError:
+        raise too_deep() from None
     specs = [spec for _, spec in flat]
     for replica_id, spec in enumerate(specs):
         if spec != specs[0]:
@@ -51,26 +54,41 @@ def select_replica(replica_id: int, structure: Any) -> Any:
         return structure.select(replica_id)
     if kind in _LEAVES:
         return structure
-    if kind is tuple or kind is list:
-        return kind([select_replica(replica_id, part) for part in structure])
-    if kind is dict:
-        return {key: select_replica(replica_id, part) for key, part in structure.items()}
-
-    def select(leaf: Any) -> Any:
-        return leaf.select(replica_id) if isinstance(leaf, DistributedValues) else leaf
-
-    return pytree.tree_map(select, structure, is_leaf=_is_leaf)
+    try:
+        if kind is tuple or kind is list:
+            return kind([select_replica(replica_id, part) for part in structure])
+        if kind is dict:
+            return {key: select_replica(replica_id, part) for key, part in structure.items()}
+        return pytree.tree_map(
+            lambda leaf: leaf.select(replica_id) if _is_leaf(leaf) else leaf,
+            structure,
+            is_leaf=_is_leaf,
+        )
+    except RecursionError:
+        raise too_deep() from None
 
 
 def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
     """Applies `fn` to every leaf of `structure`; a distributed value is one leaf."""
-    return pytree.tree_map(fn, structure, is_leaf=_is_leaf)
+    leaves, rebuild = flatten(structure)
+    return rebuild([fn(leaf) for leaf in leaves])
 
 
 def flatten(structure: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     """Returns the leaves of `structure`, and a function that puts others in their place."""
-    leaves, spec = pytree.tree_flatten(structure, is_leaf=_is_leaf)
+    try:
+        leaves, spec = pytree.tree_flatten(structure, is_leaf=_is_leaf)
+    except RecursionError:
+        raise too_deep() from None
     return leaves, lambda others: pytree.tree_unflatten(list(others), spec)
+
+
+def too_deep() -> UnsupportedError:
+    """Returns the error for a structure that cannot be taken apart."""
+    return UnsupportedError(
+        "A structure of lists, tuples and dicts holds itself, or is nested too deeply. Give "
+        "tensors in a structure of a few levels."
+    )
 
 
 def _is_leaf(value: Any) -> bool:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unisono.arguments import check_bool, check_optional
 from unisono.contexts import (
     ReplicaContext,
     current_replica,
@@ -89,6 +90,9 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         name: str | None = None,
     ) -> None:
         self._strategy: Strategy = get_strategy()
+        check_optional("name", name, str, "a text or None")
+        check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
+        check_optional("trainable", trainable, bool, "True, False or None")
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
@@ -245,6 +249,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
 
     def _write(self, write: Write, given: Any, indices: Any = None, *, is_read: bool) -> Any:
         self._check_place(f"{write.value}()")
+        check_bool("read_value", is_read)
         replica = self._replica()
         self._policy.check_write(write, is_on_replica=replica is not None, is_read=is_read)
         if write.is_scatter:
@@ -340,7 +345,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         if replica is not None:
             return value.select(replica.local_id)
         if isinstance(value, Mirrored):
-            return value.values[0]
+            return value.select(0)
         raise UnsupportedError(
             f"{self._what} takes one value for all replicas here, got a {type(value).__name__} of "
             f"{len(value.values)}. Reduce it first, or write each component on its replica."
