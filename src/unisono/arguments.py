@@ -47,7 +47,7 @@ def check_bool(name: str, value: Any) -> bool:
     return value
 
 
-def check_timeout(name: str, value: Any) -> float | None:
+def check_timeout(name: str, value: float | None) -> float | None:
     """Returns a number of seconds, or None for the default."""
     if value is None:
         return None
@@ -56,7 +56,8 @@ def check_timeout(name: str, value: Any) -> float | None:
     if not (is_number and 0 <= value <= _LONGEST_WAIT):
         raise UnsupportedError(
             f"`{name}` must be a number of seconds from 0 to {_LONGEST_WAIT:.0e}, or None for the "
-            f"default, got {in_words(value)}. Nothing waits for ever: a lost worker must be noticed."
+            f"default, got {in_words(value)}. Nothing waits for ever: a lost worker must be "
+            "noticed."
         )
     return value
 

@@ -119,8 +119,8 @@ class CommunicationOptions:
 
 def _implementation(given: object) -> CommunicationImplementation:
     # Python's own message for what is no member would print all of it.
-    is_name = isinstance(given, (str, CommunicationImplementation))
-    return CommunicationImplementation(given if is_name else in_words(given))
+    is_long = not isinstance(given, (str, CommunicationImplementation, int, type(None)))
+    return CommunicationImplementation(in_words(given) if is_long else given)
 
 
 DEFAULT_OPTIONS = CommunicationOptions()

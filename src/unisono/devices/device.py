@@ -122,7 +122,8 @@ def _parse(spec: str) -> Device:
             kind, index = _TYPES[match[1].lower()], int(match[2] or 0)
         else:
             raise DeviceError(
-                f"Cannot read {in_words(part)} in the device name {in_words(spec)}. Write {_EXAMPLES}."
+                f"Cannot read {in_words(part)} in the device name {in_words(spec)}. Write "
+                f"{_EXAMPLES}."
             )
     if task is not None and job is None:
         raise DeviceError(f"The device name {spec!r} has a task but no job. Write {_EXAMPLES}.")

@@ -159,7 +159,7 @@ def install() -> None:
     """
     # `torch.manual_seed`, `torch.get_rng_state` and their like look it up there at every call, so
     # also a program that has imported one of them by name calls the replica's.
-    torch.random.default_generator = _DefaultGenerator()  # type: ignore[assignment]
+    vars(torch.random)["default_generator"] = _DefaultGenerator()
     for name, of_replica in _ON_GPUS.items():
         redirected = _redirected(getattr(torch.cuda.random, name), of_replica)
         for module in (torch.cuda, torch.cuda.random):

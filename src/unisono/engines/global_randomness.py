@@ -45,7 +45,8 @@ class GlobalRandomness:
 
 
 def _states() -> tuple[Any, ...]:
-    _, keys, position, *_ = np.random.get_state(legacy=True)
+    state: Any = np.random.get_state(legacy=True)
+    _, keys, position, *_ = state
     return ("Python's `random`", random.getstate()), (
         "`numpy.random`",
         (keys[:2].tolist(), position),

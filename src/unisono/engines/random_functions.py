@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional, init
 
+_nn: Any = torch._C._nn
+
 # Take a `generator` argument.
 WITH_GENERATOR = frozenset(
     [
@@ -45,8 +47,8 @@ WITH_GENERATOR = frozenset(
         init.uniform_,
         init.xavier_normal_,
         init.xavier_uniform_,
-        torch._C._nn.rrelu_with_noise,
-        torch._C._nn.rrelu_with_noise_,
+        _nn.rrelu_with_noise,
+        _nn.rrelu_with_noise_,
     ]
 )
 # Draw from the default generator without a way to name another. Each with the arguments without

@@ -101,7 +101,11 @@ class Compress:
         return {"shares": _copied(self._shares), "sums": _copied(self._sums)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of the same worker returned."""
+        """Takes over what `state_dict` of the same worker returned.
+
+        Raises:
+            UnsupportedError: If it is something else.
+        """
         parts = {}
         for name in ("shares", "sums"):
             found = state_dict.get(name) if isinstance(state_dict, Mapping) else None

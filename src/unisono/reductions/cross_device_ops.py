@@ -283,8 +283,8 @@ def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise BatchError(
-                f"A batch is an iterable of (value, destinations) tuples, got {in_words(pair)} of type "
-                f"{type(pair).__name__} as number {index}."
+                "A batch is an iterable of (value, destinations) tuples, got "
+                f"{in_words(pair)} of type {type(pair).__name__} as number {index}."
             )
     return given
 

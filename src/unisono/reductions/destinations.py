@@ -51,6 +51,6 @@ def destinations_of(destinations: Any) -> Destinations:
         return Destinations((device,))
     raise DestinationError(
         "`destinations` must be a device name, a tensor, a distributed value or a variable, got "
-        f"{in_words(destinations)} of type {type(destinations).__name__}. To reduce to several devices, "
-        "pass a value that lives on them: the value itself for an all-reduce."
+        f"{in_words(destinations)} of type {type(destinations).__name__}. To reduce to several "
+        "devices, pass a value that lives on them: the value itself for an all-reduce."
     )

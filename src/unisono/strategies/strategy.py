@@ -136,6 +136,7 @@ class Strategy(InputMethods):
 
         Raises:
             UnsupportedError: If `axis` is no dimension of a component, or a component is sparse.
+            ReplicaMismatchError: If there are no components.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
@@ -175,14 +176,17 @@ class Strategy(InputMethods):
 
         Returns:
             The same object, which now belongs to the strategy as if it had been made in its scope.
+
+        Raises:
+            UnsupportedError: If it is something else.
         """
         self._check_cross_replica("mirror()")
         is_stepped = callable(getattr(target, "step", None))
         if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
             raise UnsupportedError(
                 "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
-                f"{in_words(target)} of type {type(target).__name__}. Bring in what a container holds one "
-                "by one."
+                f"{in_words(target)} of type {type(target).__name__}. Bring in what a "
+                "container holds one by one."
             )
         self._extended.bring_in(target)
         return target
@@ -264,7 +268,11 @@ class Strategy(InputMethods):
             )
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all."""
+        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all.
+
+        Raises:
+            UnsupportedError: If it cannot be copied.
+        """
         try:
             return copy.deepcopy(config_proto)
         except Exception as error:

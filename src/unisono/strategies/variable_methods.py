@@ -126,8 +126,8 @@ class VariableMethods:
         for device in devices:
             if not isinstance(device, Device) or device not in self.worker_devices:
                 raise UnsupportedError(
-                    f"`update_non_slot()` is for devices of {self.strategy!r}, got {in_words(device)}. Take "
-                    "them from `non_slot_devices()`."
+                    f"`update_non_slot()` is for devices of {self.strategy!r}, got "
+                    f"{in_words(device)}. Take them from `non_slot_devices()`."
                 )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))

@@ -56,7 +56,8 @@ class VariablePolicy:
             self.synchronization not in known
         ):
             raise UnsupportedError(
-                f"`synchronization` must be one of {_listed(known)}, got {in_words(self.synchronization)}."
+                f"`synchronization` must be one of {_listed(known)}, got "
+                f"{in_words(self.synchronization)}."
             )
         if not isinstance(self.aggregation, VariableAggregation):
             raise UnsupportedError(
