@@ -6,7 +6,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -20,6 +20,8 @@ from unisono.engines.random_functions import (
     WITH_GENERATOR,
     draws_from_default,
 )
+
+_SPECIAL = RANDOM | {Tensor.backward, functional.batch_norm}
 
 # Held while a replica's state stands in for that of the default generator.
 _default_lock = threading.Lock()
@@ -57,14 +59,30 @@ def _wrap_fork(original: Callable[..., Any]) -> Callable[..., Any]:
     return fork_rng
 
 
+class Watch(Protocol):
+    """Watches what a replica uses that is not its own."""
+
+    def after_use(self, parameter: Tensor, result: Any) -> None:
+        """A parameter was used that is not the replica's own."""
+
+    def before_backward(self, root: Tensor) -> None:
+        """A backward pass will begin."""
+
+    def before_write(self, running: Tensor) -> None:
+        """Batch normalisation will write to a running mean."""
+
+
 class ReplicaMode(TorchFunctionMode):
     """Within the block torch functions work for one replica.
 
     Args:
         of_run: The random generators of the run.
         replica_id: The replica, among those of all workers.
-        stand_ins: By the identity of parameters, what the replica has in their place.
+        stand_ins: By the identity of parameters, what the replica has in their place; its own
+            parameters stand for themselves.
         after_backward: What to do after every `backward()`.
+        watch: Is told of the use of parameters that are not in `stand_ins`, of every `backward()`
+            to come, and of running statistics that will be written to.
     """
 
     def __init__(
@@ -73,10 +91,14 @@ class ReplicaMode(TorchFunctionMode):
         replica_id: int,
         stand_ins: Mapping[int, Tensor] = _NOTHING,
         after_backward: Callable[[], None] = lambda: None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self._stand_ins = stand_ins
         self._after_backward = after_backward
+        self._watch = watch
+        # What the mode works with while the replica acts for all; see `turn`.
+        self._for_all: ReplicaMode | None = None
         self._of_run = of_run
         self._replica_id = replica_id
         self._generators = ReplicaGenerators(of_run, replica_id)
@@ -90,16 +112,42 @@ class ReplicaMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Passes everything on, with the replica's own parameters and generators."""
-        kwargs = kwargs or {}
+        stand_ins = self._stand_ins
         for arg in args:
-            if type(arg) is Parameter and id(arg) in self._stand_ins:
-                args = tuple(self._stand_ins.get(id(one), one) for one in args)
-                break
-        if func not in RANDOM:
-            result = func(*args, **kwargs)
-            if func is Tensor.backward:
-                self._after_backward()
-            return result
+            if type(arg) is Parameter and stand_ins.get(id(arg)) is not arg:
+                return self._call_for_replica(func, args, kwargs or {})
+        if kwargs:
+            # torch passes the weights of some layers on by name.
+            for arg in kwargs.values():
+                if type(arg) is Parameter and stand_ins.get(id(arg)) is not arg:
+                    return self._call_for_replica(func, args, kwargs)
+        return self._call(func, args, kwargs or {})
+
+    def _call_for_replica(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls a function that was given parameters other than the replica's own."""
+        stand_ins = self._stand_ins
+        own_args = tuple(stand_ins.get(id(arg), arg) for arg in args)
+        own_kwargs = {name: stand_ins.get(id(arg), arg) for name, arg in kwargs.items()}
+        result = self._call(func, own_args, own_kwargs)
+        for arg in (*own_args, *own_kwargs.values()):
+            if self._watch is not None and type(arg) is Parameter and id(arg) not in stand_ins:
+                self._watch.after_use(arg, result)
+        return result
+
+    def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func not in _SPECIAL:
+            return func(*args, **kwargs)
+        if func is Tensor.backward:
+            if self._watch is not None:
+                self._watch.before_backward(args[0])
+            func(*args, **kwargs)
+            return self._after_backward()
+        if func is functional.batch_norm:
+            if self._watch is not None and kwargs.get("training") and args[1] is not None:
+                self._watch.before_write(args[1])
+            return func(*args, **kwargs)
         if func in DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in WITH_GENERATOR:
@@ -119,6 +167,20 @@ class ReplicaMode(TorchFunctionMode):
         if not self._depth:
             _active.mode = current.generators = None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def turn(self) -> None:
+        """Changes from working for the replica to working for all of them, or back.
+
+        While it works for all, parameters stand for themselves, and random numbers come from a
+        generator that is the same on all workers.
+        """
+        other = self._for_all = self._for_all or ReplicaMode(self._of_run, -1)
+        for name in ("_stand_ins", "_after_backward", "_generators", "_replica_id"):
+            own = getattr(self, name)
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, own)
+        if _active.mode is self:
+            current.generators = self._generators
 
     def _draw(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls a function that can be given a generator with the replica's own one."""

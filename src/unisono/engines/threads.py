@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -59,6 +60,7 @@ class ReplicaThreads:
         self._board = _Board(num_replicas)
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._process = os.getpid()
 
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
@@ -95,10 +97,18 @@ class ReplicaThreads:
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the threads."""
+        if self._process != os.getpid():
+            self.abandon()
         if self._finalizer is not None:
             self._finalizer()
             for thread in self._threads:
                 thread.join(timeout_s)
+            self._finalizer = None
+
+    def abandon(self) -> None:
+        """In a forked child, which has none of the threads: leaves what they waited for alone."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
             self._finalizer = None
 
     def _collect(self, outcomes: Outcomes, meeting: ReplicaMeeting) -> None:

@@ -8,14 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import (
-    check_call,
-    check_callable,
-    check_instance,
-    check_int,
-    check_optional,
-    in_words,
-)
+from unisono.arguments import check_call, check_instance, check_int, in_words
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -29,35 +22,42 @@ from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
+from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import (
     AcrossWorkers,
     CrossDeviceOps,
     Workers,
     destinations_of,
+    listed_pairs,
     predicted_cost,
 )
+from unisono.strategies.counting import Counting
+from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
+    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
+    undone,
+    watch_torch,
 )
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -90,6 +90,7 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
         tuning: Tuning | None = None,
     ) -> None:
+        super().__init__()
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -112,8 +113,10 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        if not self.mirrors.is_single:
+            watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -124,13 +127,14 @@ class StrategyExtended(VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
+        self.current_weights = [1.0] * len(devices)
+        self.counting = Counting(devices, self.workers)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
@@ -188,7 +192,7 @@ class StrategyExtended(VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -212,7 +216,7 @@ class StrategyExtended(VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -224,19 +228,12 @@ class StrategyExtended(VariableMethods):
                 f"worker {communicator.rank} of {communicator.size}",
             ),
         )
+        watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
-
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self._gradients.close()
-        self._runner.close()
-        self.cross_device_ops.close()
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -254,11 +251,25 @@ class StrategyExtended(VariableMethods):
                 return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weights = self._weights((*args, *kwargs.values()))
+        weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
-        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        self.gradients.begin(weights)
+        self.current_weights = weights
+        if self.mirrors.is_single:
+            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            return self.counting.regrouped(results)
+        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
+        try:
+            with self.mirrors.in_use(), undone(self.mirrors, idle) if idle else nullcontext():
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.buffers.end(weights)
+        self.mirrors.metrics.end(weights)
+        return self.counting.regrouped(results)
 
     def experimental_run_steps_on_iterator(
         self,
@@ -285,11 +296,9 @@ class StrategyExtended(VariableMethods):
             UnsupportedError: If `iterations` is negative.
         """
         self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        check_callable("fn", fn)
+        check_call("fn", fn, (), None)
         check_int("iterations", iterations, least=0)
-        if not hasattr(iterator, "get_next"):
-            check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
-        check_optional("initial_loop_values", initial_loop_values, Mapping, "a dict")
+        check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
         steps = MultiStepContext(initial_loop_values)
         with entered(CrossReplicaContext(self.strategy)):
             for _ in range(iterations):
@@ -304,25 +313,14 @@ class StrategyExtended(VariableMethods):
 
     def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
+        mode = context.notes["mode"] = ReplicaMode(
             generators,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            functools.partial(self.gradients.after_backward, context),
+            Outsiders(self.mirrors, context),
         )
-
-    def _weights(self, inputs: Any) -> list[float]:
-        """Returns what each replica's gradients count for: its share of the samples.
-
-        A loss that is a mean over the replica's batch makes the mean over replicas that of all
-        samples only if the batches are even, or are weighted so.
-        """
-        counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
-        num_replicas = self.num_replicas_in_sync
-        if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
-            return [1.0] * len(self._devices)
-        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
-        return [count * num_replicas / sum(counts) for count in counts[own]]
+        return mode
 
     def merge_call(
         self,
@@ -332,14 +330,7 @@ class StrategyExtended(VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(given, self._devices)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,
@@ -350,7 +341,8 @@ class StrategyExtended(VariableMethods):
     ) -> Any:
         """Reduces a value, or every distributed value of a nested structure, to devices.
 
-        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. A mirrored `value` is its own mean,
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
+        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
         and has no sum: that is an `UnsupportedError`.
         """
         self.strategy._check_cross_replica("reduce_to()")
@@ -368,6 +360,7 @@ class StrategyExtended(VariableMethods):
                     "no meaning. Use MEAN, or multiply it by the number of replicas."
                 )
             return self.broadcast_to(value, destinations)
+        value = self.counting.counted(op, value)
         return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
 
     def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
@@ -389,10 +382,9 @@ class StrategyExtended(VariableMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        results = self.cross_device_ops.batch_reduce(
-            op, value_destination_pairs, self._merged(options)
-        )
-        return list(results)
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""

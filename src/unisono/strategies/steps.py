@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_optional
 from unisono.contexts import get_replica_context, get_strategy, in_cross_replica_context
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
@@ -21,6 +22,7 @@ class MultiStepContext:
     """
 
     def __init__(self, initial_values: Mapping[str, Any] | None = None) -> None:
+        check_optional("initial_loop_values", initial_values, Mapping, "a dict")
         self._last_step_outputs: dict[str, Any] = dict(initial_values or {})
         self._non_tensor_outputs: dict[str, Any] = {}
 

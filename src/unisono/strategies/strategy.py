@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -10,10 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from unisono.arguments import check_int, in_words
+from unisono.arguments import in_words
 from unisono.contexts import (
     CrossReplicaContext,
-    check_axis,
     check_gather,
     current_replica,
     entered,
@@ -23,6 +23,7 @@ from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp
+from unisono.strategies.axes import check_axes, read_axes
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import older_name
@@ -61,6 +62,21 @@ class Strategy(InputMethods):
     def cluster_resolver(self) -> ClusterResolver | None:
         """The cluster this strategy runs in; None for a strategy of one worker."""
         return None
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries.
+
+        A strategy of one worker always is.
+        """
+        return self._extended.should_checkpoint
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not call it.
+
+        A strategy of one worker has no other to lose.
+        """
+        self._extended.workers.communicator.check_health()
 
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
@@ -108,9 +124,14 @@ class Strategy(InputMethods):
     ) -> Any:
         """Reduces a value over the replicas, to one tensor.
 
+        What `run` returned for an uneven batch knows how many samples each replica had. A mean of
+        it is weighted by them: the mean of losses that are means over the samples of a replica is
+        the mean over all samples. A replica without samples is left out of every reduction. Other
+        values count alike.
+
         Args:
             reduce_op: How; a `ReduceOp` or its name.
-            value: A `PerReplica` value, or a nested structure of them.
+            value: A `PerReplica` value, or a nested structure of them. None stays None.
             axis: Also reduce over these dimensions of each component. A mean is then over all
                 elements of all replicas, which is right for uneven and empty batches.
 
@@ -120,12 +141,13 @@ class Strategy(InputMethods):
         self._check_cross_replica("reduce()")
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
-        return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
+        return rebuild([self._reduce_leaf(op, leaf, read_axes(axis)) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
 
-        On many workers all of them call it, and all get the components of all replicas.
+        On many workers all of them call it, and all get the components of all replicas. What a
+        replica without samples has returned is left out.
 
         Args:
             value: A `PerReplica` of dense tensors, whose lengths along `axis` may differ.
@@ -136,35 +158,51 @@ class Strategy(InputMethods):
 
         Raises:
             UnsupportedError: If `axis` is no dimension of a component, or a component is sparse.
-            ReplicaMismatchError: If there are no components.
+            ReplicaMismatchError: If it has not one component per replica.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
-        parts = value.values if isinstance(value, DistributedValues) else (value,)
-        if not parts:
-            raise ReplicaMismatchError("Cannot gather a value without components.")
-        tensors = [as_tensor(part).detach() for part in parts]
+        is_distributed = isinstance(value, DistributedValues)
+        components = value.values if is_distributed else (value,)
+        num_local = len(self._extended.worker_devices)
+        if not components or (is_distributed and len(components) != num_local):
+            raise ReplicaMismatchError(
+                f"Cannot gather a value of {len(components)} components: the strategy has "
+                f"{num_local} replicas on this worker. Gather what its `run` has returned."
+            )
+        tensors = [as_tensor(component).detach() for component in components]
         for tensor in tensors:
             check_gather(tensor, axis)
-        if not isinstance(value, DistributedValues) and not workers.are_many:
+        if not is_distributed and not workers.are_many:
             return value
+        if is_distributed or len(self._extended.worker_devices) == 1:
+            are_counted = self._extended.counting.are_counted(value)
+            tensors = [
+                tensor if is_counted else tensor.narrow(axis, 0, 0)
+                for tensor, is_counted in zip(tensors, are_counted, strict=True)
+            ]
         here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
         return torch.cat(workers.gather(here), dim=axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
 
+        What a replica without samples has returned is left out, so that sums and lists of these
+        results hold every sample once.
+
         Args:
             value: A distributed value, or a nested structure of them; anything else is the one
                 entry of the tuple.
         """
         leaves, _ = flatten(value)
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return (value,)
+        are_counted = self._extended.counting.are_counted(*leaves)
         if isinstance(value, DistributedValues):
-            return value.values
-        num_replicas = len(self._extended.worker_devices)
-        return tuple(select_replica(i, value) for i in range(num_replicas))
+            has_all = all(are_counted)
+            return value.values if has_all else tuple(itertools.compress(value.values, are_counted))
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,) if any(are_counted) else ()
+        local_ids = range(len(self._extended.worker_devices))
+        return tuple(select_replica(i, value) for i in itertools.compress(local_ids, are_counted))
 
     unwrap = experimental_local_results
 
@@ -308,22 +346,30 @@ class Strategy(InputMethods):
         return duplicate
 
     def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+        if value is None:
+            return None
         if axes is None:
             return self._extended.reduce_to(op, value, self._extended.host)
         num_local = len(self._extended.worker_devices)
         parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
         for tensor in tensors:
-            _check_axes(tensor, axes)
-        if op is ReduceOp.SUM:
-            return self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        if op is not ReduceOp.MEAN:
+            check_axes(tensor, axes)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
-        total = self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        counts = [tensor.sum(dim=axes).numel() for tensor in tensors]
+        are_counted = self._extended.counting.are_counted(value)
+        sums = [tensor.sum(dim=axes) for tensor in tensors]
+        total = self._sum(
+            [
+                own if is_counted else torch.zeros_like(own)
+                for own, is_counted in zip(sums, are_counted, strict=True)
+            ]
+        )
+        if op is ReduceOp.SUM:
+            return total
         sizes = [
-            torch.tensor(tensor.numel() // max(1, count))
-            for tensor, count in zip(tensors, counts, strict=True)
+            torch.tensor(tensor.numel() // max(1, own.numel()) * is_counted)
+            for tensor, own, is_counted in zip(tensors, sums, are_counted, strict=True)
         ]
         num_elements = self._sum(sizes).to(total.device)
         is_real = total.is_floating_point() or total.is_complex()
@@ -334,6 +380,7 @@ class Strategy(InputMethods):
         return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
+        self._extended.check_process()
         other = other_strategy(self)
         if other is not None:
             raise ContextError(
@@ -349,22 +396,3 @@ class Strategy(InputMethods):
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._extended.worker_devices))
         return f"{type(self).__name__}({devices})"
-
-
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    try:
-        given = axis if isinstance(axis, (list, tuple)) else (axis,)
-        return tuple(check_int("axis", one) for one in given)
-    except UnsupportedError:
-        raise UnsupportedError(
-            f"`axis` must be an int, a sequence of ints or None, got {in_words(axis)}."
-        ) from None
-
-
-def _check_axes(tensor: Tensor, axes: tuple[int, ...]) -> None:
-    if tensor.is_quantized:
-        raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
-    if len({check_axis(tensor, axis) for axis in axes}) < len(axes):
-        raise UnsupportedError(f"`axis` must name each dimension once, got {axes}.")

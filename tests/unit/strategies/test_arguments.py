@@ -59,7 +59,7 @@ def test_cuda_alone_may_mean_one_gpu_or_all() -> None:
         ({"cross_device_ops": 0}, "must be a `CrossDeviceOps`"),
         ({"serial": "no"}, "`serial` must be True or False"),
         ({"synchronize_batch_norm": 1}, "`synchronize_batch_norm` must be True or False"),
-        ({"reduce_gradients": "median"}, "`reduce_op` must be one of"),
+        ({"reduce_gradients": "median"}, "`reduce_gradients` must be one of"),
     ],
 )
 @pytest.mark.parametrize("kind", [uo.MirroredStrategy, uo.MultiWorkerMirroredStrategy])
@@ -87,7 +87,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "reduce twice": (lambda s: s.reduce("SUM", rows(), axis=(0, -2)), "each dimension once"),
     "reduce how": (lambda s: s.reduce("average", rows()), "`reduce_op` must be one of"),
     "steps": (
-        lambda s: s.extended.experimental_run_steps_on_iterator(abs, iter([]), 2.5),
+        lambda s: s.extended.experimental_run_steps_on_iterator(abs, batches(s), 2.5),
         "`iterations` must be an int",
     ),
     "options": (
@@ -95,6 +95,10 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
         "`options` must be a `unisono.experimental.CommunicationOptions`",
     ),
 }
+
+
+def batches(strategy: uo.Strategy) -> uo.DistributedIterator:
+    return iter(strategy.experimental_distribute_dataset([torch.ones(4)]))
 
 
 def rows() -> uo.PerReplica:
