@@ -7,7 +7,7 @@ import functools
 import traceback
 from pathlib import Path
 
-from tests.hostile.values import HostileError
+from hostile.values import HostileError
 
 import unisono as uo
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hostile.judging import complaint
-from tests.hostile.targets import Target, targets
-from tests.hostile.values import FITTING, HOSTILE, failing
+from hostile.judging import complaint
+from hostile.targets import Target, targets
+from hostile.values import FITTING, HOSTILE, failing
 
 import unisono as uo
 
