@@ -41,7 +41,7 @@ from unisono.strategies import (
     StrategyExtended,
 )
 from unisono.values import DistributedValues, Mirrored, PerReplica
-from unisono.variables import Variable, VariableSynchronization
+from unisono.variables import Variable, VariableSynchronization, once
 
 __version__ = "0.1.0"
 
@@ -80,6 +80,7 @@ __all__ = [
     "has_strategy",
     "hooks",
     "in_cross_replica_context",
+    "once",
     "testing",
     "tracing",
 ]

@@ -21,19 +21,22 @@ class ReduceOp(enum.Enum):
     PROD = "prod"
 
     @staticmethod
-    def check(op: object) -> ReduceOp:
-        """Returns `op`, which must be a member; otherwise it is an `UnsupportedError`."""
+    def read(op: object, what: str = "reduce_op") -> ReduceOp:
+        """Returns a member from itself or its name, in any case.
+
+        Args:
+            op: The member or its name.
+            what: What an error calls it.
+
+        Raises:
+            UnsupportedError: If it is neither.
+        """
         if isinstance(op, ReduceOp):
             return op
-        members = ", ".join(str(member) for member in ReduceOp)
-        raise UnsupportedError(f"`reduce_op` must be one of {members}, got {op!r}.")
-
-    @staticmethod
-    def read(op: object) -> ReduceOp:
-        """Returns `op`, a member or its name in any case, as strategies take it."""
         if isinstance(op, str) and op.upper() in ReduceOp.__members__:
             return ReduceOp[op.upper()]
-        return ReduceOp.check(op)
+        members = ", ".join(str(member) for member in ReduceOp)
+        raise UnsupportedError(f"`{what}` must be one of {members} or its name, got {op!r}.")
 
 
 class VariableAggregation(enum.Enum):

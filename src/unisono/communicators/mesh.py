@@ -228,6 +228,9 @@ class Mesh:
 
         return finished
 
+    def set_timeout(self, seconds: float) -> None:
+        """Does nothing: a connection never gives up by itself."""
+
     def close(self, *, has_failed: bool = False) -> None:
         """Ends all connections. After a failure peers cannot go on with what was sent before."""
         for connection in self._connections.values():

@@ -80,6 +80,7 @@ class NetworkCommunicator(Communicator):
         step_bytes: int = STEP_BYTES,
     ) -> None:
         super().__init__(rank, size)
+        self.timeout_seconds = timeout_seconds
         self._backend = backend
         self._step_bytes = step_bytes
         transport = _make_transport(store, rank, size, backend, host, timeout_seconds)
@@ -209,6 +210,10 @@ class NetworkCommunicator(Communicator):
         header = Header("barrier", self._next())
         with self._exchange.collective(header):
             self._exchange.meet(header, [None] * self.size)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        self._exchange.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unisono.communicators.gloo import break_connections
+from unisono.communicators.gloo import GRACE_SECONDS, break_connections
 from unisono.communicators.watch import BrokenConnectionError
 
 # Waits for so many seconds, and returns whether what was begun is done.
@@ -47,6 +47,10 @@ class Transport(Protocol):
         """Begins to overwrite each tensor with that of the rank it stands under."""
         ...
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says for how long who uses it may wait, so that it does not give up before."""
+        ...
+
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, also those that other threads wait for.
 
@@ -72,6 +76,11 @@ class ProcessGroupTransport:
     def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
         """Begins to overwrite each tensor with that of the rank it stands under."""
         return _finished([self._group.broadcast(tensors[root], root) for root in tensors])
+
+    def set_timeout(self, seconds: float) -> None:
+        """Lets Gloo, which gives up by itself, wait longer; MPI never gives up."""
+        if hasattr(self._group, "recv"):
+            self._group._set_default_timeout(timedelta(seconds=seconds + GRACE_SECONDS))
 
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, at which others fail in any case."""

@@ -50,7 +50,8 @@ class ReplicaContext:
         strategy: Whose replica it is.
         local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
-        weight: What this replica's gradients count for in a mean; 1 unless batches are uneven.
+        weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
+            has no samples.
         notes: What the engine remembers of this replica in this run.
     """
 
@@ -59,6 +60,16 @@ class ReplicaContext:
     meeting: Meeting
     weight: float = 1.0
     notes: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this replica computes counts.
+
+        It does unless a batch has fewer samples than there are replicas and this one got none. It
+        then runs with a copy of a sample, and whatever it computes is left out: gradients, values
+        that are reduced or gathered, and what it writes to variables and modules.
+        """
+        return self.weight != 0.0
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -113,8 +124,9 @@ class ReplicaContext:
     ) -> Any:
         """Reduces every tensor of `value` over all replicas; every replica gets the result.
 
-        Gradients flow through sums and means: they are reduced in the same way on their way back.
-        All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing, see `counts`; a mean is over the others. Gradients
+        flow through sums and means: they are reduced in the same way on their way back. All
+        replicas must call it; see `merge_call`.
 
         Args:
             reduce_op: How; a `ReduceOp` or its name.
@@ -133,7 +145,8 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Puts every tensor of `value` end to end over all replicas, along `axis`.
 
-        Gradients flow through. All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas
+        must call it; see `merge_call`.
 
         Args:
             value: A tensor, or a nested structure of them, the same on all replicas. The tensors

@@ -31,7 +31,8 @@ class ReplicaMeeting:
     Replicas wait in `meet` until all have come. Replica 0 then does the work, so it does not
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
-    Work on `gpus` is in the order of the meetings, whatever streams the replicas use.
+    Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
+    the replicas by their `names`.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class ReplicaMeeting:
         turns: Turns,
         gpus: Sequence[torch.device] = (),
         guards: Sequence[Guard] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._num_replicas = num_replicas
         self._turns = turns
@@ -47,6 +49,7 @@ class ReplicaMeeting:
         # The streams on which replicas had started what they gave, and replica 0 its work.
         self._given, self._done = Trail(), Trail()
         self._guards = guards or [Guard() for _ in range(num_replicas)]
+        self._names = names or [f"replica {i}" for i in range(num_replicas)]
         self._lock = threading.Lock()
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
@@ -101,7 +104,9 @@ class ReplicaMeeting:
 
         Replica 0, which does the work, makes its call too.
         """
-        inner = ReplicaMeeting(self._num_replicas, self._turns, self._gpus, self._guards)
+        inner = ReplicaMeeting(
+            self._num_replicas, self._turns, self._gpus, self._guards, self._names
+        )
         if self._num_replicas == 1:
             return [calls[0](inner)]
         self._note(self._done)
@@ -208,8 +213,9 @@ class ReplicaMeeting:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
         names = {arrival.what for arrival in self._arrivals.values()}
         if self.failure is None and (len(names) > 1 or (names and self._returned)):
-            waiting = [f"replica {i} is in {a.what}" for i, a in sorted(self._arrivals.items())]
-            returned = [f"replica {i} has returned" for i in sorted(self._returned)]
+            names, arrivals = self._names, sorted(self._arrivals.items())
+            waiting = [f"{names[i]} is in {arrival.what}" for i, arrival in arrivals]
+            returned = [f"{names[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
                 f"{', '.join(waiting + returned)}."

@@ -199,6 +199,9 @@ class ReplicaMode(TorchFunctionMode):
         self._stand_ins = stand_ins
         self._after_backward = after_backward
         self._watch = watch
+        self._run_seed = seed
+        # What the mode works with while the replica acts for all; see `turn`.
+        self._for_all: ReplicaMode | None = None
         # Any odd number with well mixed bits keeps the seeds of replicas far apart.
         self._seed = (seed + replica_id * 0x9E3779B97F4A7C15) % 2**63
         self._generators: dict[torch.device, torch.Generator] = {}
@@ -266,6 +269,18 @@ class ReplicaMode(TorchFunctionMode):
         self._depth -= 1
         _current.randomness = self if self._depth else None
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def turn(self) -> None:
+        """Changes from working for the replica to working for all of them, or back.
+
+        While it works for all, parameters stand for themselves, and random numbers come from a
+        generator that is the same on all workers.
+        """
+        other = self._for_all = self._for_all or ReplicaMode(self._run_seed, -1)
+        for name in ("_stand_ins", "_after_backward", "_seed", "_generators"):
+            own = getattr(self, name)
+            setattr(self, name, getattr(other, name))
+            setattr(other, name, own)
 
     def get_state(self, device: torch.device) -> Tensor:
         """Returns the state of this replica's generator."""

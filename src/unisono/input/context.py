@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from unisono.errors import UnsupportedError
 from unisono.input.sharding import AutoShardPolicy
+from unisono.values import flatten
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,19 @@ class InputOptions:
             ahead from any source: what the source draws from the global random generators is then
             drawn on another thread, at no certain time.
         auto_shard_policy: How workers share what `experimental_distribute_dataset` is given.
+        split: How a batch is split over the replicas of all workers. "even": sizes differ by at
+            most one, so that 4 samples over 3 replicas are 2, 1, 1; if there are fewer samples than
+            replicas, the last replicas get a copy of a sample that counts nothing. "tensorflow": 2,
+            2, 0, and a replica without samples gets an empty part. A function, called as
+            `split(batch, num_replicas)`, returns a list with the part of each replica, or None for
+            one that has no samples: for graphs, say, or lists of images of different sizes. All
+            workers call it with the same batch.
+        batch_dim: Which dimension of the tensors in a batch holds the samples: an int, or a
+            structure like the batch of them, such as `(1, 0)`. In it, None gives all of a leaf to
+            every replica, and one entry stands for all that is inside. If `batch_dim` itself is
+            None it is the first dimension, and lists with an entry per sample are found.
+        count_samples: Returns the number of samples of the part, or batch, of one replica, which
+            says how much its loss counts. None reads it from the sizes of the tensors.
     """
 
     experimental_fetch_to_device: bool = True
@@ -97,6 +113,9 @@ class InputOptions:
     experimental_place_dataset_on_device: bool = False
     experimental_per_replica_buffer_size: int = 1
     auto_shard_policy: AutoShardPolicy = AutoShardPolicy.AUTO
+    split: str | Callable[[Any, int], Sequence[Any]] = "even"
+    batch_dim: Any = None
+    count_samples: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
         mode = self.experimental_replication_mode
@@ -111,6 +130,17 @@ class InputOptions:
                 f"`auto_shard_policy` must be one of `AutoShardPolicy`, {members}; got "
                 f"{self.auto_shard_policy!r}."
             )
+        if self.split not in ("even", "tensorflow") and not callable(self.split):
+            raise UnsupportedError(
+                '`split` must be "even", "tensorflow" or a function `split(batch, num_replicas)`, '
+                f"got {self.split!r}."
+            )
+        if self.count_samples is not None and not callable(self.count_samples):
+            raise UnsupportedError(
+                "`count_samples` must be a function that returns the number of samples of a batch, "
+                f"got {self.count_samples!r}."
+            )
+        _check_batch_dim(self.batch_dim)
         if self.experimental_per_replica_buffer_size < 0:
             raise UnsupportedError(
                 "`experimental_per_replica_buffer_size` must be 0 or more, got "
@@ -123,6 +153,15 @@ class InputOptions:
                 "`experimental_place_dataset_on_device` needs `experimental_fetch_to_device=False` "
                 "and `experimental_replication_mode=InputReplicationMode.PER_REPLICA`, got "
                 f"{self.experimental_fetch_to_device} and {mode}."
+            )
+
+
+def _check_batch_dim(batch_dim: Any) -> None:
+    for leaf in flatten(batch_dim)[0]:
+        if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int)):
+            raise UnsupportedError(
+                "`batch_dim` must be an int, or a structure of ints and None like a batch, got "
+                f"{leaf!r} in {batch_dim!r}."
             )
 
 

@@ -21,14 +21,14 @@ from torch.utils.data import (
 from unisono.input.source import Skip, Source, drop
 
 # These draw what they need from the global generators before they give their first index.
-_DRAW_AT_ONCE = (
+_DRAW_AT_ONCE: set[type] = {
     BatchSampler,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-)
+}
 _COPIED = (
     "collate_fn",
     "dataset",
@@ -42,6 +42,11 @@ _COPIED = (
     "timeout",
     "worker_init_fn",
 )
+
+
+def draws_at_once(kind: type) -> None:
+    """Says of a sampler that it draws all random numbers before it gives its first index."""
+    _DRAW_AT_ONCE.add(kind)
 
 
 def copied_settings(loader: DataLoader[Any]) -> dict[str, Any]:

@@ -22,17 +22,20 @@ _REAL = frozenset(
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value") -> None:
-    """Raises unless `tensors`, one a replica, can be combined with `op`.
+def check_replicas(
+    op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value", first_id: int = 0
+) -> None:
+    """Raises unless `tensors`, one per replica, can be combined with `op`.
 
-    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted.
+    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted. The
+    error numbers the replicas from `first_id` on.
     """
     first = tensors[0]
     for tensor in tensors:
         if tensor.dtype != first.dtype:
-            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype)
+            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id)
         if tensor.shape != first.shape:
-            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape))
+            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape), first_id)
         if tensor.layout not in _LAYOUTS:
             raise UnsupportedError(
                 f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be "
@@ -56,11 +59,15 @@ def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
 
 
 def _mismatch(
-    what: str, trait: str, tensors: Sequence[Tensor], read: Callable[[Tensor], Hashable]
+    what: str,
+    trait: str,
+    tensors: Sequence[Tensor],
+    read: Callable[[Tensor], Hashable],
+    first_id: int,
 ) -> ReplicaMismatchError:
     traits = [read(tensor) for tensor in tensors]
     usual, _ = Counter(traits).most_common(1)[0]
-    odd = ", ".join(f"replica {i} has {t}" for i, t in enumerate(traits) if t != usual)
+    odd = ", ".join(f"replica {i} has {t}" for i, t in enumerate(traits, first_id) if t != usual)
     return ReplicaMismatchError(
         f"{what} must have one {trait} on all {len(tensors)} replicas: {odd}, the others have "
         f"{usual}. Nothing was reduced."

@@ -64,11 +64,12 @@ class AcrossWorkers(CrossDeviceOps):
         values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
         results: dict[int, Tensor] = {}
         dense = [i for i, tensors in enumerate(values) if not all(map(is_sparse, tensors))]
-        for members in self._packs(values, dense, options):
-            results.update(zip(members, self._reduce(reduce_op, values, members), strict=True))
-        for i, tensors in enumerate(values):
-            if i not in results:
-                results[i] = self._reduce_sparse(reduce_op, tensors)
+        with self.communicator.within(options.timeout_seconds):
+            for members in self._packs(values, dense, options):
+                results.update(zip(members, self._reduce(reduce_op, values, members), strict=True))
+            for i, tensors in enumerate(values):
+                if i not in results:
+                    results[i] = self._reduce_sparse(reduce_op, tensors)
         return [
             self._deliver(results[i], destinations)
             for i, (_, destinations) in enumerate(value_destination_pairs)
@@ -80,7 +81,8 @@ class AcrossWorkers(CrossDeviceOps):
 
     def _read(self, op: ReduceOp, value: Any) -> list[Tensor]:
         tensors = tuple(as_tensor(component).detach() for component in value.values)
-        check_replicas(op, tensors, "The value")
+        rank = self.communicator.rank
+        check_replicas(op, tensors, f"The value of worker {rank}", rank * len(tensors))
         if any(map(is_sparse, tensors)) and not all(map(is_sparse, tensors)):
             return [tensor.to_dense() for tensor in tensors]
         return list(tensors)

@@ -38,6 +38,9 @@ class CrossDeviceOps:
 
     # Whether the implementation itself reads and checks the values that it is given.
     reads_values: ClassVar[bool] = False
+    # Whether the gradients of a backward pass come in one batch, when all are there, and not pack
+    # by pack while it runs.
+    wants_all_gradients: ClassVar[bool] = False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -74,7 +77,7 @@ class CrossDeviceOps:
         Raises:
             ValueError: If an argument is none of the above, or the components do not go together.
         """
-        op = ReduceOp.check(reduce_op)
+        op = ReduceOp.read(reduce_op)
         value = _distributed(per_replica_value)
         targets = destinations_of(destinations)
         if not self.reads_values:
@@ -104,7 +107,7 @@ class CrossDeviceOps:
             ValueError: If `value_destination_pairs` is not an iterable of `(value, destinations)`
                 tuples, or for any reason of `reduce`. Then nothing has been reduced.
         """
-        op = ReduceOp.check(reduce_op)
+        op = ReduceOp.read(reduce_op)
         pairs = [
             (_distributed(value), destinations_of(targets))
             for value, targets in listed_pairs(value_destination_pairs)

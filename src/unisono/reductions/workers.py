@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -67,6 +69,20 @@ class Workers:
         gathered = self.communicator.all_gather(tensor.detach().to(_HOST))
         return [one.to(tensor.device) for one in gathered]
 
+    def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the lists of tensors of all workers, in host memory.
+
+        They may differ in their length, and tensors in their shape and dtype.
+        """
+        kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
+        header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
+        packs = [one.detach().to(_HOST).contiguous().flatten().view(torch.uint8) for one in tensors]
+        headers = [json.loads(one.numpy().tobytes()) for one in self.gather(header)]
+        if not any(headers):
+            return [[] for _ in headers]
+        packs = self.gather(torch.cat([header[:0], *packs]))
+        return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
+
     def gather_objects(self, thing: Any) -> list[Any]:
         """Returns the objects of all workers, which are pickled: all are of one trusted job."""
         if not self.are_many:
@@ -82,3 +98,16 @@ class Workers:
         given = torch.tensor(flags, dtype=torch.uint8)
         self.communicator.all_reduce(ReduceOp.MAX, [given])
         return [bool(flag) for flag in given]
+
+
+def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Returns the tensors of these dtypes and shapes whose bytes are in `pack`."""
+    dtypes = [getattr(torch, name) for name, *_ in kinds]
+    sizes = [
+        math.prod(kind[1:]) * dtype.itemsize for kind, dtype in zip(kinds, dtypes, strict=True)
+    ]
+    # Copied, because a tensor begins where its numbers may.
+    return [
+        part.clone().view(dtype).view(kind[1:])
+        for part, kind, dtype in zip(pack.split(sizes), kinds, dtypes, strict=True)
+    ]

@@ -21,7 +21,7 @@ from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
+from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import (
     AcrossWorkers,
@@ -30,12 +30,13 @@ from unisono.reductions import (
     destinations_of,
     predicted_cost,
 )
+from unisono.strategies.counting import Counting
 from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.runner import Runner
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
@@ -45,6 +46,8 @@ from unisono.variables import (
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
+    undone,
     watch_torch,
 )
 
@@ -111,7 +114,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
         if not self.mirrors.is_single:
             watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -122,13 +125,14 @@ class StrategyExtended(OwnProcess, VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
+        self.current_weights = [1.0] * len(devices)
+        self.counting = Counting(devices, self.workers)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
@@ -186,7 +190,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -210,7 +214,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -244,14 +248,25 @@ class StrategyExtended(OwnProcess, VariableMethods):
                 return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weights = self._weights((*args, *kwargs.values()))
+        weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
+        self.gradients.begin(weights)
+        self.current_weights = weights
         if self.mirrors.is_single:
-            return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
-        with self.mirrors.in_use(fn):
-            return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            return self.counting.regrouped(results)
+        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
+        try:
+            with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.buffers.end(weights)
+        self.mirrors.metrics.end(weights)
+        return self.counting.regrouped(results)
 
     def experimental_run_steps_on_iterator(
         self,
@@ -294,26 +309,14 @@ class StrategyExtended(OwnProcess, VariableMethods):
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
+        mode = context.notes["mode"] = ReplicaMode(
             seed,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            functools.partial(self.gradients.after_backward, context),
             Outsiders(self.mirrors, context),
         )
-
-    def _weights(self, inputs: Any) -> list[float]:
-        """Returns what each replica's gradients count for: its share of the samples.
-
-        A loss that is a mean over the replica's batch makes the mean over replicas that of all
-        samples only if the batches are even, or are weighted so.
-        """
-        counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
-        num_replicas = self.num_replicas_in_sync
-        if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
-            return [1.0] * len(self._devices)
-        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
-        return [count * num_replicas / sum(counts) for count in counts[own]]
+        return mode
 
     def merge_call(
         self,
@@ -323,14 +326,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(given, self._devices)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,
@@ -341,7 +337,8 @@ class StrategyExtended(OwnProcess, VariableMethods):
     ) -> Any:
         """Reduces a value, or every distributed value of a nested structure, to devices.
 
-        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. A mirrored `value` is its own mean,
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
+        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
         and has no sum: that is an `UnsupportedError`.
         """
         self.strategy._check_cross_replica("reduce_to()")
@@ -359,6 +356,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
                     "no meaning. Use MEAN, or multiply it by the number of replicas."
                 )
             return self.broadcast_to(value, destinations)
+        value = self.counting.counted(op, value)
         return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
 
     def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
@@ -380,10 +378,10 @@ class StrategyExtended(OwnProcess, VariableMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        results = self.cross_device_ops.batch_reduce(
-            op, value_destination_pairs, self._merged(options)
-        )
-        return list(results)
+        pairs = [
+            (self.counting.counted(op, value), where) for value, where in value_destination_pairs
+        ]
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""

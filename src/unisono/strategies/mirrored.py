@@ -41,7 +41,7 @@ class MirroredStrategy(Strategy):
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         serial: bool = False,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
     ) -> None:
         resolved = default_devices() if devices is None else tuple(map(resolve, devices))
@@ -56,7 +56,7 @@ class MirroredStrategy(Strategy):
             StrategyExtended(
                 resolved,
                 cross_device_ops or select_cross_device_ops(resolved, tuning),
-                reduce_gradients=ReduceOp.check(reduce_gradients),
+                reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
                 is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
                 synchronize_batch_norm=synchronize_batch_norm,
                 tuning=tuning,

@@ -88,7 +88,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         devices: Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         serial: bool = False,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -107,7 +107,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             chosen,
             cross_device_ops,
             is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
-            reduce_gradients=ReduceOp.check(reduce_gradients),
+            reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
             synchronize_batch_norm=synchronize_batch_norm,
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))
@@ -117,11 +117,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """Says which workers there are."""
         return self._worker.resolver
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker is the one that writes checkpoints and summaries."""
-        return self._worker.membership.is_chief
 
     def configure(
         self,
@@ -180,10 +175,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             if changed.timeout_seconds is None:
                 changed.timeout_seconds = self._worker.options.timeout_seconds
         return changed
-
-    def check_health(self) -> None:
-        """Raises a `CommunicationError` if another worker is lost; the others need not ask."""
-        self._worker.workers.communicator.check_health()
 
     @property
     def _worker(self) -> MultiWorkerExtended:

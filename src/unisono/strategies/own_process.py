@@ -23,7 +23,7 @@ class OwnProcess:
         cross_device_ops: CrossDeviceOps
         mirrors: Mirrors
         workers: Workers
-        _gradients: GradientReducer
+        gradients: GradientReducer
         _run_lock: AbstractContextManager[Any]
         _runner: Runner
 
@@ -61,6 +61,6 @@ class OwnProcess:
             return
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
-        self._gradients.close()
+        self.gradients.close()
         self._runner.close()
         self.cross_device_ops.close()

@@ -22,18 +22,24 @@ from unisono.engines import (
     draw_seed,
 )
 from unisono.errors import add_note
+from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.values import regroup, select_replica
+from unisono.values import select_replica
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
 class Runner:
-    """One thread a replica, or the caller's own where there is one replica."""
+    """One thread per replica, or the caller's own where there is one replica."""
 
-    def __init__(self, devices: tuple[Device, ...], *, is_serial: bool) -> None:
+    def __init__(self, devices: tuple[Device, ...], workers: Workers, *, is_serial: bool) -> None:
         self._devices = devices
+        self._workers = workers
+        rank = workers.communicator.rank
+        # Replicas are numbered over all workers.
+        where = f" of worker {rank}" if workers.are_many else ""
+        self._names = [f"replica {rank * len(devices) + i}{where}" for i in range(len(devices))]
         self._places = [this_machine().torch_device(device) for device in devices]
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
@@ -49,22 +55,22 @@ class Runner:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         make_mode: Callable[[ReplicaContext, int], ReplicaMode],
-    ) -> Any:
-        """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
+    ) -> Sequence[Any]:
+        """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
-        meeting = ReplicaMeeting(num_replicas, turns, self._gpus)
+        meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
         if strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
-                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+                return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         seed = draw_seed()
         if num_replicas == 1:
-            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
+            return (self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -80,7 +86,7 @@ class Runner:
                 try:
                     return ambient.call(body, places[replica_id])
                 except Exception as error:
-                    add_note(error, self._origin(replica_id))
+                    add_note(error, self._origin(context))
                     raise
 
             def traced() -> Any:
@@ -90,8 +96,7 @@ class Runner:
             return traced
 
         with self._lock:
-            results = self._threads.run([call(context) for context in contexts], meeting)
-        return regroup(results, self._devices)
+            return self._threads.run([call(context) for context in contexts], meeting)
 
     def _run_alone(
         self,
@@ -113,11 +118,11 @@ class Runner:
             ):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         except Exception as error:
-            add_note(error, self._origin(0))
+            add_note(error, self._origin(context))
             raise
 
-    def _origin(self, replica_id: int) -> str:
-        return f"Raised on replica {replica_id} ({self._devices[replica_id]})."
+    def _origin(self, context: ReplicaContext) -> str:
+        return f"Raised on {self._names[context.local_id]} ({context.device})."
 
     def close(self) -> None:
         """Ends the threads."""
@@ -126,7 +131,7 @@ class Runner:
     def restarted(self) -> Runner:
         """In a forked child: returns a runner with threads of its own."""
         self._threads.abandon()
-        return Runner(self._devices, is_serial=self._is_serial)
+        return Runner(self._devices, self._workers, is_serial=self._is_serial)
 
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:

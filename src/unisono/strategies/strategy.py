@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +55,21 @@ class Strategy(InputMethods):
         """The cluster this strategy runs in; None for a strategy of one worker."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries.
+
+        A strategy of one worker always is.
+        """
+        return self._extended.should_checkpoint
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not call it.
+
+        A strategy of one worker has no other to lose.
+        """
+        self._extended.workers.communicator.check_health()
+
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Makes this the current strategy; models and optimizers made within belong to it.
@@ -104,9 +120,14 @@ class Strategy(InputMethods):
     ) -> Any:
         """Reduces a value over the replicas, to one tensor.
 
+        What `run` returned for an uneven batch knows how many samples each replica had. A mean of
+        it is weighted by them: the mean of losses that are means over the samples of a replica is
+        the mean over all samples. A replica without samples is left out of every reduction. Other
+        values count alike.
+
         Args:
             reduce_op: How; a `ReduceOp` or its name.
-            value: A `PerReplica` value, or a nested structure of them.
+            value: A `PerReplica` value, or a nested structure of them. None stays None.
             axis: Also reduce over these dimensions of each component. A mean is then over all
                 elements of all replicas, which is right for uneven and empty batches.
 
@@ -121,7 +142,8 @@ class Strategy(InputMethods):
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
 
-        On many workers all of them call it, and all get the components of all replicas.
+        On many workers all of them call it, and all get the components of all replicas. What a
+        replica without samples has returned is left out.
 
         Args:
             value: A `PerReplica` of tensors, whose lengths along `axis` may differ.
@@ -132,26 +154,39 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         workers = self._extended.workers
-        if not isinstance(value, DistributedValues):
-            return torch.cat(workers.gather(as_tensor(value)), axis) if workers.are_many else value
-        tensors = [as_tensor(component).detach().to_dense() for component in value.values]
+        is_distributed = isinstance(value, DistributedValues)
+        if not is_distributed and not workers.are_many:
+            return value
+        components = value.values if is_distributed else (value,)
+        tensors = [as_tensor(component).detach().to_dense() for component in components]
+        if is_distributed or len(self._extended.worker_devices) == 1:
+            are_counted = self._extended.counting.are_counted(value)
+            tensors = [
+                tensor if is_counted else tensor.narrow(axis, 0, 0)
+                for tensor, is_counted in zip(tensors, are_counted, strict=True)
+            ]
         here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
         return torch.cat(workers.gather(here), dim=axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
 
+        What a replica without samples has returned is left out, so that sums and lists of these
+        results hold every sample once.
+
         Args:
             value: A distributed value, or a nested structure of them; anything else is the one
                 entry of the tuple.
         """
         leaves, _ = flatten(value)
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return (value,)
+        are_counted = self._extended.counting.are_counted(*leaves)
         if isinstance(value, DistributedValues):
-            return value.values
-        num_replicas = len(self._extended.worker_devices)
-        return tuple(select_replica(i, value) for i in range(num_replicas))
+            has_all = all(are_counted)
+            return value.values if has_all else tuple(itertools.compress(value.values, are_counted))
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,) if any(are_counted) else ()
+        local_ids = range(len(self._extended.worker_devices))
+        return tuple(select_replica(i, value) for i in itertools.compress(local_ids, are_counted))
 
     unwrap = experimental_local_results
 
@@ -276,20 +311,28 @@ class Strategy(InputMethods):
         return duplicate
 
     def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+        if value is None:
+            return None
         if axes is None:
             return self._extended.reduce_to(op, value, self._extended.host)
         num_local = len(self._extended.worker_devices)
         parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
-        if op is ReduceOp.SUM:
-            return self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        if op is not ReduceOp.MEAN:
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
-        total = self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        counts = [tensor.sum(dim=axes).numel() for tensor in tensors]
+        are_counted = self._extended.counting.are_counted(value)
+        sums = [tensor.sum(dim=axes) for tensor in tensors]
+        total = self._sum(
+            [
+                own if is_counted else torch.zeros_like(own)
+                for own, is_counted in zip(sums, are_counted, strict=True)
+            ]
+        )
+        if op is ReduceOp.SUM:
+            return total
         sizes = [
-            torch.tensor(tensor.numel() // max(1, count))
-            for tensor, count in zip(tensors, counts, strict=True)
+            torch.tensor(tensor.numel() // max(1, own.numel()) * is_counted)
+            for tensor, own, is_counted in zip(tensors, sums, are_counted, strict=True)
         ]
         num_elements = self._sum(sizes).to(total.device)
         is_real = total.is_floating_point() or total.is_complex()

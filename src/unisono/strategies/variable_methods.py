@@ -10,7 +10,7 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, get_
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
 from unisono.values import Mirrored, flatten, select_replica
-from unisono.variables import Mirrors, Variable, variable_of
+from unisono.variables import Component, Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -44,7 +44,8 @@ class VariableMethods:
 
         Args:
             var: A variable of this strategy.
-            fn: Changes the component, a tensor, in place.
+            fn: Changes the component, in place. It is a tensor that also has the methods of a
+                variable: `assign`, `assign_add`, `assign_sub` and `scatter_*`.
             args: Its further arguments. Of distributed ones it gets the component of the replica.
             kwargs: Its keyword arguments, likewise.
             group: Whether the results become one `Mirrored`.
@@ -86,7 +87,7 @@ class VariableMethods:
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
             with entered(CrossReplicaContext(self.strategy, owner)):
-                results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
+                results.append(fn(Component.of(var.values[owner]), *own_args, **own_kwargs))
         if not is_grouped:
             return tuple(results)
         leaves = [flatten(result)[0] for result in results]

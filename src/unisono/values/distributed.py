@@ -91,15 +91,19 @@ class PerReplica(TorchArgument, DistributedValues):
         devices: See `DistributedValues`.
 
     Attributes:
-        counts: For input, how many samples each replica got: those of all workers, while the
-            components are those of this one. None where nobody has said so.
+        counts: How many samples each replica had: the replicas of all workers, while the components
+            are those of this one. Input has them, and what a `run` with an uneven batch returns.
+            A component whose replica had none is left out when values are reduced or gathered.
+            None if the number of samples is not known, or if all had as many.
+        is_input: Whether this is a part of a batch that was split.
     """
 
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "is_input")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
         super().__init__(values, devices)
         self.counts: tuple[int, ...] | None = None
+        self.is_input = False
 
     @classmethod
     def placed(
@@ -107,10 +111,13 @@ class PerReplica(TorchArgument, DistributedValues):
         values: tuple[Any, ...],
         devices: tuple[Device, ...],
         counts: tuple[int, ...] | None = None,
+        *,
+        is_input: bool = False,
     ) -> Self:
         """Makes a value from components that are known to be on `devices`, without a check."""
         value = super().placed(values, devices)
         value.counts = counts
+        value.is_input = is_input
         return value
 
     def value(self) -> Any:

@@ -23,7 +23,7 @@ def as_tensor(value: Any) -> Tensor:
         return value
     try:
         if isinstance(value, TorchArgument):
-            return as_tensor(value.value())
+            return as_tensor(value.seen())
         if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
             return from_dlpack(value)
         if hasattr(value, "__array__"):

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import nn
 
+from unisono.variables.metrics import is_own
+
 # What torch itself keeps in a module, such as its hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
@@ -147,7 +149,7 @@ class Attributes:
         now: dict[str, tuple[int, Any]] = {}
         slots = _slots(module)
         for name, value in (*raw(module).items(), *slots.items()):
-            if name == "_buffers":
+            if name == "_buffers" or is_own(raw(module), name):
                 continue
             seen = self._seen_attribute(name, value)
             now[name] = (id(value), seen[0])

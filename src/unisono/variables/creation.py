@@ -15,17 +15,25 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
+from unisono.variables.attributes import raw
+from unisono.variables.for_all import average_once
+from unisono.variables.metrics import UPDATES, is_metric, is_own
 from unisono.variables.mirror import mirror_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import make_once, owner_of, parameters_of
-from unisono.variables.outsiders import note_made_in_step, note_maker, refuse_outsiders
+from unisono.variables.outsiders import (
+    check_metric,
+    note_made_in_step,
+    note_maker,
+    refuse_outsiders,
+)
 
 
 class _Scopes(threading.local):
     """The mirrors of the scopes that this thread is in, and the modules made there."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[Mirrors, dict[nn.Module, None]]] = []
+        self.open: list[tuple[Mirrors, dict[int, nn.Module]]] = []
 
 
 _scopes = _Scopes()
@@ -40,13 +48,14 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
     """
     _install_hooks()
     _all_mirrors.add(mirrors)
-    made: dict[nn.Module, None] = {}
+    # By identity: a metric that is being made has no hash yet.
+    made: dict[int, nn.Module] = {}
     _scopes.open.append((mirrors, made))
     try:
         yield
     finally:
         _scopes.open.pop()
-    for module in made:
+    for module in made.values():
         mirrors.take_in(module)
     mirrors.share_new()
 
@@ -71,6 +80,8 @@ def _install_hooks() -> None:
     registration.register_module_module_registration_hook(_on_registered)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+    _find_modules()
+    average_once()
 
 
 @functools.cache
@@ -90,8 +101,10 @@ def _watch_attributes() -> None:
     @functools.wraps(set_attribute)
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         mirror = mirror_of(self)
-        if mirror is not None:
+        if mirror is not None and not is_own(raw(self), name):
             mirror.forget(name)
+        if name == UPDATES and is_metric(raw(self)):
+            check_metric(self)
         set_attribute(self, name, value)
 
     @functools.wraps(delete_attribute)
@@ -132,10 +145,26 @@ def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | Non
     elif isinstance(thing, nn.Parameter):
         note_maker(thing)
     if mirror is None and _scopes.open:
-        _, made = _scopes.open[-1]
-        made.setdefault(module)
-        if isinstance(thing, nn.Module):
-            made.update(dict.fromkeys(thing.modules()))
+        modules = [module, *(thing.modules() if isinstance(thing, nn.Module) else ())]
+        _scopes.open[-1][1].update((id(one), one) for one in modules)
+
+
+def _find_modules() -> None:
+    """Lets modules be found that register nothing, as metrics do, and copies of modules."""
+    for name in ("__init__", "__setstate__"):
+        _wrap_making(name, getattr(nn.Module, name))
+
+
+def _wrap_making(name: str, make: Any) -> None:
+    @functools.wraps(make)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if _scopes.open:
+            _scopes.open[-1][1].setdefault(id(self), self)
+        else:
+            note_maker(self)
+
+    setattr(nn.Module, name, wrapped)
 
 
 def _wrap_init(cls: type) -> None:

@@ -12,40 +12,28 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ContextError, UnsupportedError
-from unisono.kernels import reduce_batch
-from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
+from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, plain_class
-from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
+from unisono.variables.groups import GroupCopies
+from unisono.variables.leaves import Leaves, clear, fit_for_training
+from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, mirror_of, remember
 from unisono.variables.redirect import Redirect
+from unisono.variables.written import Watch, let_data_be_watched
 
 _is_current = operator.methodcaller("is_current")
-
-
-class _Stamp(NamedTuple):
-    """A tensor as it was: another tensor in its place, or a write to it, can be seen."""
-
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> _Stamp:
-        return cls(tensor, version_of(tensor))
-
-    def fits(self, tensor: Tensor | None) -> bool:
-        return self.tensor is tensor and version_of(tensor) == self.version
 
 
 class Mirrors:
@@ -59,7 +47,7 @@ class Mirrors:
         workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        self._workers = workers
+        self._workers = self.workers = workers
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.synchronizes = synchronize_batch_norm
@@ -75,20 +63,21 @@ class Mirrors:
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
-        # The modules whose buffers are looked at before every run.
-        self._buffer_owners: list[weakref.ref[nn.Module]] = []
+        self.buffers = Buffers(places, workers)
+        self.metrics = Metrics(places, workers)
         self.is_stale = False
         # Whether something belongs to it.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
-        self.num_runs = 0
         # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # For each replica, by the identity of a primary module, its clone.
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        self.watch = Watch(self)
+        self.groups = GroupCopies(workers)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
         self._checked: dict[int, object] = {}
@@ -105,6 +94,7 @@ class Mirrors:
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
+        let_data_be_watched()
         identity = id(module)
         mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
         self._mirrors[identity] = mirror
@@ -177,6 +167,11 @@ class Mirrors:
         owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
         return next((one.primary for one in owners), None)
 
+    def module_of(self, clone: nn.Module) -> nn.Module | None:
+        """Returns the module that a replica has `clone` of, if there is one."""
+        found = (m for m in self._mirrors.values() if any(clone is own for own in m.replicas))
+        return next((mirror.primary() for mirror in found), None)
+
     @property
     def all_leaves(self) -> list[Leaves]:
         """The leaves of all that is trained: variables, then modules in the order of making."""
@@ -192,11 +187,9 @@ class Mirrors:
                 self._rebuild()
         for leaves in self._leaves.values():
             leaves.catch_up()
-        for owner in self._buffer_owners:
-            module = owner()
-            if module is not None:
-                self._give_buffers(module)
-        self.num_runs += 1
+        self.buffers.give()
+        self.metrics.begin()
+        self.watch.stamp()
 
     @contextmanager
     def in_use(self, step: object) -> Iterator[None]:
@@ -211,10 +204,12 @@ class Mirrors:
             self.statistics = {}
         if self.is_being_checked:
             self._checked[id(code)] = code
-        for owner in self._buffer_owners:
-            module = owner()
-            if module is not None:
-                self.read_buffers(module)
+
+    def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yields every module and its clone for each of some replicas."""
+        for module in self.primaries():
+            replicas = self._mirrors[id(module)].replicas
+            yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def primaries(self) -> list[nn.Module]:
         """Returns the modules, in the order of making."""
@@ -268,17 +263,16 @@ class Mirrors:
         self._attributes.end()
         self._tables.note(tables_of(primaries))
         self.is_stale = False
-        self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
+        pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
+        self.buffers.track(pairs)
+        self.metrics.track(pairs)
         if list(known.values()) != self.all_leaves:
             self.generation, self._checked = self.generation + 1, {}
-        self.stand_ins = [
-            {
-                id(key): one.leaves[i]
-                for one in self.all_leaves
-                for key in (one.primary, one.leaves[i])
-            }
-            for i in range(len(self._places))
-        ]
+        for i, stand_ins in enumerate(self.stand_ins):
+            # Replicas that run have it already.
+            stand_ins.clear()
+            for one in self._leaves.values():
+                stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
         self.clones = [
             {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
             for i in range(len(self._places))
@@ -319,65 +313,6 @@ class Mirrors:
             return types.MethodType(value.__func__, mirror.replicas[replica_id])
         leaves = self._leaves.get(id(value))
         return value if leaves is None else leaves.leaves[replica_id]
-
-    def _give_buffers(self, module: nn.Module) -> None:
-        """Gives each clone buffers of its own, and what has been written to the primary's since."""
-        mirror: Mirror = self._mirrors[id(module)]
-        buffers: dict[str, Tensor | None] = raw(module)["_buffers"]
-        for clone in mirror.replicas:
-            for name in clone._buffers.keys() - buffers.keys():
-                del clone._buffers[name]
-        for name, buffer in buffers.items():
-            stamp = mirror.buffers.get(name)
-            if stamp is not None and stamp.fits(buffer):
-                continue
-            with fit_for_training():
-                for clone, place in zip(mirror.replicas, self._places, strict=True):
-                    own = None if buffer is None else buffer.detach().to(place, copy=True)
-                    clone._buffers[name] = own
-            mirror.buffers[name] = _Stamp.of(buffer)
-
-    def read_buffers(self, module: nn.Module) -> None:
-        """Brings what the replicas have done to their buffers into the primary's.
-
-        Floating-point buffers are averaged (the running statistics of batch normalisation), others
-        are taken from replica 0 (its counters). What no replica has written stays as it is. With
-        many workers, all must read.
-        """
-        mirror: Mirror = self._mirrors[id(module)]
-        if mirror.runs_read == self.num_runs or not mirror.replicas:
-            return
-        mirror.runs_read = self.num_runs
-        buffers = raw(module)["_buffers"]
-        names = [n for n, b in buffers.items() if b is not None and n in mirror.buffers]
-        names = [name for name in names if mirror.buffers[name].fits(buffers[name])]
-        parts: dict[str, list[Any]] = {
-            name: [clone._buffers[name] for clone in mirror.replicas] for name in names
-        }
-        # torch does not count the writes of its batch normalisation, so the values must tell.
-        written = [
-            any(not torch.equal(part.to(buffers[name].device), buffers[name]) for part in own)
-            for name, own in parts.items()
-        ]
-        for name, is_written in zip(names, self._workers.any_of(written), strict=True):
-            if not is_written:
-                continue
-            buffer = buffers[name]
-            with torch.no_grad():
-                buffer.resize_(parts[name][0].shape)
-                buffer.copy_(self._one_of(parts[name], is_mean=buffer.is_floating_point()))
-            # The replicas go on from what was read, as a program that resumes from it does.
-            del mirror.buffers[name]
-
-    def _one_of(self, parts: list[Any], *, is_mean: bool) -> Tensor:
-        here = [part.detach().to(self._places[0]) for part in parts]
-        if not is_mean:
-            return self._workers.of_chief(here[0])
-        everybody = [one for own in here for one in self._workers.gather(own)]
-        # Gathered replica by replica, from all workers each time: back to the order of their ids.
-        num_workers = len(everybody) // len(here)
-        ordered = [one for i in range(num_workers) for one in everybody[i::num_workers]]
-        return reduce_batch(ReduceOp.MEAN, [tuple(ordered)], [1])[0][0]
 
     def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients that the replicas have of some parameters."""

@@ -18,10 +18,13 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.contexts import ReplicaContext, current_replica, entered
+from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.values import PerReplica, as_tensor
+from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
+from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.shares import update_in_shares
@@ -34,8 +37,7 @@ def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
-        # Updates draw no random numbers, so the replica's own need not be looked out for.
-        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
+        with for_all(context), torch._C.DisableTorchFunction():
             return [work()] * context.num_local_replicas
 
     return context.meeting.meet(context.local_id, what, None, once)
@@ -88,6 +90,8 @@ class OnceOptimizer(Front):
             cleared = [leaf for leaves in owners for leaf in leaves.leaves]
         else:
             cleared = [leaves.leaves[context.local_id] for leaves in owners]
+            for leaves in owners:
+                leaves.reduced[context.local_id] = None
             if context.local_id == 0:
                 cleared += [leaves.primary for leaves in owners]
         # Without asking the replica's mode for every gradient.
@@ -95,14 +99,51 @@ class OnceOptimizer(Front):
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
 
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters; on a replica its own copy of them, see `GroupCopies`."""
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        context = current_replica()
+        if context is None:
+            return groups
+        return context.strategy.extended.mirrors.groups.seen(self, groups, context)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        _check_outside(self, "param_groups")
+        vars(self)["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; not on a replica."""
+        _check_outside(self, "add_param_group()")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state; not on a replica."""
+        _check_outside(self, "load_state_dict()")
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state, which a replica finds under its own parameters, too."""
+        state: dict[Any, Any] = vars(self)["state"]
+        if not isinstance(state, SeenState):
+            state = vars(self)["state"] = SeenState(state, _mirrors_of(self))
+        return state
+
+    @state.setter
+    def state(self, state: dict[Any, Any]) -> None:
+        vars(self)["state"] = state
+
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        take_gradients(self)
+        take_gradients(self, context)
         if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
             own = vars(self).get("step", _step)
             if hasattr(own, "_wrapped_by_lr_sched"):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
                 self._opt_called = True
                 if update_in_shares(self, plain_class(type(self)), context):
+                    _mirrors_of(self).spread(parameters_of(self))
                     return None
         return self._update(None, **kwargs)
 
@@ -149,10 +190,10 @@ class OnceScaler(Front):
             return method(optimizer, *args)
 
         def work() -> Any:
-            take_gradients(optimizer)
+            take_gradients(optimizer, context)
             result = method(optimizer, *args)
             for leaves in _leaves(optimizer):
-                _copy_gradient(leaves)
+                leaves.take_from_primary()
             return result
 
         return do_once(context, f"GradScaler.{what}", work)
@@ -186,25 +227,25 @@ def _mirrors_of(target: Any) -> Mirrors:
     return mirrors
 
 
-def take_gradients(optimizer: Any) -> None:
-    """Gives the primaries the gradients that replica 0 has, which all replicas have."""
-    for leaves in _leaves(optimizer):
-        grad = leaves.leaves[0].grad
-        if leaves.primary.grad is not grad:
-            leaves.primary.grad = grad
+def take_gradients(optimizer: Any, context: ReplicaContext) -> None:
+    """Gives the primaries the gradients that all replicas have, reduced."""
+    owners = _leaves(optimizer)
+    context.strategy.extended.gradients.reduce_rest(owners)
+    for leaves in owners:
+        leaves.show_current_gradient()
 
 
-def _copy_gradient(leaves: Leaves) -> None:
-    """Gives all replicas the gradient of replica 0."""
-    first = leaves.leaves[0].grad
-    for leaf in leaves.leaves[1:]:
-        if leaf.grad is not None and first is not None:
-            leaf.grad.copy_(first)
+def _check_outside(optimizer: Any, what: str) -> None:
+    if current_replica() is not None:
+        raise ContextError(
+            f"`{what}` of {type(optimizer).__name__} was called or set in a step, by each replica. "
+            "Do it outside `run`, or once for all replicas: `unisono.once(fn)`, where `fn` does it."
+        )
 
 
 def parameters_of(optimizer: Any) -> Iterator[Tensor]:
     """Yields the parameters that an optimizer works on."""
-    for group in optimizer.param_groups:
+    for group in vars(optimizer)["param_groups"]:
         yield from group["params"]
 
 
@@ -223,14 +264,17 @@ def _step_with_closures(
         def evaluate() -> Tensor:
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
-            take_gradients(optimizer)
-            given = PerReplica([loss.detach() for loss in losses])
-            mean: Tensor = context.strategy.extended.reduce_to(
-                ReduceOp.MEAN, given, given.devices[0]
+            take_gradients(optimizer, context)
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
             )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
-        with entered(CrossReplicaContext(context.strategy)):
+        with for_all(context):
             return [optimizer._update(evaluate)] * context.num_local_replicas
 
     def on_this_replica(meeting: Any) -> Any:

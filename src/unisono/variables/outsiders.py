@@ -23,10 +23,11 @@ from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
+from unisono.variables.metrics import is_clone
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of
 
-# The number of the replica that made a parameter in a step.
+# The number of the replica that made a parameter or module in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Schedulers and scalers that a replica made in a step.
 _made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -53,11 +54,24 @@ def refuse_outsiders() -> None:
             _check_before(cls, "step")
 
 
-def note_maker(parameter: Tensor) -> None:
-    """Notes which replica made a parameter, if one did."""
+def note_maker(made: Tensor | nn.Module) -> None:
+    """Notes which replica made a parameter or module, if one did."""
     context = current_replica()
     if context is not None:
-        _makers[parameter] = context.local_id
+        _makers[made] = context.local_id
+
+
+def check_metric(metric: nn.Module) -> None:
+    """Refuses an update, on a replica, of a metric that all replicas would write at once."""
+    context = current_replica()
+    if context is None or context.num_replicas_in_sync == 1 or is_clone(raw(metric)):
+        return
+    if _makers.get(metric) != context.local_id:
+        raise ContextError(
+            f"{type(metric).__name__} was updated on a replica, but does not belong to "
+            f"{context.strategy!r}: all replicas would write its states at once. Make it in "
+            "`strategy.scope()`, or bring it in with `strategy.mirror(metric)`."
+        )
 
 
 def note_made_in_step(made: Any) -> None:

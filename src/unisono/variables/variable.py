@@ -22,6 +22,7 @@ from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
 from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
@@ -56,7 +57,7 @@ class _MadeOnce(type):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
+class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_MadeOnce):
     """A tensor with a component on every replica of the strategy that it is made under.
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
@@ -132,8 +133,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         super().select(replica_id)
         return self
 
-    def value(self) -> Tensor:
-        """Returns what the running code sees: no copy of a component, a new tensor if reduced."""
+    def seen(self) -> Tensor:
+        """Returns the component that the running code sees itself, or a new tensor if reduced."""
         replica = self._replica()
         component: Tensor = self._values[replica.local_id if replica else 0]
         if replica is not None or not self._policy.is_on_read:
@@ -146,76 +147,27 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
         return reduced
 
+    def value(self) -> Tensor:
+        """Returns what the running code sees, as it is now: a later write does not change it.
+
+        Gradients flow through it to the component.
+        """
+        return apart_from(self._values, self.seen())
+
     read_value = value
 
-    def assign(self, value: Any, *, read_value: bool = True) -> Any:
-        """Sets the variable.
-
-        On a replica the values of all replicas are combined first, as the aggregation says, and
-        all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
-        code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
-
-        Args:
-            value: A tensor, or what can be read as one, of the variable's shape.
-            read_value: Whether something is returned.
-
-        Returns:
-            The component on a replica; elsewhere the components, or what an `ON_READ` variable
-            reads as; None without `read_value`.
-        """
-        return self._write(Write.ASSIGN, value, is_read=read_value)
-
-    def assign_add(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Adds `delta` to the variable; see `assign`."""
-        return self._write(Write.ASSIGN_ADD, delta, is_read=read_value)
-
-    def assign_sub(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Subtracts `delta` from the variable; see `assign`."""
-        return self._write(Write.ASSIGN_SUB, delta, is_read=read_value)
-
-    def scatter_add(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Adds `updates[i]` to row `indices[i]`, for every i.
-
-        On a replica, a sum applies what all replicas give, and a mean an N-th of it.
-
-        Args:
-            indices: Numbers of rows, which may come several times.
-            updates: One row for each of them.
-            read_value: Whether something is returned; see `assign`.
-        """
-        return self._write(Write.SCATTER_ADD, updates, indices, is_read=read_value)
-
-    def scatter_sub(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Subtracts from rows; see `scatter_add`."""
-        return self._write(Write.SCATTER_SUB, updates, indices, is_read=read_value)
-
-    def scatter_mul(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Multiplies rows; see `scatter_add`.
-
-        A mean takes the average factor; a replica without one counts as 0.
-        """
-        return self._write(Write.SCATTER_MUL, updates, indices, is_read=read_value)
-
-    def scatter_div(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Divides rows, integers towards zero; see `scatter_mul`."""
-        return self._write(Write.SCATTER_DIV, updates, indices, is_read=read_value)
-
-    def scatter_min(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Lowers rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_MIN, updates, indices, is_read=read_value)
-
-    def scatter_max(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Raises rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_MAX, updates, indices, is_read=read_value)
-
-    def scatter_update(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Sets rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_UPDATE, updates, indices, is_read=read_value)
+    def apart(self, result: Any) -> Any:
+        """Copies what a torch function returns if it is a view of a component."""
+        if isinstance(result, Tensor):
+            return apart_from(self._values, result)
+        if type(result) in (list, tuple):
+            return type(result)(map(self.apart, result))
+        return result
 
     def state(self) -> Tensor:
         """Returns a copy of the one value that a checkpoint keeps."""
         self._check_place("state()", is_for_all=True)
-        return self.value().detach().clone()
+        return self.value().detach()
 
     def load(self, value: Any) -> None:
         """Sets the variable to `value`, which `state` returned; a sum is spread without loss."""
@@ -262,7 +214,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
         if self._policy.is_local:
-            self._apply(write, {replica.local_id: value})
+            if replica.counts:
+                self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
@@ -294,7 +247,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
-            given = PerReplica.placed(parts, variable.devices)
+            counts = variable._strategy.extended.counting.presence
+            given = PerReplica.placed(parts, variable.devices, counts)
             total = variable._strategy.extended.reduce_to(op, given, targets)
             totals = total.values if isinstance(total, DistributedValues) else (total,)
             if write.multiplies:
@@ -330,7 +284,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
     def _given(self, value: Any) -> Any:
         """Returns what the running code means by `value`: its own component, or one for all."""
         if isinstance(value, Variable):
-            return value.value()
+            return value.seen()
         if not isinstance(value, DistributedValues):
             return value
         replica = current_replica()

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -28,6 +29,7 @@ from unisono.input import (
     numpy_dataset,
 )
 from unisono.values import PerReplica
+from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
 # Without a GPU, torch says that there is nothing to pin memory for.
@@ -93,8 +95,8 @@ def distributed(source: Any, num_replicas: int, **settings: Any) -> DistributedD
 
 
 def lists(dataset: Iterable[Any]) -> list[list[list[int]]]:
-    """What each replica got, step by step."""
-    return [[part.tolist() for part in element.values] for element in dataset]
+    """The samples that each replica got, step by step."""
+    return [own_samples(element) for element in dataset]
 
 
 def samples(dataset: Iterable[Any]) -> list[int]:
@@ -109,15 +111,49 @@ def samples(dataset: Iterable[Any]) -> list[int]:
         (Batches(13, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [11, 12]]]),
         (Batches(9, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]]),
         (Batches(4, 4), 5, [[[0], [1], [2], [3], []]]),
-        (Batches(8, 4), 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (Batches(8, 4), 3, [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]),
+        (Batches(6, 6), 4, [[[0, 1], [2, 3], [4], [5]]]),
         (Batches(10, 5), 2, [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]]]),
         (Batches(3, 2, 2), 2, [[[0], [1]], [[2], []], [[0], [1]], [[2], []]]),
     ],
 )
-def test_a_batch_is_split_in_rounded_up_shares(
+def test_a_batch_is_split_in_shares_that_differ_by_one(
     source: Any, num_replicas: int, steps: list[Any]
 ) -> None:
     assert lists(distributed(source, num_replicas)) == steps
+
+
+@pytest.mark.parametrize(
+    ("source", "num_replicas", "steps"),
+    [
+        (Batches(9, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]]),
+        (Batches(8, 4), 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (Batches(6, 6), 4, [[[0, 1], [2, 3], [4, 5], []]]),
+    ],
+)
+def test_tensorflow_splits_in_rounded_up_shares_and_leaves_parts_empty(
+    source: Any, num_replicas: int, steps: list[Any]
+) -> None:
+    dataset = distributed(source, num_replicas, options=InputOptions(split="tensorflow"))
+
+    assert [[part.tolist() for part in element.values] for element in dataset] == steps
+
+
+def test_a_replica_without_samples_gets_a_copy_of_one() -> None:
+    batch = torch.arange(2)
+
+    (element,) = distributed([batch], 3)
+
+    assert element.counts == (1, 1, 0)
+    assert [part.tolist() for part in element.values] == [[0], [1], [0]]
+    element.values[2].add_(5)
+    assert batch.tolist() == [0, 1]
+
+
+def test_a_batch_without_any_sample_is_empty_on_all_replicas() -> None:
+    (element,) = distributed([torch.zeros(0, 3)], 2)
+
+    assert [tuple(part.shape) for part in element.values] == [(0, 3), (0, 3)]
 
 
 def test_a_loader_that_drops_its_last_batch_gives_only_full_ones() -> None:
@@ -134,10 +170,11 @@ def test_a_loader_that_drops_its_last_batch_gives_only_full_ones() -> None:
         (DataLoader(Numbers(6), batch_size=8), 2, [[0, 1, 2, 3], [4, 5]]),
     ],
 )
-def test_without_sharding_the_sizes_are_fixed_and_filled_in_order(
+def test_without_sharding_tensorflow_fixes_the_sizes_and_fills_them_in_order(
     source: Any, num_replicas: int, last: list[list[int]]
 ) -> None:
-    dataset = distributed(source, num_replicas, options=WITHOUT_SHARDING)
+    options = dataclasses.replace(WITHOUT_SHARDING, split="tensorflow")
+    dataset = distributed(source, num_replicas, options=options)
 
     assert lists(dataset)[-1] == last
 
@@ -167,7 +204,7 @@ def test_workers_share_a_batch_and_wrap_even_one_replica() -> None:
 
     dataset = distributed(Batches(14, 8), 1, input_context=context)
 
-    assert lists(dataset) == [[[4, 5, 6, 7]], [[11, 12, 13]]]
+    assert [own_samples(element, 1) for element in dataset] == [[[4, 5, 6, 7]], [[11, 12, 13]]]
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -230,7 +267,7 @@ def test_no_sample_is_lost_or_doubled(
     for element in iterator:
         assert counts_of(element) == iterator.last_counts
         assert sum(iterator.last_counts) <= batch_size
-        seen += torch.cat(element.values).tolist()
+        seen += [sample for part in own_samples(element) for sample in part]
 
     assert seen == list(range(num_samples))
 

@@ -48,6 +48,29 @@ def test_update_calls_the_function_for_each_component(pair: uo.MirroredStrategy)
     assert pair.extended.update(variable, lambda own: None) is None
 
 
+def test_update_gives_the_function_a_variable(pair: uo.MirroredStrategy) -> None:
+    variable = made(pair, [1.0, 2.0])
+    given = per_replica(1.0, 10.0)
+    plain: list[type] = []
+
+    def update(own: Any, amount: Tensor) -> Any:
+        before = own.read_value()
+        own.assign_add(amount.expand(2))
+        own.assign_sub([1.0, 1.0])
+        own.scatter_mul([0], [[3.0]][0])
+        plain.append(type(own * 2))
+        assert own.assign(own, read_value=False) is None
+        return own.assign(own) - before
+
+    results = pair.extended.update(variable, update, args=(given,), group=False)
+
+    assert [one.tolist() for one in results] == [[2, 0], [29, 9]]
+    assert numbers(variable) == [[3, 2], [30, 11]]
+    assert set(plain) == {Tensor}
+    with pytest.raises(UnsupportedError, match="Nothing is broadcast"):
+        pair.extended.update(variable, lambda own: own.assign(1.0))
+
+
 def test_update_on_a_replica_is_a_merge_call(pair: uo.MirroredStrategy) -> None:
     variable = made(pair)
 

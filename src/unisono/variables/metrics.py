@@ -1,0 +1,359 @@
+"""Metrics that are modules with states, as those of torchmetrics are.
+
+On a replica a metric counts the samples of that replica, from the start of each run. At the end of
+the run the states of all replicas of all workers are merged into those of the primary. So on every
+worker the primary has every sample once, and to compute its value needs no communication.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.contexts import current_replica
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.kernels import reduce_batch
+from unisono.options import ReduceOp
+from unisono.reductions import Workers
+
+# Where metrics note how often they were updated.
+UPDATES = "_update_count"
+# What metrics note about themselves. It concerns the one that notes it, and no clone.
+_NOTES = frozenset(
+    (
+        *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
+        *("_to_sync", "_update_count", "compute_on_cpu"),
+    )
+)
+_WAS_RESET = "_unisono_was_reset"
+_METRIC = "_unisono_metric"
+
+
+def is_metric(attributes: dict[str, Any]) -> bool:
+    """Whether a module with these attributes has states as the metrics of torchmetrics have."""
+    return all(isinstance(attributes.get(name), dict) for name in ("_defaults", "_reductions"))
+
+
+def is_own(attributes: dict[str, Any], name: str) -> bool:
+    """Whether an attribute is a state of a metric or about one, of which clones have their own."""
+    return is_metric(attributes) and (name in _NOTES or name in attributes["_defaults"])
+
+
+def is_clone(attributes: dict[str, Any]) -> bool:
+    """Whether a metric with these attributes is that of one replica."""
+    return _WAS_RESET in attributes
+
+
+class Part(NamedTuple):
+    """What one replica has counted in a run."""
+
+    num_updates: int
+    was_reset: bool
+    # Tensors, and lists of tensors.
+    states: dict[str, Any]
+
+
+class MirroredMetric(NamedTuple):
+    """A metric, and its clones.
+
+    Attributes:
+        number: What it is called among workers.
+        name: What it is called in errors.
+        attributes: Those of the primary.
+        clones: One for each replica of this worker.
+    """
+
+    number: int
+    name: str
+    attributes: dict[str, Any]
+    clones: list[nn.Module]
+
+    def prepare(self, places: Sequence[torch.device], workers: Workers) -> None:
+        """Makes new clones count from nothing, and find each other where they are to be merged."""
+        # All that a process group could add is merged already; `bool()` is False.
+        self.attributes["distributed_available_fn"] = bool
+        notes = {name: self.attributes[name] for name in _NOTES if name in self.attributes}
+        for clone, place in zip(self.clones, places, strict=True):
+            cls: Any = type(clone)
+            clone.__dict__.update(
+                notes,
+                _device=place,
+                distributed_available_fn=_is_on_replica,
+                _sync_dist=functools.partial(_synchronize, self, workers),
+                reset=functools.partial(_reset, clone, cls.reset),
+                forward=functools.partial(_forward, clone, cls.forward),
+                # Those of the primary are bound to it.
+                update=cls._wrap_update(clone, functools.partial(cls.update, clone)),
+                compute=cls._wrap_compute(clone, functools.partial(cls.compute, clone)),
+            )
+            self._start(clone)
+
+    def begin(self) -> None:
+        """Before a run: forgets what was counted in the last one."""
+        for clone in self.clones:
+            own = clone.__dict__
+            own["_computed"] = None
+            if own["_update_count"] or own[_WAS_RESET]:
+                self._start(clone)
+
+    def _start(self, clone: nn.Module) -> None:
+        own = clone.__dict__
+        own.update(_update_count=0, _computed=None, _cache=None, _is_synced=False)
+        own[_WAS_RESET] = False
+        for name, default in own["_defaults"].items():
+            if not isinstance(default, Tensor):
+                own[name] = []
+            elif _how(own["_reductions"][name]) == "sum":
+                # The primary has the default already.
+                own[name] = torch.zeros_like(default, device=own["_device"])
+            else:
+                own[name] = default.detach().to(own["_device"], copy=True)
+
+    def part_of(self, clone: nn.Module) -> Part:
+        """Returns what a replica has counted."""
+        own = clone.__dict__
+        states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
+        return Part(own["_update_count"], own[_WAS_RESET], states)
+
+    def take(self, parts: Sequence[Part]) -> None:
+        """Adds what all replicas have counted to the primary."""
+        num_updates, states = self.merged(parts)
+        self.attributes.update(states, _update_count=num_updates, _computed=None)
+
+    def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
+        """Returns the number of updates and the states of the primary and all replicas together.
+
+        Args:
+            parts: What the replicas have counted, in the order of their ids.
+            with_own: Whether what the primary has counts.
+
+        Raises:
+            UnsupportedError: If the states cannot be merged.
+        """
+        if any(part.was_reset for part in parts) or not with_own:
+            states, num_before = self._defaults(), 0
+        else:
+            states, num_before = self._states(), self.attributes["_update_count"]
+        updated = [part for part in parts if part.num_updates]
+        if not updated:
+            return num_before, states
+        self._check()
+        weights = [num_before, *(part.num_updates for part in updated)]
+        for name, own in states.items():
+            values = [part.states[name] for part in updated]
+            states[name] = self._reduced(name, own, values, weights)
+        # Where all replicas make an update, one device makes one.
+        return num_before + max(part.num_updates for part in updated), states
+
+    def _states(self) -> dict[str, Any]:
+        return {name: self.attributes[name] for name in self.attributes["_defaults"]}
+
+    def _defaults(self) -> dict[str, Any]:
+        return {
+            name: default.detach().clone() if isinstance(default, Tensor) else []
+            for name, default in self.attributes["_defaults"].items()
+        }
+
+    def _check(self) -> None:
+        """Refuses metrics whose states are no sum, list or the like of what each sample gives."""
+        if "_num_vals_seen" in self.attributes:
+            self._refuse("keeps the last updates only")
+        for name, reduction in self.attributes["_reductions"].items():
+            if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
+                self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
+
+    def _refuse(self, why: str) -> None:
+        raise UnsupportedError(
+            f"{self.name} was updated on replicas, but it {why}, so what the replicas have counted "
+            "cannot be merged. Return the predictions and targets from the step, and update it "
+            "outside of `run` with `metric.update(strategy.gather(predictions, axis=0), "
+            "strategy.gather(targets, axis=0))`."
+        )
+
+    def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
+        if isinstance(own, list) or isinstance(values[0], list):
+            return [one for value in (own, *values) for one in _as_list(value)]
+        reduction = self.attributes["_reductions"][name]
+        how = _how(reduction)
+        here = [value.to(own.device) for value in values]
+        if how == "sum":
+            # In the order of all sums over replicas.
+            total: Tensor = reduce_batch(ReduceOp.SUM, [tuple(here)], [1])[0][0]
+            return own + total
+        if how == "mean":
+            weighted = [one * weight for one, weight in zip([own, *here], weights, strict=True)]
+            return torch.stack(weighted).sum(0) / sum(weights)
+        if how in ("max", "min"):
+            return functools.reduce(torch.maximum if how == "max" else torch.minimum, here, own)
+        return reduction(torch.cat([own, *here]) if how == "cat" else torch.stack([own, *here]))
+
+
+class Metrics:
+    """The metrics of one strategy.
+
+    Args:
+        places: Where the replicas of this worker are.
+        workers: All workers.
+    """
+
+    def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
+        self._places = places
+        self._workers = workers
+        # By identity, because metrics hash by their states. Workers name a metric by its number.
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._num_found = 0
+        # The first clones, which know of the others and live as long as the primary does.
+        self._clones: list[weakref.ref[nn.Module]] = []
+
+    def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
+        """Says which modules there are, each with its clones."""
+        self._clones = []
+        for module, clones in modules:
+            attributes = object.__getattribute__(module, "__dict__")
+            if is_metric(attributes):
+                if module not in self._numbers:
+                    self._numbers[module] = self._num_found = self._num_found + 1
+                number = self._numbers[module]
+                metric = MirroredMetric(number, type(module).__name__, attributes, clones)
+                metric.prepare(self._places, self._workers)
+                clones[0].__dict__[_METRIC] = metric
+                self._clones.append(weakref.ref(clones[0]))
+
+    def _all(self) -> list[MirroredMetric]:
+        clones = [clone() for clone in self._clones]
+        return [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+
+    def begin(self) -> None:
+        """Before a run: lets all replicas count from nothing."""
+        for metric in self._all():
+            metric.begin()
+
+    def end(self, weights: Sequence[float]) -> None:
+        """After a run that has not failed: adds what all replicas have counted to the primaries.
+
+        On many workers this is a collective, if there ever was a metric.
+
+        Args:
+            weights: What each replica counts for; 0 if it had no samples.
+        """
+        if not self._num_found:
+            return
+        metrics = self._all()
+        everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        for metric in metrics:
+            if metric.number in everybody:
+                metric.take(everybody[metric.number])
+
+
+def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -> None:
+    """On a replica, for `compute()` in a step: gives its clone what all have counted so far."""
+    context = current_replica()
+    assert context is not None
+    own = metric.clones[context.local_id].__dict__
+    # In `forward`, the value is that of a batch.
+    with_own = own["_should_unsync"]
+
+    def work(is_counted: list[bool]) -> list[Any]:
+        parts = _parts_of_all([metric], workers, is_counted).get(metric.number, [])
+        return [metric.merged(parts, with_own=with_own)[1]] * len(is_counted)
+
+    what = f"{metric.name}.compute()"
+    states = context.meeting.meet(context.local_id, what, context.weight > 0, work)
+    for name, value in states.items():
+        is_list = isinstance(value, list)
+        own[name] = list(value) if is_list else value.to(own["_device"], copy=True)
+
+
+def _is_on_replica() -> bool:
+    return current_replica() is not None
+
+
+def _reset(clone: nn.Module, reset: Any) -> None:
+    clone.__dict__[_WAS_RESET] = True
+    reset(clone)
+
+
+def _forward(clone: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
+    """Calls `forward`, which resets the states for a while: the program did not ask for that."""
+    was_reset = clone.__dict__[_WAS_RESET]
+    value = forward(clone, *args, **kwargs)
+    clone.__dict__[_WAS_RESET] = was_reset
+    return value
+
+
+def _how(reduction: Any) -> str:
+    """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
+    name = getattr(reduction, "__name__", "")
+    return name.removeprefix("dim_zero_") if name.startswith("dim_zero_") else ""
+
+
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _parts_of_all(
+    metrics: Sequence[MirroredMetric], workers: Workers, is_counted: list[bool]
+) -> dict[int, list[Part]]:
+    """Returns what all replicas of all workers have counted, by the numbers of the metrics."""
+    found = {}
+    for metric in metrics:
+        pairs = zip(metric.clones, is_counted, strict=True)
+        parts = [metric.part_of(clone) for clone, counts in pairs if counts]
+        if any(part.num_updates or part.was_reset for part in parts):
+            found[metric.number] = parts
+    if not workers.are_many:
+        return found
+    everybody: dict[int, list[Part]] = {}
+    by_number = {metric.number: metric for metric in metrics}
+    for tensors in workers.gather_lists(_packed(by_number, found)):
+        for number, parts in _unpacked(by_number, tensors):
+            everybody.setdefault(number, []).extend(parts)
+    return everybody
+
+
+def _packed(metrics: dict[int, MirroredMetric], found: dict[int, list[Part]]) -> list[Tensor]:
+    """Returns the parts as tensors, the first of which says what the others are."""
+    numbers, tensors = [], []
+    for number, parts in found.items():
+        numbers += [number, len(parts)]
+        for part in parts:
+            numbers += [part.num_updates, part.was_reset]
+            for name, value in part.states.items():
+                numbers.append(len(value) if isinstance(value, list) else -1)
+                if not all(isinstance(one, Tensor) for one in _as_list(value)):
+                    raise UnsupportedError(
+                        f"The state {name!r} of {metrics[number].name} holds what are no tensors, "
+                        "which workers cannot exchange. Update the metric outside of `run`."
+                    )
+                tensors += _as_list(value)
+    return [torch.tensor(numbers), *tensors] if numbers else []
+
+
+def _unpacked(
+    metrics: dict[int, MirroredMetric], packed: list[Tensor]
+) -> Iterator[tuple[int, list[Part]]]:
+    numbers, tensors = iter(packed[0].tolist() if packed else ()), iter(packed[1:])
+
+    def value() -> Any:
+        length = next(numbers)
+        return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
+
+    def part(names: Iterable[str]) -> Part:
+        num_updates, was_reset = next(numbers), bool(next(numbers))
+        states = {name: value() for name in names} if num_updates else {}
+        return Part(num_updates, was_reset, states)
+
+    for number in numbers:
+        if number not in metrics:
+            raise ReplicaMismatchError(
+                "Another worker has updated a metric that this one does not have. All workers make "
+                "and update the same metrics in the same order."
+            )
+        names = metrics[number].attributes["_defaults"]
+        yield number, [part(names) for _ in range(next(numbers))]
