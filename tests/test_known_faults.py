@@ -98,7 +98,7 @@ def test_an_unknown_algorithm_is_taken_for_hierarchical_copy(algorithm: str) -> 
 
 
 @each_ops
-@pytest.mark.parametrize("op", ["bogus", "mean", None, uo.VariableAggregation.MEAN])
+@pytest.mark.parametrize("op", ["bogus", "average", None, uo.VariableAggregation.MEAN])
 def test_an_unknown_operation_is_taken_for_a_sum(make: Any, op: Any) -> None:
     value = per_replica(1.0, 10.0)
 

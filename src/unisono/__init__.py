@@ -25,6 +25,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
     InputReplicationMode,
+    TensorSpec,
 )
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import (
@@ -37,6 +38,7 @@ from unisono.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    RunOptions,
     Strategy,
     StrategyExtended,
 )
@@ -65,8 +67,10 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TensorSpec",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",

@@ -122,7 +122,7 @@ def _go_on(
                 chosen = wrong if is_culprit else right
             if is_culprit and injection.fault is not Fault.KILLED_AT_START:
                 injection.strike(desk)
-                if injection.fault is Fault.LEAVES:
+                if injection.leaves:
                     return
                 if injection.fault is Fault.LATE:
                     time.sleep(injection.seconds + LATE_SECONDS)

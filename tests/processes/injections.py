@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
 import re
@@ -21,11 +22,13 @@ from unisono.errors import CommunicationError
 SLACK_SECONDS = 8.0
 # How much longer than the others wait one is late, who on a busy machine may begin to wait later.
 LATE_SECONDS = 3.0
+# For how long a worker is paused that is only slow.
+PAUSE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
     r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
     r"between collectives|to start|has not come|never came|to join|to invite|nobody answers|"
-    r"found nobody|cannot be reached"
+    r"found nobody|cannot be reached|does not answer"
 )
 
 
@@ -34,7 +37,9 @@ class Fault(Enum):
 
     KILLED = "killed"
     KILLED_AT_START = "killed while the others connect"
-    STOPPED = "stopped, and continued later"
+    STOPPED = "stopped, and continued when it is too late"
+    PAUSED = "stopped, continued in time, and leaves then"
+    LOCKED = "holds the interpreter lock for a while, and leaves then"
     LATE = "late"
     ABSENT = "absent"
     LEAVES = "leaves"
@@ -46,12 +51,15 @@ class Fault(Enum):
 
 
 UNEQUAL = (Fault.SHAPE, Fault.DTYPE, Fault.OP, Fault.ORDER, Fault.ROOT)
+# During these nobody may fail. What ends the collectives is that the culprit leaves afterwards.
+HARMLESS = (Fault.PAUSED, Fault.LOCKED)
 WAITS = (Fault.STOPPED, Fault.LATE, Fault.ABSENT, Fault.KILLED_AT_START)
 _EXPECTED: dict[Fault, tuple[str, ...]] = {
     Fault.KILLED: ("WorkerLostError",),
     # By whom it was seen last decides whether it is lost or has not come.
     Fault.KILLED_AT_START: ("WorkerLostError", "WorkerTimeoutError"),
-    Fault.STOPPED: ("WorkerTimeoutError", "WorkerLostError"),
+    Fault.STOPPED: ("WorkerTimeoutError",),
+    **dict.fromkeys(HARMLESS, ("WorkerLostError",)),
     Fault.LATE: ("WorkerTimeoutError",),
     Fault.ABSENT: ("WorkerTimeoutError",),
     Fault.LEAVES: ("WorkerLostError",),
@@ -86,8 +94,18 @@ class Injection:
     def strike(self, desk: Desk) -> None:
         """Called by the culprit at the moment of the failure."""
         desk.tell(time.monotonic())
-        if self.delay == 0 and (number := self.signal) is not None:
+        if self.fault is Fault.LOCKED:
+            # Unlike `time.sleep` this keeps the lock.
+            ctypes.PyDLL(None).usleep(int(PAUSE_SECONDS * 1e6))
+        elif self.fault is Fault.PAUSED:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.delay == 0 and (number := self.signal) is not None:
             os.kill(os.getpid(), number)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether the culprit leaves after the failure."""
+        return self.fault in (Fault.LEAVES, *HARMLESS)
 
     @property
     def signal(self) -> signal.Signals | None:
@@ -189,6 +207,10 @@ def inject(
         if injection.signal is not None and injection.delay > 0:
             time.sleep(injection.delay)
             culprit.send(injection.signal)
+    if fault in HARMLESS:
+        time.sleep(PAUSE_SECONDS)
+        began += PAUSE_SECONDS
+        culprit.send(signal.SIGCONT)
     reports = {rank: member.hear(patience) for rank, member in others.items()}
     if fault is Fault.STOPPED:
         culprit.send(signal.SIGCONT)
@@ -196,15 +218,22 @@ def inject(
         crew.replace(injection.culprit)
     elif fault is not Fault.ABSENT:
         own = culprit.hear(patience)
-        assert (own is None) == (fault is Fault.LEAVES), f"{injection}: {own}"
+        assert (own is None) == injection.leaves, f"{injection}: {own}"
         assert own is None or own.left is None, f"{injection}: {own}"
     limit = began + SLACK_SECONDS + (injection.seconds if fault in WAITS else seconds_to_notice)
     for rank, report in reports.items():
         _check(injection, rank, report, limit)
-    at_fault = [injection.culprit in report.ranks for report in reports.values()]
-    # Who waits at the start for one that waits for the culprit may know only of that one.
-    knows = any if fault is Fault.KILLED_AT_START else all
-    assert knows(at_fault), f"{injection}: {reports}"
+        if fault in HARMLESS:
+            assert report.time > began - 0.5, f"{injection}: rank {rank} did not wait: {report}"
+    if fault in UNEQUAL:
+        assert all(injection.culprit in report.ranks for report in reports.values()), reports
+    elif fault is Fault.KILLED_AT_START:
+        # Who waits at the start for one that waits for the culprit may know only of that one.
+        named = [injection.culprit in report.ranks for report in reports.values()]
+        assert any(named), f"{injection}: {reports}"
+    else:
+        named = [report.ranks == (injection.culprit,) for report in reports.values()]
+        assert all(named), f"{injection}: {reports}"
 
 
 def _check(injection: Injection, rank: int, report: Report | None, limit: float) -> None:

@@ -29,6 +29,7 @@ def hierarchical(inside: Make, num_hosts: int, *, seconds: float) -> Make:
             timeout_seconds=seconds,
             watch=watch,
             speaks_for=layout.hosts,
+            ranks=[ranks[position] for ranks in layout.hosts],
         )
         of_host = inside(PrefixStore(f"inside {host}", store), position, size // num_hosts)
         return HierarchicalCommunicator(of_host, between, layout, watch)

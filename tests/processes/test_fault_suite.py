@@ -39,6 +39,8 @@ USUAL = {
     Fault.LATE: 0.06,
     Fault.ABSENT: 0.06,
     Fault.LEAVES: 0.06,
+    Fault.PAUSED: 0.06,
+    Fault.LOCKED: 0.06,
 }
 
 pytestmark = [pytest.mark.alone, pytest.mark.timeout(120 + SECONDS_FOR_ONE * NUM_FAULTS)]

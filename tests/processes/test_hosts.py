@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import threading
@@ -21,6 +22,7 @@ from unisono.communicators.connect import connect
 from unisono.errors import CommunicationError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
+from unisono.testing.namespaces import run
 
 pytestmark = pytest.mark.alone
 
@@ -126,12 +128,81 @@ def test_a_cut_cable_is_told_on_both_sides(
         assert left == 0
 
 
-def lose_a_rank(store: Store, rank: int, size: int, names: list[str]) -> tuple[str, float]:
-    """Rank 3, which is not the first of its host, is killed before the second collective."""
-    communicator = join(rank, size, names, AUTO, timeout=10.0)
+PAUSE_SECONDS = 5.0
+
+
+def hold_on(store: Store, rank: int, size: int, names: list[str]) -> list[float]:
+    """Rank 0, beside the coordinator, is stopped from outside; then rank 3 holds the lock."""
+    communicator = join(rank, size, names, AUTO, timeout=1.6 * PAUSE_SECONDS)
+    totals = []
+    for phase in range(2):
+        store.set(f"ready/{phase}/{rank}", "")
+        store.wait([f"go/{phase}"], timedelta(seconds=30))
+        if (phase, rank) == (1, 3):
+            ctypes.PyDLL(None).usleep(int(PAUSE_SECONDS * 1e6))
+        total = torch.ones(1)
+        communicator.all_reduce(ReduceOp.SUM, [total])
+        totals.append(total.item())
+    communicator.barrier()
+    communicator.close()
+    return totals
+
+
+def test_a_coordinator_that_is_paused_and_a_rank_that_holds_the_lock_end_no_job(
+    two_hosts: Hosts,
+) -> None:
+    with Ranks(4, hold_on, two_hosts.names) as ranks:
+        ranks.store.wait([f"ready/0/{rank}" for rank in range(4)], timedelta(seconds=30))
+        coordinator = ranks.processes[0].pid or 0
+        os.kill(coordinator, signal.SIGSTOP)
+        ranks.store.set("go/0", "")
+        time.sleep(PAUSE_SECONDS)
+        os.kill(coordinator, signal.SIGCONT)
+        ranks.store.wait([f"ready/1/{rank}" for rank in range(4)], timedelta(seconds=30))
+        ranks.store.set("go/1", "")
+        results = ranks.results()
+
+    assert [results[rank] for rank in range(4)] == [[4.0, 4.0]] * 4
+
+
+def lose_a_link(store: Store, rank: int, size: int, names: list[str]) -> tuple[str, float]:
+    communicator = join(rank, size, names, AUTO, timeout=4.0)
+    communicator.barrier()
+    store.set(f"ready/{rank}", "")
+    store.wait(["cut"], timedelta(seconds=30))
+    start = time.monotonic()
+    with pytest.raises(CommunicationError) as caught:
+        # Rank 0 has all that it needs of the first one.
+        for _ in range(2):
+            communicator.all_reduce(ReduceOp.SUM, [torch.ones(5)])
+    seconds = time.monotonic() - start
+    communicator.close()
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{other}" for other in range(size)], timedelta(seconds=30))
+    return f"{caught.value.ranks} {caught.value}", seconds
+
+
+def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_one_of_them() -> None:
+    with make_hosts(3) as hosts, Ranks(3, lose_a_link, hosts.names) as ranks:
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
+        for one, other in ((1, 2), (2, 1)):
+            run("ip", "-n", hosts.names[one], "route", "add", "blackhole", hosts.address(other))
+        ranks.store.set("cut", "")
+        results = ranks.results()
+
+    assert len({raised for raised, _ in results.values()}) == 1
+    assert results[0][0].startswith(("(1,)", "(2,)"))
+    assert all(seconds < 4 + 5 for _, seconds in results.values())
+
+
+def lose_a_rank(
+    store: Store, rank: int, size: int, names: list[str], lost: int
+) -> tuple[str, float]:
+    """A rank is killed before the second collective."""
+    communicator = join(rank, size, names, AUTO, timeout=20.0)
     total = torch.ones(5)
     communicator.all_reduce(ReduceOp.SUM, [total])
-    if rank == 3:
+    if rank == lost:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:
@@ -141,16 +212,21 @@ def lose_a_rank(store: Store, rank: int, size: int, names: list[str]) -> tuple[s
     seconds = time.monotonic() - start
     communicator.close()
     store.set(f"closed/{rank}", "")
-    store.wait([f"closed/{other}" for other in range(3)], timedelta(seconds=30))
+    others = [other for other in range(size) if other != lost]
+    store.wait([f"closed/{other}" for other in others], timedelta(seconds=30))
     return raised, seconds
 
 
-def test_a_dead_rank_of_another_host_is_told_to_all_by_its_number(two_hosts: Hosts) -> None:
-    with Ranks(4, lose_a_rank, two_hosts.names) as ranks:
+# Rank 3 is not the first of its host. With rank 0 the coordinator goes, and nobody decides.
+@pytest.mark.parametrize("lost", [0, 3])
+def test_a_dead_rank_of_another_host_is_told_to_all_by_its_number(
+    two_hosts: Hosts, lost: int
+) -> None:
+    with Ranks(4, lose_a_rank, two_hosts.names, lost) as ranks:
         results = ranks.results()
 
-    assert sorted(results) == [0, 1, 2]
-    assert len({raised for raised, _ in results.values()}) == 1
+    assert sorted(results) == [rank for rank in range(4) if rank != lost]
     for raised, seconds in results.values():
-        assert raised.startswith("WorkerLostError (3,): ")
-        assert seconds < 10
+        assert raised.startswith(f"WorkerLostError ({lost},): ")
+        assert seconds < 8
+    assert lost == 0 or len({raised for raised, _ in results.values()}) == 1

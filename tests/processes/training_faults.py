@@ -125,7 +125,7 @@ def _go_on(
         if not is_culprit or (now, moment) != (injection.step, reached):
             return
         injection.strike(desk)
-        if injection.fault is Fault.LEAVES:
+        if injection.leaves:
             raise _Leaves
         if injection.fault is Fault.LATE:
             time.sleep(injection.seconds + LATE_SECONDS)

@@ -59,18 +59,25 @@ class Settings(NamedTuple):
     # How far from one device the results may be, and what it computes in.
     tolerance: float = 1e-9
     dtype: torch.dtype = torch.float64
+    # The package that it needs beside torch.
+    package: str = "torch"
 
 
 PROGRAMS: dict[str, tuple[Program, Settings]] = {}
 
 
 def program(
-    *, tolerance: float = 1e-9, dtype: torch.dtype = torch.float64, **settings: Any
+    *,
+    tolerance: float = 1e-9,
+    dtype: torch.dtype = torch.float64,
+    package: str = "torch",
+    **settings: Any,
 ) -> Callable[[Program], Program]:
     """Adds a program, whose strategy is made with these settings."""
 
     def add(train: Program) -> Program:
-        PROGRAMS[train.__name__] = train, Settings(settings, tolerance=tolerance, dtype=dtype)
+        own = Settings(settings, tolerance=tolerance, dtype=dtype, package=package)
+        PROGRAMS[train.__name__] = train, own
         return train
 
     return add
@@ -137,7 +144,7 @@ def on_workers(crew: Crew, name: str, num_replicas: int) -> list[Outcome]:
     ports = free_ports(len(crew.members))
     for rank, member in enumerate(crew.members):
         member.begin(_on_worker, name, rank, ports, num_replicas)
-    return [member.hear(60) for member in crew.members]
+    return [member.hear(150) for member in crew.members]
 
 
 def _on_worker(_: Desk, name: str, rank: int, ports: list[int], num_replicas: int) -> Outcome:

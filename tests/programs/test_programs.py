@@ -13,6 +13,8 @@ from programs.running import PROGRAMS, Outcome, on_one_device, on_replicas, on_w
 
 # torch's own functions warn of each other.
 pytestmark = [
+    # Packages take their time to be imported, in each process.
+    pytest.mark.timeout(300),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
 ]
@@ -30,12 +32,14 @@ def crew() -> Iterator[Crew]:
 @each_program
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
 def test_replicas_of_one_process(name: str, num_replicas: int) -> None:
+    pytest.importorskip(PROGRAMS[name][1].package)
     check(name, on_replicas(name, num_replicas), num_replicas)
 
 
 @each_program
 @pytest.mark.parametrize("num_replicas", [1, 2])
 def test_two_workers(crew: Crew, name: str, num_replicas: int) -> None:
+    pytest.importorskip(PROGRAMS[name][1].package)
     for outcome in on_workers(crew, name, num_replicas):
         check(name, outcome, 2 * num_replicas)
 

@@ -16,9 +16,11 @@ from torch.distributed import (  # type: ignore[attr-defined]
 )
 
 from unisono.cluster.membership import Membership
+from unisono.communicators import STORE_ERRORS
 from unisono.errors import CommunicationError, WorkerTimeoutError
 
 _PAUSE_SECONDS = 0.1
+_FIRST_TRY_SECONDS = 1.0
 
 
 def open_store(membership: Membership, timeout_seconds: float) -> Store:
@@ -65,19 +67,26 @@ def _serve(membership: Membership, timeout_seconds: float) -> Store:
 
 
 def _connect(membership: Membership, timeout_seconds: float) -> Store:
+    """Tries again and again, from Python, where Ctrl-C is heard."""
     deadline = time.monotonic() + timeout_seconds
-    _wait_for_somebody_to_listen(membership, timeout_seconds)
-    remaining = max(deadline - time.monotonic(), 1.0)
-    try:
-        store = _tcp_store(membership, remaining, is_master=False)
-    except DistNetworkError as error:
-        raise WorkerTimeoutError(
-            f"Something listens at {membership.coordinator}, but does not answer as the store of a "
-            f"job: {error} Check the address of rank 0.",
-            ranks=[membership.coordinator_rank],
-        ) from None
-    store.set_timeout(timedelta(seconds=timeout_seconds))
-    return store
+    patience = _FIRST_TRY_SECONDS
+    while True:
+        _wait_for_somebody_to_listen(membership, timeout_seconds, deadline)
+        try:
+            # torch may take more than twice as long. A busy or paused server needs longer tries.
+            left = deadline - time.monotonic()
+            store = _tcp_store(membership, min(patience, max(left / 2, 0.5)), is_master=False)
+        except STORE_ERRORS as error:
+            if time.monotonic() < deadline:
+                patience *= 2
+                continue
+            raise WorkerTimeoutError(
+                f"Something listens at {membership.coordinator}, but does not answer as the store "
+                f"of a job: {error} Check the address of rank 0.",
+                ranks=[membership.coordinator_rank],
+            ) from None
+        store.set_timeout(timedelta(seconds=timeout_seconds))
+        return store
 
 
 def _tcp_store(membership: Membership, timeout_seconds: float, *, is_master: bool) -> TCPStore:
@@ -103,9 +112,10 @@ def _check_that_the_host_is_known(membership: Membership) -> None:
         ) from None
 
 
-def _wait_for_somebody_to_listen(membership: Membership, timeout_seconds: float) -> None:
-    """Tries from Python, where Ctrl-C is heard and the last reason can be told."""
-    deadline = time.monotonic() + timeout_seconds
+def _wait_for_somebody_to_listen(
+    membership: Membership, timeout_seconds: float, deadline: float
+) -> None:
+    """Tries until there is a connection, and can tell the last reason why there is none."""
     address = (membership.coordinator_host, membership.coordinator_port)
     while True:
         try:

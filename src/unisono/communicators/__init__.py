@@ -9,6 +9,8 @@ from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
     STORE_ERRORS,
+    Countdown,
+    have_come,
     translated_store_errors,
 )
 from unisono.communicators.torch_ops import own_op
@@ -19,12 +21,14 @@ __all__ = [
     "STORE_ERRORS",
     "Carrier",
     "Communicator",
+    "Countdown",
     "IdentityCommunicator",
     "Layout",
     "TracedCommunicator",
     "all_reduce_sparse",
     "choose_carrier",
     "connect",
+    "have_come",
     "own_op",
     "slice_of",
     "translated_store_errors",

@@ -20,7 +20,7 @@ from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.selection import Carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.watch import Watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
@@ -61,12 +61,12 @@ def connect(
     if size == 1:
         return IdentityCommunicator()
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-    patience = timeout if joining_seconds is None else joining_seconds
-    layout, have_memory = _survey(store, rank, size, implementation, patience)
+    left = Countdown(timeout if joining_seconds is None else joining_seconds, least=_GRACE_SECONDS)
+    layout, have_memory = _survey(store, rank, size, implementation, left.seconds())
     choice = choose(
         layout, has_native_core=have_memory, implementation=implementation, tuning=tuning
     )
-    chosen = _Link(store, rank, size, timeout, host).connected(choice, layout)
+    chosen = _Link(store, rank, size, timeout, host, left).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
     if implementation is CommunicationImplementation.NCCL:
@@ -103,13 +103,20 @@ class _Link:
     """What it takes to make communicators that reach other hosts."""
 
     def __init__(
-        self, store: Store, rank: int, size: int, timeout_seconds: float, host: str | None
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        timeout_seconds: float,
+        host: str | None,
+        left: Countdown,
     ) -> None:
         self._store = store
         self._rank = rank
         self._size = size
         self._timeout_seconds = timeout_seconds
         self._host = host
+        self._left = left
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
         """Makes what was chosen."""
@@ -118,7 +125,11 @@ class _Link:
         if choice.carrier in _BACKENDS:
             return self._flat(choice)
         return SharedMemoryCommunicator(
-            self._store, self._rank, self._size, timeout_seconds=self._timeout_seconds
+            self._store,
+            self._rank,
+            self._size,
+            timeout_seconds=self._timeout_seconds,
+            joining_seconds=self._left.seconds(),
         )
 
     def _flat(self, choice: Choice) -> Communicator:
@@ -131,6 +142,7 @@ class _Link:
             timeout_seconds=self._timeout_seconds,
             host=self._host,
             step_bytes=choice.step_bytes,
+            joining_seconds=self._left.seconds(),
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
@@ -145,6 +157,7 @@ class _Link:
                     len(layout.hosts[number]),
                     # The watch, which sees all hosts, is the first to say who is late.
                     timeout_seconds=self._timeout_seconds + _GRACE_SECONDS,
+                    joining_seconds=self._left.seconds(),
                 )
             made.callback(inside.close)
             watch = Watch(
@@ -152,6 +165,8 @@ class _Link:
                 self._rank,
                 self._size,
                 timeout_seconds=self._timeout_seconds,
+                host=self._host,
+                joining_seconds=self._left.seconds(),
             )
             made.callback(watch.close)
             with _named_globally(peers, "one on each host"):
@@ -163,7 +178,9 @@ class _Link:
                     host=self._host,
                     watch=watch,
                     speaks_for=layout.hosts,
+                    ranks=peers,
                     step_bytes=choice.step_bytes,
+                    joining_seconds=self._left.seconds(),
                 )
             made.pop_all()
         return HierarchicalCommunicator(

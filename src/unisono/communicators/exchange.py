@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
-from unisono.communicators.transport import Finished, Transport
+from unisono.communicators.transport import BrokenConnectionError, Finished, Transport
 from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError
 
@@ -27,6 +27,7 @@ class Exchange:
         owns_watch: Whether the watch is told what goes on here, and ends with this object.
         room: How many bytes may travel beside a header.
         speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
+        ranks: The numbers that the watch has for the ranks of the transport.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Exchange:
         owns_watch: bool,
         room: int,
         speaks_for: Sequence[Sequence[int]],
+        ranks: Sequence[int],
     ) -> None:
         self.rank = transport.rank
         self.size = transport.size
@@ -44,6 +46,7 @@ class Exchange:
         self.watch = watch
         self.sequence = 0
         self._speaks_for = speaks_for
+        self._ranks = ranks
         self._transport = transport
         self._owns_watch = owns_watch
         self._stride = HEADER_BYTES + room
@@ -153,7 +156,14 @@ class Exchange:
         return headers
 
     def _wait(self, finished: Finished) -> None:
-        self.watch.wait(finished)
+        try:
+            self.watch.wait(finished, self._awaited)
+        except BrokenConnectionError as error:
+            peer = None if error.peer is None else self._ranks[error.peer]
+            raise self.watch.broken(peer, str(error)) from error
+
+    def _awaited(self) -> list[int]:
+        return [self._ranks[rank] for rank in self._transport.awaited()]
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

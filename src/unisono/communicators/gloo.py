@@ -23,7 +23,13 @@ _UNUSED_TAG = 0x7FFFFFFF
 
 
 def make_gloo_group(
-    store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str | None,
+    timeout_seconds: float,
+    joining_seconds: float | None = None,
 ) -> Any:
     """Returns a group of its own, apart from torch's default one.
 
@@ -31,7 +37,8 @@ def make_gloo_group(
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
     torch was built with it.
     """
-    own = own_address(store, rank, size, host=host, timeout_seconds=timeout_seconds)
+    patience = timeout_seconds if joining_seconds is None else joining_seconds
+    own = own_address(store, rank, size, host=host, timeout_seconds=patience)
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
     options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)

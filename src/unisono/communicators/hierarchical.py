@@ -196,9 +196,10 @@ class HierarchicalCommunicator(Communicator):
 
     def close(self) -> None:
         """Leaves, and gives back memory, connections and threads. May be called twice."""
+        # First, so that others who see this rank leave know why.
+        self._watch.close()
         self._inside.close()
         self._between.close()
-        self._watch.close()
 
     @contextmanager
     def _collective(self, header: Header) -> Iterator[None]:

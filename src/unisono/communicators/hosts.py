@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import uuid
@@ -12,7 +11,7 @@ from pathlib import Path
 
 
 def host_identity() -> str:
-    """Returns a text that two processes share if they can share memory and signs of life.
+    """Returns a text that two processes share if they can share memory.
 
     That takes one boot of one kernel, one user, the same namespaces and the same /dev/shm.
     Containers and network namespaces of one machine count as hosts of their own.
@@ -23,31 +22,6 @@ def host_identity() -> str:
     namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "ipc", "pid")]
     memory = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else None
     return " ".join([boot.read_text().strip(), *namespaces, str(memory), str(os.getuid())])
-
-
-def sign_of(process_id: int) -> str:
-    """Returns a text by which processes of this host can see whether this one has ended.
-
-    The moment when it began is a part of it, as another process may get its number.
-    """
-    return json.dumps([host_identity(), process_id, _began(process_id)])
-
-
-def has_ended(sign: str) -> bool:
-    """Whether the process that gave a sign has ended; never so of one on another host."""
-    host, process_id, began = json.loads(sign)
-    return host == host_identity() and began is not None and _began(process_id) != began
-
-
-def _began(process_id: int) -> int | None:
-    """Returns when a process began, after the kernel's clock, or None if none such runs."""
-    try:
-        status = Path(f"/proc/{process_id}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    # The name, which comes second, may hold spaces and brackets.
-    fields = status.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
 
 
 @dataclass(frozen=True)

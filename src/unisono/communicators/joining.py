@@ -14,7 +14,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
@@ -23,12 +23,14 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.addresses import own_address
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.sockets import keep_alive
 from unisono.communicators.stores import say_to_all
 from unisono.communicators.tls import Encryption, encryption
 from unisono.errors import JobMismatchError, UnsupportedError, WorkerLostError, WorkerTimeoutError
 
 # How long somebody who has called may take to say who it is.
 _GREETING_SECONDS = 5.0
+_PAUSE_SECONDS = 0.1
 _GREETING = struct.Struct("!32sI")
 _WELCOME = b"!"
 
@@ -43,7 +45,13 @@ class _Invitation(NamedTuple):
 
 
 def join_mesh(
-    store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str | None,
+    timeout_seconds: float,
+    joining_seconds: float | None = None,
 ) -> Mesh:
     """Connects this rank to all others, which do the same.
 
@@ -52,35 +60,82 @@ def join_mesh(
         rank: Which rank this is.
         size: How many there are.
         host: The address that other ranks reach this one by; found out if not given.
-        timeout_seconds: How long to wait for the others.
+        timeout_seconds: How long another host may be silent before a connection to it ends.
+        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
     """
-    deadline = time.monotonic() + timeout_seconds
-    keys = encryption()
-    address = own_address(store, rank, size, host=host, timeout_seconds=timeout_seconds)
-    with _listening(address) as listener, ExitStack() as made:
-        own = _Invitation(address, listener.getsockname()[1], secrets.token_hex(16), bool(keys))
+    patience = timeout_seconds if joining_seconds is None else joining_seconds
+    party = _Party(store, rank, size, host, patience)
+    sockets = party.connected(called=range(rank), callers=range(rank + 1, size))
+    for one in sockets.values():
+        keep_alive(one, timeout_seconds)
+    return Mesh(rank, {peer: Connection(one, peer) for peer, one in sockets.items()})
+
+
+def join_star(
+    store: Store,
+    rank: int,
+    size: int,
+    *,
+    host: str | None,
+    timeout_seconds: float,
+    joining_seconds: float,
+) -> dict[int, socket.socket]:
+    """Connects every rank to rank 0, for small messages, and returns the connections by rank."""
+    party = _Party(store, rank, size, host, joining_seconds)
+    others = range(1, size)
+    sockets = party.connected(called=[0] if rank else [], callers=[] if rank else others)
+    for one in sockets.values():
+        keep_alive(one, timeout_seconds, is_idle=True)
+    return sockets
+
+
+class _Party(NamedTuple):
+    """Ranks that connect to each other."""
+
+    store: Store
+    rank: int
+    size: int
+    host: str | None
+    seconds: float
+
+    def connected(self, called: Sequence[int], callers: Sequence[int]) -> dict[int, socket.socket]:
+        """Returns connections to the ranks that this one calls, and those that call it."""
+        deadline = time.monotonic() + self.seconds
+        keys = encryption()
+        address = own_address(
+            self.store, self.rank, self.size, host=self.host, timeout_seconds=self.seconds
+        )
+        sockets: dict[int, socket.socket] = {}
+        with _listening(address) as listener, ExitStack() as made:
+            own = _Invitation(address, listener.getsockname()[1], secrets.token_hex(16), bool(keys))
+            invitations = self._invitations(own, deadline)
+            for peer in called:
+                call = _Call(self.rank, peer, invitations[peer], keys, self.seconds)
+                sockets[peer] = call.connected(deadline)
+                made.callback(sockets[peer].close)
+            reception = _Reception(self.rank, listener, own.secret, keys)
+            missing = set(callers)
+            while missing:
+                if time.monotonic() > deadline:
+                    raise reception.late(missing, self.size, self.seconds)
+                if (guest := reception.next_guest(missing, deadline)) is not None:
+                    peer, sockets[peer] = guest
+                    made.callback(sockets[peer].close)
+                    missing.discard(peer)
+            made.pop_all()
+        return sockets
+
+    def _invitations(self, own: _Invitation, deadline: float) -> list[_Invitation]:
         said = say_to_all(
-            PrefixStore("mesh", store), rank, size, json.dumps(own), timeout_seconds=timeout_seconds
+            PrefixStore("mesh", self.store),
+            self.rank,
+            self.size,
+            json.dumps(own),
+            timeout_seconds=max(0.0, deadline - time.monotonic()),
         )
         invitations = [_Invitation(*json.loads(text)) for text in said]
-        _check_encryption(rank, invitations)
-        connections = {}
-        for peer in range(rank):
-            call = _Call(rank, peer, invitations[peer], keys, timeout_seconds)
-            connections[peer] = Connection(call.connected(deadline), peer)
-            made.callback(connections[peer].close)
-        reception = _Reception(rank, listener, own.secret, keys)
-        missing = set(range(rank + 1, size))
-        while missing:
-            if time.monotonic() > deadline:
-                raise reception.late(missing, size, timeout_seconds)
-            if (guest := reception.next_guest(missing, deadline)) is not None:
-                peer, connected = guest
-                connections[peer] = Connection(connected, peer)
-                made.callback(connections[peer].close)
-                missing.discard(peer)
-        made.pop_all()
-    return Mesh(rank, connections)
+        _check_encryption(self.rank, invitations)
+        return invitations
 
 
 def _check_encryption(rank: int, invitations: list[_Invitation]) -> None:
@@ -127,20 +182,12 @@ class _Call(NamedTuple):
 
     def connected(self, deadline: float) -> socket.socket:
         """Returns a connection on which this rank is known."""
-        address, port, secret, _ = self.invitation
+        address, port, *_ = self.invitation
         try:
-            left = max(0.1, deadline - time.monotonic())
-            plain = socket.create_connection((address, port), timeout=left)
-            with ExitStack() as made:
-                made.callback(plain.close)
-                connected = plain
-                if self.keys is not None:
-                    connected = self.keys.calling.wrap_socket(plain)
-                    made.callback(connected.close)
-                connected.sendall(_GREETING.pack(secret.encode(), self.rank))
-                if connected.recv(1) != _WELCOME:
-                    raise ConnectionError("it hung up")
-                made.pop_all()
+            while (connected := self._greeted(deadline)) is None:
+                if time.monotonic() > deadline:
+                    raise TimeoutError
+                time.sleep(_PAUSE_SECONDS)
             return connected
         except TimeoutError as error:
             raise WorkerTimeoutError(
@@ -155,6 +202,22 @@ class _Call(NamedTuple):
                 f"{error}. Look at its log, and at the network and firewall between.",
                 [self.peer],
             ) from error
+
+    def _greeted(self, deadline: float) -> socket.socket | None:
+        """Returns a connection, or None if the peer hung up: this rank was slow to greet."""
+        address, port, secret, _ = self.invitation
+        left = max(0.1, deadline - time.monotonic())
+        connected = socket.create_connection((address, port), timeout=left)
+        with ExitStack() as made:
+            made.callback(connected.close)
+            if self.keys is not None:
+                connected = self.keys.calling.wrap_socket(connected)
+                made.callback(connected.close)
+            connected.sendall(_GREETING.pack(secret.encode(), self.rank))
+            if connected.recv(1) != _WELCOME:
+                return None
+            made.pop_all()
+        return connected
 
 
 class _Reception:

@@ -21,8 +21,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor
 
 from unisono.communicators.communicator import slice_of
-from unisono.communicators.transport import Finished
-from unisono.communicators.watch import BrokenConnectionError
+from unisono.communicators.sockets import NOT_NOW
+from unisono.communicators.transport import BrokenConnectionError, Finished
 
 _LENGTH = struct.Struct("!Q")
 # What is moved in one direction before the other has its turn.
@@ -33,7 +33,6 @@ _WORTH_WAKING_BYTES = 256 << 10
 _SMALL_BYTES = 32 << 10
 # Linger for 0 seconds.
 _RESET = struct.pack("ii", 1, 0)
-_NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 
 
 class Message:
@@ -96,6 +95,11 @@ class Connection:
         """Whether anything is under way."""
         return bool(self._outgoing or self._incoming)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether something is still to come."""
+        return bool(self._incoming)
+
     def watch_with(self, poll: select.poll) -> None:
         """Lets `poll` notice when something can be moved."""
         if self._incoming:
@@ -125,14 +129,14 @@ class Connection:
             raise self._break(str(error)) from error
 
     def _break(self, why: str) -> BrokenConnectionError:
-        self._broken = BrokenConnectionError(f"rank {self._peer}: {why}")
+        self._broken = BrokenConnectionError(why, self._peer)
         return self._broken
 
     def _send_some(self) -> bool:
         view, message = self._outgoing[0]
         try:
             count = self._socket.send(view[:_TURN_BYTES])
-        except _NOT_NOW:
+        except NOT_NOW:
             return False
         if count < len(view):
             self._outgoing[0] = view[count:], message
@@ -144,7 +148,7 @@ class Connection:
     def _receive_some(self) -> bool:
         try:
             count = self._socket.recv_into(self._target[:_TURN_BYTES])
-        except _NOT_NOW:
+        except NOT_NOW:
             return False
         if count == 0:
             raise self._break("it has closed the connection")
@@ -230,6 +234,10 @@ class Mesh:
 
     def set_timeout(self, seconds: float) -> None:
         """Does nothing: a connection never gives up by itself."""
+
+    def awaited(self) -> list[int]:
+        """Returns the ranks from which something is still to come."""
+        return [peer for peer, connection in self._connections.items() if connection.is_awaited]
 
     def close(self, *, has_failed: bool = False) -> None:
         """Ends all connections. After a failure peers cannot go on with what was sent before."""

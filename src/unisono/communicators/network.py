@@ -23,7 +23,7 @@ from unisono.communicators.gloo import make_gloo_group, make_mpi_group
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
 from unisono.communicators.pieces import Pieces, lengths_of
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, say_to_all
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.sums import combine_into
 from unisono.communicators.transport import ProcessGroupTransport, Transport
 from unisono.communicators.watch import Watch
@@ -60,9 +60,11 @@ class NetworkCommunicator(Communicator):
         watch: The watch over a larger communicator of which this one is a part.
         speaks_for: For each rank of this part, those of the larger communicator that have agreed
             with it on what they call.
+        ranks: For each rank of this part, its number in the larger communicator.
         beside_header: How many bytes may travel with a header, a multiple of 16; chosen if not
             given. MPI allows none.
         step_bytes: How many bytes more one step may send than two.
+        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
     """
 
     def __init__(
@@ -76,20 +78,29 @@ class NetworkCommunicator(Communicator):
         host: str | None = None,
         watch: Watch | None = None,
         speaks_for: Sequence[Sequence[int]] | None = None,
+        ranks: Sequence[int] | None = None,
         beside_header: int | None = None,
         step_bytes: int = STEP_BYTES,
+        joining_seconds: float | None = None,
     ) -> None:
         super().__init__(rank, size)
         self.timeout_seconds = timeout_seconds
         self._backend = backend
         self._step_bytes = step_bytes
-        transport = _make_transport(store, rank, size, backend, host, timeout_seconds)
+        patience = timeout_seconds if joining_seconds is None else joining_seconds
+        left = Countdown(patience)
+        transport = _make_transport(store, rank, size, backend, host, timeout_seconds, left)
         room = beside_header
         if room is None:
             room = min(_ROOM_BYTES, max(_ALL_ROOMS_BYTES // size, _LEAST_ROOM_BYTES))
         try:
             own_watch = watch or Watch(
-                PrefixStore("watch", store), rank, size, timeout_seconds=timeout_seconds
+                PrefixStore("watch", store),
+                rank,
+                size,
+                timeout_seconds=timeout_seconds,
+                host=host,
+                joining_seconds=left.seconds(),
             )
         except BaseException:
             transport.close(has_failed=True)
@@ -100,6 +111,7 @@ class NetworkCommunicator(Communicator):
             owns_watch=watch is None,
             room=0 if backend == "mpi" else room,
             speaks_for=speaks_for or [[one] for one in range(size)],
+            ranks=ranks or range(size),
         )
         self._pieces = Pieces(self._exchange)
 
@@ -285,7 +297,13 @@ class NetworkCommunicator(Communicator):
 
 
 def _make_transport(
-    store: Store, rank: int, size: int, backend: str, host: str | None, timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    backend: str,
+    host: str | None,
+    timeout_seconds: float,
+    left: Countdown,
 ) -> Transport:
     if backend not in _NAMES:
         raise UnsupportedError(
@@ -293,7 +311,7 @@ def _make_transport(
             "use `NcclCommunicator`."
         )
     said = say_to_all(
-        PrefixStore("backend", store), rank, size, backend, timeout_seconds=timeout_seconds
+        PrefixStore("backend", store), rank, size, backend, timeout_seconds=left.seconds()
     )
     if odd := [other for other, text in enumerate(said) if text != backend]:
         raise JobMismatchError(
@@ -301,11 +319,16 @@ def _make_transport(
         )
     if backend == "mpi":
         return ProcessGroupTransport(make_mpi_group(rank, size))
-    if backend == "gloo":
-        return ProcessGroupTransport(
-            make_gloo_group(store, rank, size, host=host, timeout_seconds=timeout_seconds)
-        )
-    return join_mesh(store, rank, size, host=host, timeout_seconds=timeout_seconds)
+    make = make_gloo_group if backend == "gloo" else join_mesh
+    made = make(
+        store,
+        rank,
+        size,
+        host=host,
+        timeout_seconds=timeout_seconds,
+        joining_seconds=left.seconds(),
+    )
+    return ProcessGroupTransport(made) if backend == "gloo" else made
 
 
 def _cut(data: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from unisono.communicators.stores import have_come
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
 # How long a guest that finds nobody at the address looks for a newer one.
@@ -128,8 +129,15 @@ def receive_segment(
     deadline = time.monotonic() + timeout_seconds
     refused_at = None
     while True:
-        invitation = _await_invitation(store, key, rank, deadline, timeout_seconds)
-        segment = _ask(invitation, rank, size)
+        invitation = _await_invitation(store, key, deadline)
+        if invitation is None:
+            raise WorkerTimeoutError(
+                f"Rank {rank} waited {timeout_seconds:g} s for rank 0 to invite it under the key "
+                f"{key!r}, and to answer. Start rank 0 with the same key, or raise "
+                "`timeout_seconds` if it only needs longer.",
+                [0],
+            )
+        segment = _ask(invitation, rank, size, deadline)
         if segment is not None:
             return segment
         refused_at = refused_at or time.monotonic()
@@ -143,30 +151,19 @@ def receive_segment(
         time.sleep(0.02)
 
 
-def _await_invitation(
-    store: Store, key: str, rank: int, deadline: float, timeout_seconds: float
-) -> dict[str, Any]:
-    pause = 0.001
-    # Not `store.wait`, which Ctrl-C does not end.
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise WorkerTimeoutError(
-                f"Rank {rank} waited {timeout_seconds:g} s for rank 0 to invite it under the key "
-                f"{key!r}. Start rank 0 with the same key, or raise `timeout_seconds` if it only "
-                "needs longer.",
-                [0],
-            )
-        time.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return _read(store.get(key))
+def _await_invitation(store: Store, key: str, deadline: float) -> dict[str, Any] | None:
+    """Returns what rank 0 has left under the key, or None if there is no time left."""
+    left = deadline - time.monotonic()
+    return _read(store.get(key)) if left > 0 and have_come(store, [key], left) else None
 
 
-def _ask(invitation: dict[str, Any], rank: int, size: int) -> Segment | None:
+def _ask(invitation: dict[str, Any], rank: int, size: int, deadline: float) -> Segment | None:
     """Returns None if nobody is there, or not the one who invited."""
     request = {"token": invitation.get("token"), "rank": rank, "size": size}
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
     with socket.socket(socket.AF_UNIX, kind) as connection:
-        connection.settimeout(2 * _GRACE_SECONDS)
+        # A host that is paused answers when it goes on.
+        connection.settimeout(max(0.1, deadline - time.monotonic()))
         try:
             connection.connect(f"\0{invitation.get('address')}")
             if _user_of(connection) != os.getuid():

@@ -53,9 +53,10 @@ class SharedMemoryCommunicator(Communicator):
         store: Through which the ranks find each other, for example a `torch.distributed.TCPStore`.
         rank: Which rank this process is.
         size: How many ranks there are.
-        timeout_seconds: How long to wait for other ranks, at the start and in each collective.
+        timeout_seconds: How long to wait for other ranks in each collective.
         key: Under which the ranks look for each other in the store. Communicators that are made at
             the same time need keys of their own.
+        joining_seconds: How long to wait for other ranks here; `timeout_seconds` if not given.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class SharedMemoryCommunicator(Communicator):
         *,
         timeout_seconds: float = 300.0,
         key: str = "unisono/shared_memory",
+        joining_seconds: float | None = None,
     ) -> None:
         if not 0 <= rank < size <= _MAX_RANKS:
             raise UnsupportedError(
@@ -74,6 +76,7 @@ class SharedMemoryCommunicator(Communicator):
             )
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
+        self._patience = timeout_seconds if joining_seconds is None else joining_seconds
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
@@ -92,7 +95,7 @@ class SharedMemoryCommunicator(Communicator):
         group = self._enter(segment)
         host = Host(store, key, self.size)
         try:
-            host.hand_out(segment, self._timeout_seconds, group.check_health)
+            host.hand_out(segment, self._patience, group.check_health)
         except CommunicationError as error:
             # Those who have come hear of it.
             kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
@@ -103,7 +106,7 @@ class SharedMemoryCommunicator(Communicator):
         return group
 
     def _follow(self, store: Store, key: str) -> SharedGroup:
-        segment = receive_segment(store, key, self.rank, self.size, self._timeout_seconds)
+        segment = receive_segment(store, key, self.rank, self.size, self._patience)
         return self._enter(segment)
 
     def _enter(self, segment: Segment) -> SharedGroup:

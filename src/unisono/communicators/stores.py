@@ -1,14 +1,10 @@
-"""The store through which ranks find each other: who has come, and a connection of one's own."""
+"""The store through which ranks find each other."""
 
 from __future__ import annotations
 
-import os
-import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -20,7 +16,24 @@ from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 DEFAULT_TIMEOUT_SECONDS = 300.0
 # What a store raises that cannot be reached, or does not answer.
 STORE_ERRORS = (DistNetworkError, DistStoreError)
-_one_at_a_time = threading.Lock()
+
+
+class Countdown:
+    """The time that is left for all steps of joining together.
+
+    Args:
+        seconds: How much there is.
+        least: What is left for every step, however long those before it took: all ranks have come
+            by then, and a step that all of them make takes a moment.
+    """
+
+    def __init__(self, seconds: float, least: float = 0.1) -> None:
+        self._deadline = time.monotonic() + seconds
+        self._least = least
+
+    def seconds(self) -> float:
+        """Returns how much time is left."""
+        return max(self._least, self._deadline - time.monotonic())
 
 
 def say_to_all(
@@ -52,19 +65,26 @@ def say_to_all(
 
 def _wait_for_all(store: Store, rank: int, size: int, timeout_seconds: float) -> None:
     keys = {other: f"says/{other}" for other in range(size)}
+    if not have_come(store, list(keys.values()), timeout_seconds):
+        missing = [other for other, key in keys.items() if not store.check([key])]
+        raise WorkerTimeoutError(
+            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
+            "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
+            missing,
+        )
+
+
+def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
+    """Waits until all keys are in the store, and returns whether they are."""
     deadline = time.monotonic() + timeout_seconds
     pause = 0.001
-    # In short looks, so that Ctrl-C is heard.
-    while not store.check(list(keys.values())):
+    # In short looks: `store.wait` does not hear Ctrl-C.
+    while not store.check(keys):
         if time.monotonic() > deadline:
-            missing = [other for other, key in keys.items() if not store.check([key])]
-            raise WorkerTimeoutError(
-                f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
-                "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
-                missing,
-            )
+            return False
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
+    return True
 
 
 @contextmanager
@@ -91,51 +111,3 @@ def coordinator_address(store: Store) -> tuple[str, int] | None:
     while isinstance(inner, PrefixStore):
         inner = inner.underlying_store
     return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
-
-
-class OwnConnection:
-    """A connection to the store that nobody else uses, and that can be cut.
-
-    A question to a store that does not answer, on a host that was stopped or cut off, would wait
-    until the network gives up, with nothing in torch to end it.
-    """
-
-    def __init__(self, store: Store, *, timeout_seconds: float) -> None:
-        # Kept for as long as this one is used: the server may end with the store that has begun it.
-        self._source = store
-        self._port = (coordinator_address(store) or ("", 0))[1]
-        with _one_at_a_time:
-            before = self._sockets()
-            # Before torch 2.8 a store could not be cloned, and its users take turns.
-            self.store = store.clone() if hasattr(store, "clone") else store
-            self._own = self._sockets() - before
-        if self._own:
-            self.store.set_timeout(timedelta(seconds=timeout_seconds))
-
-    def cut(self) -> None:
-        """Ends every question that is under way, with an error."""
-        for number, _ in self._own & self._sockets():
-            with socket.socket(fileno=os.dup(number)) as duplicate:
-                duplicate.shutdown(socket.SHUT_RDWR)
-
-    def _sockets(self) -> set[tuple[int, int]]:
-        """The sockets of this process that are connected to the store: descriptor and inode."""
-        if not self._port or not os.path.isdir("/proc/self/fd"):
-            return set()
-        numbers = [
-            n for n in map(int, os.listdir("/proc/self/fd")) if _port_of_peer(n) == self._port
-        ]
-        return {(number, os.fstat(number).st_ino) for number in numbers}
-
-
-def _port_of_peer(number: int) -> int | None:
-    """Returns the port that a descriptor is connected to, if it is a socket of the network."""
-    try:
-        if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-            return None
-        with socket.socket(fileno=os.dup(number)) as duplicate:
-            peer = duplicate.getpeername()
-    except OSError:
-        # Not connected, or closed by another thread meanwhile.
-        return None
-    return peer[1] if isinstance(peer, tuple) else None

@@ -9,10 +9,21 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from unisono.communicators.gloo import GRACE_SECONDS, break_connections
-from unisono.communicators.watch import BrokenConnectionError
 
 # Waits for so many seconds, and returns whether what was begun is done.
 Finished = Callable[[float], bool]
+
+
+class BrokenConnectionError(Exception):
+    """A connection that carries a collective has broken, for a reason that the watch is to find.
+
+    Attributes:
+        peer: The rank at the other end, if it is known.
+    """
+
+    def __init__(self, why: str, peer: int | None = None) -> None:
+        super().__init__(why)
+        self.peer = peer
 
 
 class Transport(Protocol):
@@ -51,6 +62,10 @@ class Transport(Protocol):
         """Says for how long who uses it may wait, so that it does not give up before."""
         ...
 
+    def awaited(self) -> list[int]:
+        """Returns the ranks from which something is still to come, as far as that is known."""
+        ...
+
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, also those that other threads wait for.
 
@@ -81,6 +96,10 @@ class ProcessGroupTransport:
         """Lets Gloo, which gives up by itself, wait longer; MPI never gives up."""
         if hasattr(self._group, "recv"):
             self._group._set_default_timeout(timedelta(seconds=seconds + GRACE_SECONDS))
+
+    def awaited(self) -> list[int]:
+        """A process group does not tell."""
+        return []
 
     def close(self, *, has_failed: bool) -> None:
         """Ends connections and threads, at which others fail in any case."""

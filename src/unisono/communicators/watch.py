@@ -1,111 +1,119 @@
-"""Who is alive, what each rank is doing, and what has gone wrong.
+"""The view of one rank on all others: what each is doing, and what has gone wrong.
 
-A thread of each rank tells the store every half second that its rank lives and what it is doing.
-Nobody reads that until a collective waits for long. So a collective that goes well costs nothing,
-and one that does not ends with the names of the ranks at fault. That a process of one's own host
-has ended is seen at once; on another host it is only not heard any more.
-
-The first rank that fails publishes its error, and all others raise the same.
+Every rank has a connection to the hub, a thread of rank 0, which decides what has gone wrong. Ranks
+say nothing on it while all goes well. The first rank that finds something wrong tells the hub, and
+all ranks raise the error that the hub returns.
 """
 
 from __future__ import annotations
 
-import json
-import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from typing import Any
 
 from torch._C._distributed_c10d import Store
 
-from unisono import errors
-from unisono.communicators.headers import Header, ranks_in_words
-from unisono.communicators.hosts import has_ended, sign_of
-from unisono.communicators.stores import OwnConnection, coordinator_lost
+from unisono.communicators.headers import Header
+from unisono.communicators.hosts import host_identity
+from unisono.communicators.hub import Hub, error_of, in_words, is_unreachable, lost, timed_out
+from unisono.communicators.joining import join_star
+from unisono.communicators.lines import Lines
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
-# A collective that takes longer is looked at.
+# A collective that takes longer is told to the hub.
 PATIENCE_SECONDS = 0.5
-# How often it is looked at then; also how long Ctrl-C may wait.
+# How often a long wait looks for news; also how long Ctrl-C may wait.
 _SLICE_SECONDS = 0.1
-# After a broken connection, or a question about health, everybody should be heard within this.
-_ANSWER_SECONDS = 3.0
-# A rank that is silent for as long, while others wait for it, is lost.
-_SILENCE_SECONDS = 10.0
-_NO_FAILURE = "none"
-
-
-class BrokenConnectionError(Exception):
-    """What carries a collective has failed, for a reason that the watch is to find."""
-
-
-@dataclass
-class _Heard:
-    """What was last heard of a rank, and when."""
-
-    beat: int = -1
-    time: float = 0.0
-    doing: str = ""
-    sequence: int = 0
-    closed: bool = False
-    ended: bool = False
+# How long after the end of its time a rank waits for the hub to say who is at fault.
+_GRACE_SECONDS = 4.0
 
 
 class Watch:
-    """The view of one rank on all others.
+    """Tells the hub what goes wrong on this rank, and knows what has gone wrong on any.
+
+    All ranks make it at the same time.
+
+    Args:
+        store: Where the ranks meet. One store, or one prefix of it, serves one watch.
+        rank: Which rank this is.
+        size: How many there are.
+        timeout_seconds: How long a collective may wait for others.
+        host: The address that other ranks reach this one by; found out if not given.
+        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
 
     Attributes:
         doing: The collective that this rank is in, or None.
         sequence: The number of the last collective that this rank has begun.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, *, timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        timeout_seconds: float,
+        host: str | None = None,
+        joining_seconds: float | None = None,
+    ) -> None:
         self.doing: Header | None = None
         self.sequence = 0
         self.timeout_seconds = timeout_seconds
         self._rank = rank
-        self._size = size
-        self._sign = sign_of(os.getpid())
-        # Many ranks look less often, so that the store has no more to do.
-        self._interval = 0.5 + size / 200
-        self._silence = min(_SILENCE_SECONDS, max(timeout_seconds / 2, 4 * self._interval))
-        self._connection = OwnConnection(store, timeout_seconds=self._silence)
-        self._store = self._connection.store
-        self._heard = [_Heard() for _ in range(size)]
-        self._unheard = set(range(size))
+        # Other ranks may still join with it, and on rank 0 its server ends with the store.
+        self._store = store
+        self._deadline = 0.0
         self._failure: CommunicationError | None = None
-        self._unreachable: CommunicationError | None = None
-        self._outgoing: CommunicationError | None = None
-        self._lookers = 0
-        self._last_look = 0.0
-        self._beat = 0
-        self._closing = False
-        self._wake = threading.Event()
-        self._looked = threading.Condition()
-        self._store.compare_set("failure", "", _NO_FAILURE)
-        self._tell()
-        self._thread = threading.Thread(target=self._run, name=f"unisono watch {rank}", daemon=True)
-        self._thread.start()
+        self._end_of_hub: str | None = None
+        self._hub_closed_after: int | None = None
+        self._is_well = False
+        self._is_closed = False
+        self._news = threading.Condition()
+        sockets = join_star(
+            store,
+            rank,
+            size,
+            host=host,
+            timeout_seconds=timeout_seconds,
+            joining_seconds=timeout_seconds if joining_seconds is None else joining_seconds,
+        )
+        self._hub: Hub | None = None
+        if rank == 0:
+            own, sockets[0] = socket.socketpair()
+            self._hub = Hub(sockets)
+            sockets = {0: own}
+        self._lines = Lines(f"unisono watch {rank}", sockets, self._heard, self._ended)
+        self._tell("here", host_identity())
 
-    def wait(self, finished: Callable[[float], bool]) -> None:
-        """Waits until `finished`, which is given the seconds to wait, says so.
+    def wait(
+        self, finished: Callable[[float], bool], awaited: Callable[[], Sequence[int]] = tuple
+    ) -> None:
+        """Waits for the end of something.
+
+        Args:
+            finished: Waits for so many seconds, and returns whether it is done.
+            awaited: Returns the ranks that this one waits for, as far as it knows.
 
         Raises:
             CommunicationError: if a rank is lost or late, or another rank has failed.
         """
-        try:
-            if finished(PATIENCE_SECONDS):
-                return
-            deadline = time.monotonic() + self.timeout_seconds - PATIENCE_SECONDS
-            with self._looking() as since:
-                while not finished(_SLICE_SECONDS):
-                    self._raise_if_hopeless(since)
-                    if time.monotonic() > deadline:
-                        raise self.published(self._late())
-        except BrokenConnectionError as error:
-            raise self._explanation(error) from error
+        self._deadline = time.monotonic() + self.timeout_seconds
+        if finished(PATIENCE_SECONDS):
+            return
+        self._tell("waits")
+        while not finished(_SLICE_SECONDS):
+            self._raise_if_hopeless()
+            if time.monotonic() > self._deadline:
+                raise self._too_late(awaited())
+
+    def broken(self, peer: int | None, why: str) -> CommunicationError:
+        """Returns the error for a connection that broke, to `peer` if that is known."""
+        what = {} if peer is None else {peer: f"broke its connection ({why})"}
+        own = lost(what, "") if what else WorkerLostError(f"A connection broke ({why}).")
+        return self._decided(own, "broke", peer, why)
 
     @contextmanager
     def collective(self, header: Header) -> Iterator[None]:
@@ -119,6 +127,8 @@ class Watch:
             raise
         except BaseException as error:
             left = f"Rank {self._rank} left {header} with {type(error).__name__}."
+            # Not for long: whoever has pressed Ctrl-C wants to leave.
+            self._deadline = 0.0
             self.published(WorkerLostError(left, [self._rank]))
             raise
         finally:
@@ -134,24 +144,12 @@ class Watch:
 
     @property
     def failure(self) -> CommunicationError | None:
-        """The first error that a rank has told, if one has."""
+        """The error of all ranks, if there is one."""
         return self._failure
 
     def published(self, error: CommunicationError) -> CommunicationError:
         """Tells all ranks of `error`, and returns the first error that a rank has told."""
-        with self._looked:
-            # Where the coordinator was out of reach before, all else follows from that.
-            error = self._unreachable or error
-            self._outgoing = self._outgoing or error
-            self._wake.set()
-            if not self._looked.wait_for(
-                lambda: self._failure or self._unreachable, timeout=_ANSWER_SECONDS
-            ):
-                # What looks like a lost rank may be that all of this host is cut off.
-                found = f"no answer for {_ANSWER_SECONDS:g} s to: {error}"
-                error = self._unreachable = coordinator_lost(found)
-            self._failure = self._failure or error
-        return self._failure
+        return self._decided(error, "failed", type(error).__name__, str(error), error.ranks)
 
     def raise_failure(self) -> None:
         """Raises the first error that was told, if there is one."""
@@ -159,206 +157,113 @@ class Watch:
             raise self._failure
 
     def check_health(self) -> None:
-        """Raises unless every rank is heard now."""
-        silent = self._silent_ranks()
+        """Raises if a rank has ended, or has closed its communicator."""
         self.raise_failure()
-        if self._unreachable is not None:
-            raise self._unreachable
-        if ended := self._ended_ranks():
-            raise self.published(self._lost(ended, "has ended"))
-        if silent:
-            raise self.published(self._lost(silent, "was not heard when asked for"))
+        with self._news:
+            self._is_well = False
+            self._tell("asks")
+            self._wait_for_news(lambda: self._is_well, self.timeout_seconds)
+            if self._is_well or self._is_closed:
+                return
+            end = self._end_of_hub
+            self._failure = self._failure or (self._lost_hub(end) if end else self._silent_hub())
+        raise self._failure
 
     def close(self) -> None:
-        """Says goodbye, and ends the thread."""
-        self._closing = True
-        self._wake.set()
-        self._thread.join(timeout=1.0)
-        if self._thread.is_alive():
-            self._connection.cut()
-            self._thread.join()
+        """Says goodbye, and ends connections and threads. May be called twice."""
+        with self._news:
+            # Other threads may still wait.
+            self._is_closed = True
+            self._news.notify_all()
+        self._tell("goodbye")
+        self._lines.close()
+        if self._hub is not None:
+            self._hub.close(self.sequence)
         # An error holds the frames that it went through, and so all that a step has used.
-        self._failure = self._outgoing = self._unreachable = None
+        self._failure = self._end_of_hub = None
 
     # What the main thread makes of what was heard.
 
-    def _raise_if_hopeless(self, since: float) -> None:
+    def _raise_if_hopeless(self) -> None:
         self.raise_failure()
-        if self._unreachable is not None:
-            raise self.published(self._unreachable)
-        now = time.monotonic()
-        unanswered = now - max(since, self._last_look)
-        if unanswered > self._silence:
-            raise self.published(coordinator_lost(f"no answer for {unanswered:.0f} s"))
-        if gone := self._gone():
-            raise gone
-        if silent := [
-            rank
-            for rank, heard in enumerate(self._heard)
-            if rank != self._rank and now - max(since, heard.time) > self._silence
-        ]:
-            what = f"has given no sign of life for {self._silence:.0f} s"
-            raise self.published(self._lost(silent, what))
+        if self._hub_closed_after is not None and self._hub_closed_after < self.sequence:
+            raise self._lost_hub("has closed its communicator")
 
-    def _gone(self) -> CommunicationError | None:
-        """Tells of the ranks that have left, if any have."""
-        if closed := [rank for rank, heard in enumerate(self._heard) if heard.closed]:
-            return self.published(self._lost(closed, "has closed its communicator"))
-        if ended := self._ended_ranks():
-            return self.published(self._lost(ended, "has ended"))
-        return None
+    def _too_late(self, awaited: Sequence[int]) -> CommunicationError:
+        own = timed_out(self._rank, self.timeout_seconds, self._in_words(), awaited, "")
+        return self._decided(own, "late", self.timeout_seconds, list(awaited))
 
-    def _ended_ranks(self) -> list[int]:
-        return [rank for rank, heard in enumerate(self._heard) if heard.ended]
+    def _decided(self, own: CommunicationError, *message: Any) -> CommunicationError:
+        """Tells the hub what this rank has found, and returns what the hub makes of it."""
+        with self._news:
+            if self._failure is None:
+                self._tell(*message)
+                left = max(0.0, self._deadline - time.monotonic())
+                self._wait_for_news(lambda: False, left + _GRACE_SECONDS)
+            if self._is_closed:
+                return self._failure or own
+            self._failure = self._failure or self._without_hub(own)
+            return self._failure
 
-    def _explanation(self, error: BrokenConnectionError) -> CommunicationError:
-        """Finds out who is behind a broken connection."""
-        silent = self._silent_ranks()
-        if known := self._failure or self._unreachable:
-            return known
-        if gone := self._gone():
-            return gone
-        if silent:
-            return self.published(self._lost(silent, "broke its connection and is gone"))
-        return self.published(
-            WorkerLostError(
-                f"A connection broke, though all {self._size} ranks are alive. "
-                f"{self._what_all_do()} Look at the network between the hosts ({error})."
-            )
+    def _wait_for_news(self, is_enough: Callable[[], bool], seconds: float) -> None:
+        def is_over() -> bool:
+            return is_enough() or self._is_closed or bool(self._failure or self._end_of_hub)
+
+        self._news.wait_for(is_over, timeout=seconds)
+
+    def _without_hub(self, own: CommunicationError) -> CommunicationError:
+        if self._end_of_hub is None:
+            return self._silent_hub()
+        has_done_its_part = (
+            self._hub_closed_after is not None and self._hub_closed_after >= self.sequence
         )
+        # Otherwise all else follows from the end of rank 0.
+        return own if has_done_its_part else self._lost_hub(self._end_of_hub)
 
-    def _silent_ranks(self) -> list[int]:
-        """The ranks that are not heard from now on, within a time."""
-        with self._looking() as since, self._looked:
+    def _lost_hub(self, what: str) -> WorkerLostError:
+        return lost({0: what}, f"Rank {self._rank} was {self._in_words()}. ")
 
-            def silent() -> list[int]:
-                # Somebody who has closed is heard of, and will say no more.
-                return [
-                    rank
-                    for rank, heard in enumerate(self._heard)
-                    if rank != self._rank and heard.time < since and not heard.closed
-                ]
-
-            def is_clear() -> bool:
-                is_told = bool(self._failure or self._unreachable)
-                return is_told or bool(self._ended_ranks()) or not silent()
-
-            self._looked.wait_for(is_clear, timeout=_ANSWER_SECONDS)
-            return silent()
-
-    @contextmanager
-    def _looking(self) -> Iterator[float]:
-        with self._looked:
-            self._lookers += 1
-            if self._lookers == 1:
-                # What was heard in an earlier look says nothing about now.
-                for heard in self._heard:
-                    heard.beat = -1
-        self._wake.set()
-        try:
-            yield time.monotonic()
-        finally:
-            with self._looked:
-                self._lookers -= 1
-
-    def _late(self) -> WorkerTimeoutError:
-        late = [
-            rank
-            for rank, heard in enumerate(self._heard)
-            if rank != self._rank and heard.sequence < self.sequence
-        ]
-        who = f" for {ranks_in_words(late)}" if late else ""
-        return WorkerTimeoutError(
-            f"Rank {self._rank} waited {self.timeout_seconds:g} s {self._in_words()}{who}. "
-            f"{self._what_all_do()} Raise `timeout_seconds` if a rank is slow.",
-            late,
+    def _silent_hub(self) -> WorkerTimeoutError:
+        return timed_out(
+            self._rank,
+            self.timeout_seconds,
+            self._in_words(),
+            [0],
+            "Rank 0, which decides what has gone wrong, does not answer. ",
         )
-
-    def _lost(self, ranks: Sequence[int], what: str) -> WorkerLostError:
-        one_each = "; ".join(f"rank {rank} {what}" for rank in ranks)
-        return WorkerLostError(
-            f"Lost {ranks_in_words(ranks)}: {one_each}. {self._what_all_do()} Look at the log of "
-            "what was lost, and start the workers anew.",
-            ranks,
-        )
-
-    def _what_all_do(self) -> str:
-        doing = [heard.doing or "nothing that was heard of" for heard in self._heard]
-        doing[self._rank] = self._in_words()
-        return "Last heard: " + "; ".join(f"rank {i}: {text}" for i, text in enumerate(doing)) + "."
 
     def _in_words(self) -> str:
+        return in_words(self.sequence, self._collective())
+
+    def _collective(self) -> str | None:
+        # Another thread may change it meanwhile.
         doing = self.doing
-        if doing is not None:
-            return f"in {doing}"
-        return f"between collectives, after number {self.sequence}"
+        return None if doing is None else str(doing)
 
-    # What the thread does, which alone talks to the store.
+    def _tell(self, kind: str, *details: Any) -> None:
+        self._lines.send(0, kind, self.sequence, self._collective(), *details)
 
-    def _run(self) -> None:
-        try:
-            while not self._closing:
-                self._wake.wait(self._interval if not self._lookers else self._interval / 2)
-                self._wake.clear()
-                self._tell()
-                if self._outgoing is not None and self._failure is None:
-                    self._publish(self._outgoing)
-                if self._lookers:
-                    self._look()
-            self._tell()
-        except RuntimeError as error:
-            with self._looked:
-                # Of interest to whoever waits; a coordinator may end after the last collective.
-                self._unreachable = coordinator_lost(str(error))
-                self._looked.notify_all()
+    # What the thread calls.
 
-    def _tell(self) -> None:
-        self._beat += 1
-        state = [self._beat, self.sequence, self._in_words(), self._closing, self._sign]
-        self._store.set(_key(self._rank), json.dumps(state))
+    def _heard(self, _: int, message: list[Any]) -> None:
+        kind, *details = message
+        with self._news:
+            if kind == "tell":
+                self._tell("does")
+            elif kind == "well":
+                self._is_well = True
+            elif kind == "failure":
+                self._failure = self._failure or error_of(*details)
+            elif kind == "goodbye":
+                (self._hub_closed_after,) = details
+            self._news.notify_all()
 
-    def _publish(self, error: CommunicationError) -> None:
-        text = json.dumps([type(error).__name__, str(error), error.ranks])
-        current = self._store.compare_set("failure", _NO_FAILURE, text).decode()
-        with self._looked:
-            self._failure = error if current == text else _read_failure(current)
-            self._looked.notify_all()
-
-    def _newcomers(self) -> set[int]:
-        """The ranks that have told something since they were looked for.
-
-        To read what nobody has written would wait for a rank that may have ended before it did.
-        """
-        if self._store.check([_key(rank) for rank in self._unheard]):
-            return self._unheard
-        return {rank for rank in self._unheard if self._store.check([_key(rank)])}
-
-    def _look(self) -> None:
-        if self._unheard:
-            self._unheard -= self._newcomers()
-        present = [rank for rank in range(self._size) if rank not in self._unheard]
-        failure, *states = self._store.multi_get(["failure", *map(_key, present)])
-        now = time.monotonic()
-        with self._looked:
-            self._last_look = now
-            for rank, state in zip(present, states, strict=True):
-                heard = self._heard[rank]
-                beat, heard.sequence, heard.doing, heard.closed, sign = json.loads(state)
-                if beat != heard.beat:
-                    heard.time = now if heard.beat >= 0 else heard.time
-                    heard.beat = beat
-                elif not heard.closed:
-                    heard.ended = has_ended(sign)
-            if failure.decode() != _NO_FAILURE:
-                self._failure = self._failure or _read_failure(failure.decode())
-            self._looked.notify_all()
-
-
-def _key(rank: int) -> str:
-    return f"state/{rank}"
-
-
-def _read_failure(text: str) -> CommunicationError:
-    kind, message, ranks = json.loads(text)
-    error: CommunicationError = getattr(errors, kind)(message, ranks)
-    return error
+    def _ended(self, _: int, error: OSError | None) -> None:
+        with self._news:
+            self._end_of_hub = "has ended"
+            if is_unreachable(error):
+                self._end_of_hub = f"cannot be reached ({error})"
+                self._failure = self._failure or self._lost_hub(self._end_of_hub)
+            elif self._hub_closed_after is not None:
+                self._end_of_hub = "has closed its communicator"
+            self._news.notify_all()

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.errors import ReplicaMismatchError
+from unisono.kernels import check_gather
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.values import DistributedValues, PerReplica, is_sparse, weighed
 
@@ -109,10 +110,7 @@ def gather_tensors(
     context: ReplicaContext, tensor: Tensor, axis: int, options: CommunicationOptions | None
 ) -> Tensor:
     """Puts the tensors of all replicas end to end."""
-    if is_sparse(tensor):
-        raise UnsupportedError("Sparse tensors cannot be gathered; call `.to_dense()` first.")
-    if tensor.dim() == 0:
-        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    check_gather([tensor], axis)
     apply: Any = _AllGather.apply
     gathered: Tensor = apply(context, options, axis, tensor)
     return gathered
@@ -138,13 +136,10 @@ class _AllGather(torch.autograd.Function):
                 own if counts else own.narrow(axis, 0, 0)
                 for own, counts in zip(given, counting, strict=True)
             ]
-            here = torch.cat([own.detach().to(given[0].device) for own in given], dim=axis)
             with workers.communicator.within(options.timeout_seconds if options else None):
-                gathered = workers.gather(here)
-            first = sum(other.shape[axis] for other in gathered[: workers.communicator.rank])
+                total, first = workers.concatenate(given, axis)
             sizes = [own.shape[axis] for own in given]
             starts = [first + sum(sizes[:i]) for i in range(len(sizes))]
-            total = torch.cat(gathered, dim=axis)
             parts = [total, *(total.to(own.device, copy=True) for own in given[1:])]
             return list(zip(parts, starts, strict=True))
 

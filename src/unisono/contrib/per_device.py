@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from unisono.devices import DeviceLike
+from unisono.devices import DeviceLike, resolve
+from unisono.errors import DeviceError, UnsupportedError
 from unisono.values import PerReplica
 
 
 class PerDevice(PerReplica):
-    """One value a device.
+    """One value per device.
 
     Args:
         index: The values by device. Replica ids follow the order of the mapping.
@@ -19,4 +20,27 @@ class PerDevice(PerReplica):
     __slots__ = ()
 
     def __init__(self, index: Mapping[DeviceLike, Any]) -> None:
+        if not isinstance(index, Mapping):
+            raise UnsupportedError(
+                "A `PerDevice` is made of a mapping from devices to values, such as "
+                f"{{'cpu:0': a, 'cpu:1': b}}, got {type(index).__name__}. Use `PerReplica` for a "
+                "list of values."
+            )
         super().__init__(index.values(), tuple(index))
+
+    def get(self, device: DeviceLike | None = None) -> Any:
+        """Returns the value on a device.
+
+        Args:
+            device: The device; on a replica, None means the device of that replica.
+
+        Raises:
+            DeviceError: If there is no value on it.
+        """
+        if device is None:
+            return self.value()
+        wanted = resolve(device)
+        if wanted not in self.devices:
+            here = ", ".join(map(str, self.devices))
+            raise DeviceError(f"This `PerDevice` has values on {here}, none on {wanted}.")
+        return self.values[self.devices.index(wanted)]

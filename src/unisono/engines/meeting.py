@@ -66,9 +66,7 @@ class ReplicaMeeting:
             if self.failure is not None:
                 raise ReplicaStopped
             result = body()
-            with self._lock:
-                self._returned.add(replica_id)
-                self._check_calls()
+            self._leave(replica_id)
         except BaseException as error:
             # Before the turn passes on: nobody is to begin after a failure.
             self._guards[replica_id].cover_surely()
@@ -183,6 +181,11 @@ class ReplicaMeeting:
                 return share
             call()
 
+    def _leave(self, replica_id: int) -> None:
+        with self._lock:
+            self._returned.add(replica_id)
+            self._check_calls()
+
     def _note(self, trail: Trail) -> None:
         for gpu in self._gpus:
             trail.note(gpu)
@@ -193,6 +196,7 @@ class ReplicaMeeting:
         def make() -> None:
             try:
                 answer = self.exposed(replica_id, lambda: call(inner))
+                inner._leave(replica_id)
             except BaseException as error:
                 inner.fail(error)
                 self.fail(inner.failure or error)
@@ -213,9 +217,9 @@ class ReplicaMeeting:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
         names = {arrival.what for arrival in self._arrivals.values()}
         if self.failure is None and (len(names) > 1 or (names and self._returned)):
-            names, arrivals = self._names, sorted(self._arrivals.items())
-            waiting = [f"{names[i]} is in {arrival.what}" for i, arrival in arrivals]
-            returned = [f"{names[i]} has returned" for i in sorted(self._returned)]
+            called, arrivals = self._names, sorted(self._arrivals.items())
+            waiting = [f"{called[i]} is in {arrival.what}" for i, arrival in arrivals]
+            returned = [f"{called[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
                 f"{', '.join(waiting + returned)}."

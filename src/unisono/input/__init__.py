@@ -10,6 +10,7 @@ from unisono.input.context import (
 )
 from unisono.input.counts import counts_of
 from unisono.input.dataset import DistributedDataset
+from unisono.input.element_spec import TensorSpec
 from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
 from unisono.input.iterator import DistributedIterator, OptionalElement
 from unisono.input.sharding import (
@@ -31,6 +32,7 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "OptionalElement",
+    "TensorSpec",
     "ValueContext",
     "counts_of",
     "even_sizes",

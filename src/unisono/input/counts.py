@@ -62,7 +62,7 @@ def _measured(components: Sequence[Any]) -> tuple[int, ...] | None:
     sizes: list[int] = []
     for component in components:
         if type(component) is Tensor and component.dim() > 0:
-            sizes.append(component.shape[0])
+            sizes.append(component.size(0))
             continue
         layout = lay_out(component)
         # A column that ran out of entries holds nothing.

@@ -17,6 +17,7 @@ from unisono.input.context import (
     InputReplicationMode,
 )
 from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
+from unisono.input.element_spec import specs_of
 from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
@@ -28,6 +29,7 @@ from unisono.input.source import Source
 from unisono.input.sources import as_source
 from unisono.input.splitting import Splitter
 from unisono.reductions import Workers
+from unisono.values import PerReplica
 
 
 class DealtDataset(Dealt):
@@ -83,6 +85,28 @@ class DealtDataset(Dealt):
         return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
 
     @property
+    def element_spec(self) -> Any:
+        """The structure of an element, with a `TensorSpec` in the place of each tensor.
+
+        As in an element, they are in `PerReplica` values unless there is only one replica. The
+        size of the batch is None unless incomplete batches are dropped, so that it never differs.
+
+        Raises:
+            UnsupportedError: If the input gives its batches once, or is split by a function.
+        """
+        tree, specs = specs_of(self._sources[0], self._options, self.static_batch_size)
+        if not self.is_wrapped:
+            return tree.build(specs)
+        devices = self._placement.devices
+        return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
+
+    @property
+    def static_batch_size(self) -> int | None:
+        """The number of samples that each replica gets in every step, if that is always so."""
+        source = self._sources[0]
+        return source.batch_size if source.drops_rest else None
+
+    @property
     def batches_per_step(self) -> int:
         """How many batches each source gives a step."""
         return 1
@@ -133,7 +157,13 @@ class DealtDataset(Dealt):
         if latest is not None and any(source.has_one_pass for source in self._sources):
             latest.close()
 
-    if not TYPE_CHECKING:
+    if TYPE_CHECKING:
+        dataset: Any
+        batch_size: int | None
+        sampler: Any
+        batch_sampler: Any
+        drop_last: bool
+    else:
 
         def __getattr__(self, name: str) -> Any:
             """What programs ask a `DataLoader` for: `dataset`, `batch_size`, `sampler` and so on.
@@ -230,6 +260,12 @@ class DistributedDataset(DealtDataset):
         and uses as many a step as it has replicas. So a step is of one global batch in all.
         """
         return self._num_workers if self._is_fixed else 1
+
+    @property
+    def static_batch_size(self) -> int | None:
+        """See `DealtDataset.static_batch_size`."""
+        size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
+        return None if size is None or size % num_replicas else size // num_replicas
 
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""

@@ -24,6 +24,7 @@ from unisono.input.source import Source
 from unisono.input.sources import FunctionSource, as_source
 from unisono.input.splitting import MISSING, Parts, Splitter, grouped
 from unisono.reductions import Workers
+from unisono.values import take_apart
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
@@ -117,7 +118,11 @@ def values_from_function(
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
-    return grouped([value_fn(context) for context in value_contexts]).distributed(tuple(devices))
+    values = [value_fn(context) for context in value_contexts]
+    tree, *others = (take_apart(value)[0] for value in values)
+    # Every leaf is taken by itself, unless lists have different lengths.
+    is_one_tree = all(other == tree for other in others)
+    return grouped(values, tree=tree if is_one_tree else None).distributed(tuple(devices))
 
 
 def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputContext]:

@@ -70,6 +70,11 @@ class Dealt(ABC):
     def is_wrapped(self) -> bool:
         """Whether elements hold `PerReplica` values. They do unless there is only one replica."""
 
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """What its elements look like."""
+
     @abstractmethod
     def begin(self) -> Deal:
         """Begins a pass."""
@@ -99,6 +104,11 @@ class DistributedIterator(Iterator[Any]):
         self._counts: tuple[int, ...] = ()
         self._steps = _steps(deal, self._dataset)
         self._has_ended = False
+
+    @property
+    def element_spec(self) -> Any:
+        """What the elements look like; see `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
 
     @property
     def last_counts(self) -> tuple[int, ...]:

@@ -99,8 +99,8 @@ class Reader:
     def __init__(self, batch_dim: Any = None, batch_size: int | None = None) -> None:
         self._batch_dim = batch_dim
         self._batch_size = batch_size
-        # Whether a batch had a list with an entry per sample; then the others have, too.
-        self._has_lists = False
+        # Which lists of a batch had an entry per sample; then those of the others have, too.
+        self._lists: IsLeaf | None = None
 
     def read(self, batch: Any) -> Layout:
         """Returns the layout of a batch that is to be split. Its leaves agree on the samples."""
@@ -108,7 +108,6 @@ class Reader:
         if self._batch_dim is None and not self._has_certain_rows(batch, layout):
             lists = self._with_lists(batch)
             if lists is not None:
-                self._has_lists = True
                 return lists
         _check_leaves(layout)
         return layout
@@ -132,7 +131,7 @@ class Reader:
     def _has_certain_rows(self, batch: Any, layout: Layout) -> bool:
         """Whether the first dimension of every tensor is that of the samples."""
         num_samples = layout.num_samples
-        if num_samples is None or self._has_lists:
+        if num_samples is None or self._lists is not None:
             return False
         images = _images(batch)
         if num_samples == self._batch_size or not images:
@@ -150,12 +149,13 @@ class Reader:
 
     def _with_lists(self, batch: Any) -> Layout | None:
         """Reads lists as one entry per sample, if the batch makes certain that they are."""
-        for is_leaf in (is_inner_list, is_list):
+        for is_leaf in (self._lists,) if self._lists else (is_inner_list, is_list):
             layout = _layout(batch, is_leaf)
             if layout.num_samples is None:
                 continue
-            is_known = self._has_lists or layout.num_samples == self._batch_size
+            is_known = is_leaf is self._lists or layout.num_samples == self._batch_size
             if is_known or (is_leaf is is_inner_list and any(map(_has_records, layout.leaves))):
+                self._lists = is_leaf
                 return layout
         return None
 

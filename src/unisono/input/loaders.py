@@ -76,6 +76,11 @@ class LoaderSource(Source):
         self.batch_size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
 
     @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader."""
+        return self._loader
+
+    @property
     def is_running(self) -> bool:
         """See `Source.is_running`: workers that persist are not seeded again for the next pass."""
         return self._loader.persistent_workers and self._loader._iterator is not None

@@ -38,13 +38,13 @@ class Parts:
         tree: The structure.
         leaves: For each leaf its parts, by replica id.
         counts: How many samples each replica got: of all workers if they share the batch. A
-            replica that got none has a part all the same.
+            replica that got none has a part all the same. Empty if they are not counted.
         is_counted: Whether the counts are those of samples; otherwise each part counts as one.
     """
 
     tree: Tree
     leaves: list[tuple[Any, ...]]
-    counts: tuple[int, ...] | None
+    counts: tuple[int, ...]
     is_counted: bool = True
 
     def of(self, replicas: slice) -> Parts:
@@ -63,7 +63,7 @@ class Parts:
         def joined(part: tuple[Any, ...]) -> Any:
             if all(component is None for component in part):
                 return None
-            return PerReplica.placed(part, devices, self.counts, is_input=True)
+            return PerReplica.placed(part, devices, self.counts or None, is_input=True)
 
         return self.tree.build([joined(part) for part in self.leaves])
 
@@ -211,7 +211,7 @@ def _clone(leaf: Any) -> Any:
 
 
 def grouped(
-    batches: Sequence[Any], counts: tuple[int, ...] | None = None, tree: Tree | None = None
+    batches: Sequence[Any], counts: tuple[int, ...] = (), tree: Tree | None = None
 ) -> Parts:
     """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
     if tree is not None:

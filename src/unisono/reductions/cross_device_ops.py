@@ -54,7 +54,7 @@ class CrossDeviceOps:
 
     def reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -62,7 +62,7 @@ class CrossDeviceOps:
         """Combines the components of a value and puts the result on the destinations.
 
         Args:
-            reduce_op: How to combine them.
+            reduce_op: How to combine them; a `ReduceOp` or its name.
             per_replica_value: A distributed value; or a tensor, or anything that can be read as
                 one, which counts as the value of a single replica.
             destinations: Where the result goes: a device name, a tensor or variable (its devices;
@@ -89,7 +89,7 @@ class CrossDeviceOps:
 
     def batch_reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
@@ -114,9 +114,9 @@ class CrossDeviceOps:
         ]
         options = options or DEFAULT_OPTIONS
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
-            return self._batch_reduce(op, pairs, options)
+            return self._checked_batch(op, pairs, options)
 
-    def _batch_reduce(
+    def _checked_batch(
         self, op: ReduceOp, pairs: list[Pair], options: CommunicationOptions
     ) -> list[Result]:
         if self.reads_values:
@@ -157,6 +157,14 @@ class CrossDeviceOps:
         A strategy that is closed closes its operations; they can be used again. Here nothing is
         kept.
         """
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """Returns the operations that a strategy calls when it is given these: itself.
+
+        Operations whose methods have the arguments or results of an older version return an
+        adapter.
+        """
+        return self
 
     def reduce_implementation(
         self,
@@ -247,6 +255,13 @@ def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
     if len(tensors) == 1:
         return tensors[0]
     return Mirrored.placed(tensors, destinations.devices)
+
+
+def always_mirrored(result: Result, destinations: Destinations) -> Mirrored:
+    """Returns a result as a `Mirrored`, also where there is one destination."""
+    if isinstance(result, Mirrored):
+        return result
+    return Mirrored.placed((result,), destinations.devices)
 
 
 def _distributed(value: Any) -> DistributedValues:

@@ -53,3 +53,12 @@ def destinations_of(destinations: Any) -> Destinations:
         f"{destinations!r} of type {type(destinations).__name__}. To reduce to several devices, "
         "pass a value that lives on them: the value itself for an all-reduce."
     )
+
+
+def listed_destinations(destinations: Any) -> Destinations:
+    """Returns the devices that `destinations` means, which may be a list of device names, too."""
+    if not isinstance(destinations, (list, tuple)) or isinstance(destinations, Destinations):
+        return destinations_of(destinations)
+    if not destinations:
+        raise DestinationError("`destinations` is an empty list, so it names no device.")
+    return Destinations(tuple(resolve(device) for device in destinations))

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
+from unisono.kernels import check_gather
 from unisono.options import ReduceOp
 from unisono.values import is_sparse
 
@@ -68,6 +69,28 @@ class Workers:
             return [tensor]
         gathered = self.communicator.all_gather(tensor.detach().to(_HOST))
         return [one.to(tensor.device) for one in gathered]
+
+    def concatenate(self, tensors: Sequence[Tensor], axis: int) -> tuple[Tensor, int]:
+        """Puts the tensors of all replicas of all workers end to end along `axis`.
+
+        Args:
+            tensors: Those of this worker's replicas, which may differ in length along `axis`.
+            axis: The dimension along which they are put together.
+
+        Returns:
+            One tensor, where the first of `tensors` is, and where those of this worker begin in it.
+
+        Raises:
+            ReplicaMismatchError: If they differ in anything else. All workers raise it.
+            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
+        """
+        check_gather(tensors, axis, len(tensors) * self.communicator.rank)
+        place = tensors[0].device
+        here = torch.cat([tensor.detach().to(place) for tensor in tensors], dim=axis)
+        gathered = self.gather(here)
+        check_gather(gathered, axis, holder="worker")
+        first = sum(other.shape[axis] for other in gathered[: self.communicator.rank])
+        return (torch.cat(gathered, dim=axis) if len(gathered) > 1 else here), first
 
     def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns the lists of tensors of all workers, in host memory.

@@ -77,7 +77,7 @@ class Counting:
             self._is_watching = False
             return
         tensors = (one for one in leaves if isinstance(one, Tensor) and one.dim() > 0)
-        batch = next((one for one in tensors if one.shape[0] > 1), None)
+        batch = next((one for one in tensors if one.size(0) > 1), None)
         if batch is None or (self._whole is not None and self._whole() is batch):
             return
         if self._whole is None:

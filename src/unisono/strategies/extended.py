@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from unisono.contexts import (
     ReplicaContext,
     entered,
     is_inside_run,
+    running_replica,
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
@@ -21,7 +22,6 @@ from unisono.engines import ReplicaMode
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import (
     AcrossWorkers,
@@ -32,8 +32,8 @@ from unisono.reductions import (
 )
 from unisono.strategies.counting import Counting
 from unisono.strategies.own_process import OwnProcess
-from unisono.strategies.runner import Runner
-from unisono.strategies.steps import MultiStepContext
+from unisono.strategies.runner import Runner, unpack
+from unisono.strategies.steps import StepMethods
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
 from unisono.values import DistributedValues, Mirrored, flatten
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(OwnProcess, VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -113,6 +113,7 @@ class StrategyExtended(OwnProcess, VariableMethods):
         )
         if not self.mirrors.is_single:
             watch_torch()
+        cross_device_ops = cross_device_ops.in_strategy()
         self.cross_device_ops = self._local_ops = cross_device_ops
         self.gradients = GradientReducer(
             self.mirrors,
@@ -236,11 +237,19 @@ class StrategyExtended(OwnProcess, VariableMethods):
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
+        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`.
+
+        If `args` is one distributed value, each replica unpacks its own component, as TensorFlow
+        does: a tensor, along its first dimension.
+        """
         self.strategy._check_cross_replica("call_for_each_replica()")
-        if is_inside_run():
-            raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
+        if not isinstance(args, (list, tuple)):
+            fn, args = functools.partial(unpack, fn), (args,)
         kwargs = kwargs or {}
+        running = running_replica()
+        if running is not None:
+            results = self._runner.run_again(running, fn, args, kwargs)
+            return self.counting.regrouped(results)
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
             self._num_runs += 1
@@ -267,45 +276,6 @@ class StrategyExtended(OwnProcess, VariableMethods):
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
-
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: DistributedIterator,
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> MultiStepContext:
-        """Calls `fn(context, inputs)` with one element of the input after another.
-
-        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
-        caller to `context`.
-
-        Args:
-            fn: One step.
-            iterator: Where the elements come from.
-            iterations: How many steps there are.
-            initial_loop_values: What `last_step_outputs` are if there is no step.
-
-        Returns:
-            The context, with what the last step gave.
-
-        Raises:
-            UnsupportedError: If `iterations` is negative.
-        """
-        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        if iterations < 0:
-            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
-        steps = MultiStepContext(initial_loop_values)
-        with entered(CrossReplicaContext(self.strategy)):
-            for _ in range(iterations):
-                fn(steps, iterator.get_next())
-        return steps
-
-    def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: object = None
-    ) -> ArrayDataset:
-        """See `Strategy.experimental_make_numpy_dataset`."""
-        return numpy_dataset(numpy_input)
 
     def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""

@@ -44,8 +44,10 @@ class InputMethods:
         """Splits the batches of a `DataLoader`, or of any iterable, over the replicas.
 
         The batch size is the global one. Each step gives the structure of a batch with `PerReplica`
-        leaves; with one replica, the batch itself. A last batch that does not divide is split as it
-        is: some replicas get fewer samples, or none, and no sample is lost or seen twice.
+        leaves; with one replica, the batch itself. A batch that does not divide is split as evenly
+        as possible. If it has fewer samples than there are replicas, the last replicas get a copy
+        of a sample that counts nothing; see `InputOptions.split`. The result has the attributes of
+        the `DataLoader`, such as `dataset` and `batch_size`.
 
         Args:
             dataset: A `DataLoader`, or any iterable of batches.

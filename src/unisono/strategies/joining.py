@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -14,14 +13,17 @@ from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, w
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
+    Countdown,
     IdentityCommunicator,
     TracedCommunicator,
     connect,
+    have_come,
     slice_of,
     translated_store_errors,
 )
 from unisono.costs import Tuning, current_tuning
-from unisono.devices import Device, default_devices
+from unisono.devices import Device, cpu_slots, default_devices, resolve
+from unisono.errors import WorkerTimeoutError
 from unisono.options import CommunicationOptions
 from unisono.tracing import join_workers
 
@@ -60,15 +62,14 @@ def join(
     if membership.size == 1:
         return IdentityCommunicator(), tuning
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
-    deadline = time.monotonic() + timeout
+    left = Countdown(timeout, least=_LEAST_SECONDS)
     joined = _joined(membership, timeout)
     with translated_store_errors():
         card = WorkerCard.of(membership, num_replicas)
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
         own = _meeting(joined.store, number)
-        left = max(_LEAST_SECONDS, deadline - time.monotonic())
-        meet(_door(own), card, left)
-        tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning)
+        meet(_door(own), card, left.seconds())
+        tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning, left.seconds())
         connected = connect(
             PrefixStore("connect", own),
             membership.rank,
@@ -76,7 +77,7 @@ def join(
             timeout_seconds=timeout,
             implementation=options.implementation,
             # All have just met, so who does not come now has ended since.
-            joining_seconds=max(_LEAST_SECONDS, deadline - time.monotonic()),
+            joining_seconds=left.seconds(),
             tuning=tuning,
         )
     join_workers(membership.rank, membership.size)
@@ -86,9 +87,15 @@ def join(
     return communicator, tuning
 
 
-def _of_rank_0(store: Store, rank: int, tuning: Tuning | None) -> Tuning | None:
+def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -> Tuning | None:
     if rank == 0:
         store.set("constants", "none" if tuning is None else tuning.to_text())
+    if not have_come(store, ["constants"], seconds):
+        raise WorkerTimeoutError(
+            f"Rank {rank} waited {seconds:.1f} s for rank 0, which had come before, to say what it "
+            "has measured. Look at its log.",
+            [0],
+        )
     text = store.get("constants").decode()
     return None if text == "none" else Tuning.from_text(text)
 
@@ -166,6 +173,8 @@ def led_by(membership: Membership, rank: int) -> Membership:
 
 def local_devices(membership: Membership) -> tuple[Device, ...]:
     """Returns the devices of this worker: all GPUs, shared with the other workers of its host."""
+    if membership.gpus is not None:
+        return tuple(resolve(f"cuda:{index}") for index in membership.gpus) or cpu_slots(1)
     devices = default_devices()
     if membership.local_size == 1 or devices[0].type == "cpu":
         return devices

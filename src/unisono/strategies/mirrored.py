@@ -32,7 +32,7 @@ class MirroredStrategy(Strategy):
             replica's batch, as torch's losses are; `SUM` one that is divided by the global batch.
         synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas. If
             not, each replica normalises its own batch, and the running statistics are averaged
-            when they are read.
+            at the end of every `run`.
     """
 
     def __init__(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
-from unisono.contexts import ReplicaContext, entered
+from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
@@ -121,6 +123,25 @@ class Runner:
             add_note(error, self._origin(context))
             raise
 
+    def run_again(
+        self,
+        running: ReplicaContext,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        """From within a `merge_call`: calls `fn` on each of the replicas that wait there."""
+
+        def call(replica_id: int, meeting: Meeting) -> Any:
+            own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs))
+            waiting = running_replica()
+            assert waiting is not None
+            with entered(dataclasses.replace(waiting, meeting=meeting)):
+                return fn(*own_args, **own_kwargs)
+
+        calls = [functools.partial(call, i) for i in range(len(self._devices))]
+        return running.meeting.call_waiting(calls)
+
     def _origin(self, context: ReplicaContext) -> str:
         return f"Raised on {self._names[context.local_id]} ({context.device})."
 
@@ -136,3 +157,8 @@ class Runner:
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
+    """Calls `fn` with the items of `own`."""
+    return fn(*own, **kwargs)

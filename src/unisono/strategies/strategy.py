@@ -15,10 +15,12 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, othe
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.options import ReduceOp
+from unisono.kernels import check_axes, check_gather
+from unisono.options import ReduceOp, VariableAggregation
+from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import older_name
+from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
 
 if TYPE_CHECKING:
@@ -85,7 +87,7 @@ class Strategy(InputMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` on every replica at the same time.
 
@@ -97,14 +99,14 @@ class Strategy(InputMethods):
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
             kwargs: Its keyword arguments, likewise.
-            options: Taken for the sake of `tf.distribute`, and left alone.
+            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
             same object on all of them, and everything where there is one replica, comes as it is.
 
         Raises:
-            UnsupportedError: If `args` is no list or tuple.
+            UnsupportedError: If `args` is no list or tuple, or `options` no `RunOptions`.
             ContextError: If it is called on a replica, or under another strategy.
         """
         if not isinstance(args, (list, tuple)):
@@ -112,29 +114,39 @@ class Strategy(InputMethods):
                 f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
                 "a single argument."
             )
+        if options is not None and not isinstance(options, RunOptions):
+            raise UnsupportedError(f"`options` must be `unisono.RunOptions`, got {options!r}.")
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+        self,
+        reduce_op: ReduceOp | VariableAggregation | str,
+        value: Any,
+        axis: int | Sequence[int] | Any = None,
     ) -> Any:
         """Reduces a value over the replicas, to one tensor.
 
         What `run` returned for an uneven batch knows how many samples each replica had. A mean of
         it is weighted by them: the mean of losses that are means over the samples of a replica is
         the mean over all samples. A replica without samples is left out of every reduction. Other
-        values count alike.
+        values count alike, also bare Python numbers that the only replica of a worker returned.
 
         Args:
             reduce_op: How; a `ReduceOp` or its name.
             value: A `PerReplica` value, or a nested structure of them. None stays None.
             axis: Also reduce over these dimensions of each component. A mean is then over all
-                elements of all replicas, which is right for uneven and empty batches.
+                elements of all replicas, which is right for uneven and empty batches. If
+                `reduce_op` is a `VariableAggregation`, this is the form of TensorFlow 1.12: the
+                devices to reduce to, None for those of the value, and the result is a `Mirrored`.
 
         Returns:
             The structure of `value` with tensors, on the first replica's device.
         """
         self._check_cross_replica("reduce()")
+        if isinstance(reduce_op, VariableAggregation):
+            warn_of_older_form()
+            return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
@@ -151,22 +163,29 @@ class Strategy(InputMethods):
 
         Returns:
             One tensor, on the first replica's device.
+
+        Raises:
+            ReplicaMismatchError: If the components differ in dtype, or in shape but for `axis`.
+            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
+        if not isinstance(axis, int) or isinstance(axis, bool):
+            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
         workers = self._extended.workers
         is_distributed = isinstance(value, DistributedValues)
         if not is_distributed and not workers.are_many:
             return value
         components = value.values if is_distributed else (value,)
-        tensors = [as_tensor(component).detach().to_dense() for component in components]
+        tensors = [as_tensor(component) for component in components]
+        for tensor in tensors:
+            check_gather([tensor], axis)
         if is_distributed or len(self._extended.worker_devices) == 1:
             are_counted = self._extended.counting.are_counted(value)
             tensors = [
                 tensor if is_counted else tensor.narrow(axis, 0, 0)
                 for tensor, is_counted in zip(tensors, are_counted, strict=True)
             ]
-        here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
-        return torch.cat(workers.gather(here), dim=axis)
+        return workers.concatenate(tensors, axis)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
@@ -318,6 +337,8 @@ class Strategy(InputMethods):
         num_local = len(self._extended.worker_devices)
         parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
         tensors = [as_tensor(part) for part in parts]
+        for tensor in tensors:
+            check_axes(tensor, axes)
         if op not in (ReduceOp.SUM, ReduceOp.MEAN):
             raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
         are_counted = self._extended.counting.are_counted(value)
@@ -368,4 +389,7 @@ def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
         return (axis,)
     if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
         return tuple(axis)
-    raise UnsupportedError(f"`axis` must be an int, a sequence of ints or None, got {axis!r}.")
+    raise UnsupportedError(
+        f"`axis` must be an int, a sequence of ints or None, got {axis!r}. To reduce to devices, "
+        "write `strategy.extended.reduce_to(reduce_op, value, destinations)`."
+    )

@@ -90,14 +90,14 @@ class Assignable:
         return self._write(Write.SCATTER_UPDATE, updates, indices, is_read=read_value)
 
 
-class Component(Assignable, Tensor):
+class Component(Assignable, Tensor):  # type: ignore[misc]
     """One component of a variable: a tensor that can also be written to as a variable can.
 
     `StrategyExtended.update` gives it to its function. What torch functions make of it are plain
     tensors.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, component: Tensor) -> Component:

@@ -41,7 +41,7 @@ _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(eq=False)
 class _Loose:
-    """A large buffer: the primary's, each replica's, and how often each had been written to.
+    """A buffer on its own: the primary's, each replica's, and how often each had been written to.
 
     Of one that is resized in place torch does not count the writes, so its values are compared. On
     many workers, where all must find the same, it counts as written.

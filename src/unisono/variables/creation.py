@@ -17,7 +17,7 @@ from torch.optim import Optimizer, lr_scheduler
 from unisono.contexts import current_replica
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import average_once
-from unisono.variables.metrics import UPDATES, is_metric, is_own
+from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import make_once, owner_of, parameters_of
@@ -103,7 +103,9 @@ def _watch_attributes() -> None:
         mirror = mirror_of(self)
         if mirror is not None and not is_own(raw(self), name):
             mirror.forget(name)
-        if name == UPDATES and is_metric(raw(self)):
+        if name == UPDATES and is_clone(raw(self)):
+            note_updates(self, value)
+        elif name == UPDATES and is_metric(raw(self)):
             check_metric(self)
         set_attribute(self, name, value)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,8 +98,10 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             _end(context.strategy.extended)
         return results
 
-    own = _of_program(context.strategy.extended.mirrors, (args, kwargs))
+    mirrors = context.strategy.extended.mirrors
+    own = _of_program(mirrors, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
+    fn = _method_of_program(mirrors, fn)
     result: T = context.meeting.meet(context.local_id, f"once({name})", own, work)
     return result
 
@@ -141,6 +144,17 @@ def _end(extended: StrategyExtended) -> None:
     mirrors.refresh()
     if mirrors.generation != generation:
         extended.gradients.begin(extended.current_weights)
+
+
+def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:
+    """Replaces a method that is bound to what a replica has of a module."""
+    bound = inspect.unwrap(fn)
+    owner = getattr(bound, "__self__", None)
+    primary = mirrors.module_of(owner) if isinstance(owner, nn.Module) else None
+    if primary is None:
+        return fn
+    # Looked up when it is called, which no replica does.
+    return lambda *args, **kwargs: getattr(primary, bound.__name__)(*args, **kwargs)
 
 
 def _of_program(mirrors: Any, structure: Any) -> Any:

@@ -2,12 +2,13 @@
 
 On a replica a metric counts the samples of that replica, from the start of each run. At the end of
 the run the states of all replicas of all workers are merged into those of the primary. So on every
-worker the primary has every sample once, and to compute its value needs no communication.
+worker the primary has every sample once, and computing its value needs no communication.
 """
 
 from __future__ import annotations
 
 import functools
+import types
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,22 +18,31 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.errors import (
+    ReplicaMismatchError,
+    UnequalCollectivesError,
+    UnsupportedError,
+    add_note,
+)
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 
 # Where metrics note how often they were updated.
 UPDATES = "_update_count"
-# What metrics note about themselves. It concerns the one that notes it, and no clone.
+# What metrics note about themselves, and methods that they keep bound to themselves. It concerns
+# the one that has it, and no clone.
 _NOTES = frozenset(
     (
         *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
-        *("_to_sync", "_update_count", "compute_on_cpu"),
+        *("_to_sync", "compute", "compute_on_cpu", "update", UPDATES),
     )
 )
-_WAS_RESET = "_unisono_was_reset"
+# Whether a clone was reset in this run, and whether it had been before it was last reset.
+_WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
 _METRIC = "_unisono_metric"
+# Where metrics of the last updates count these.
+_WINDOW = "_num_vals_seen"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -50,6 +60,19 @@ def is_clone(attributes: dict[str, Any]) -> bool:
     return _WAS_RESET in attributes
 
 
+def note_updates(clone: nn.Module, count: int) -> None:
+    """Notes what becomes of a clone whose number of updates is set to `count`.
+
+    `forward` resets a metric for a while, and sets the number back to what it was.
+    """
+    own = clone.__dict__
+    if count == 0:
+        own[_HAD_BEEN_RESET] = own[_WAS_RESET]
+        own[_WAS_RESET] = True
+    elif count != own[UPDATES] + 1:
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET]
+
+
 class Part(NamedTuple):
     """What one replica has counted in a run."""
 
@@ -65,14 +88,20 @@ class MirroredMetric(NamedTuple):
     Attributes:
         number: What it is called among workers.
         name: What it is called in errors.
-        attributes: Those of the primary.
+        primary: The metric itself, which the clones do not keep alive.
         clones: One for each replica of this worker.
     """
 
     number: int
     name: str
-    attributes: dict[str, Any]
+    primary: weakref.ref[nn.Module]
     clones: list[nn.Module]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the primary."""
+        attributes: dict[str, Any] = object.__getattribute__(self.primary(), "__dict__")
+        return attributes
 
     def prepare(self, places: Sequence[torch.device], workers: Workers) -> None:
         """Makes new clones count from nothing, and find each other where they are to be merged."""
@@ -86,11 +115,8 @@ class MirroredMetric(NamedTuple):
                 _device=place,
                 distributed_available_fn=_is_on_replica,
                 _sync_dist=functools.partial(_synchronize, self, workers),
-                reset=functools.partial(_reset, clone, cls.reset),
-                forward=functools.partial(_forward, clone, cls.forward),
-                # Those of the primary are bound to it.
-                update=cls._wrap_update(clone, functools.partial(cls.update, clone)),
-                compute=cls._wrap_compute(clone, functools.partial(cls.compute, clone)),
+                update=cls._wrap_update(clone, types.MethodType(cls.update, clone)),
+                compute=cls._wrap_compute(clone, types.MethodType(cls.compute, clone)),
             )
             self._start(clone)
 
@@ -99,13 +125,15 @@ class MirroredMetric(NamedTuple):
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
+            if _WINDOW in own:
+                own[_WINDOW] = self.attributes[_WINDOW]
             if own["_update_count"] or own[_WAS_RESET]:
                 self._start(clone)
 
     def _start(self, clone: nn.Module) -> None:
         own = clone.__dict__
         own.update(_update_count=0, _computed=None, _cache=None, _is_synced=False)
-        own[_WAS_RESET] = False
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET] = False
         for name, default in own["_defaults"].items():
             if not isinstance(default, Tensor):
                 own[name] = []
@@ -115,9 +143,21 @@ class MirroredMetric(NamedTuple):
             else:
                 own[name] = default.detach().to(own["_device"], copy=True)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether a replica of this worker has updated or reset it in this run."""
+        return any(
+            clone.__dict__[UPDATES]
+            or clone.__dict__[_WAS_RESET]
+            or clone.__dict__.get(_WINDOW) != self.attributes.get(_WINDOW)
+            for clone in self.clones
+        )
+
     def part_of(self, clone: nn.Module) -> Part:
         """Returns what a replica has counted."""
         own = clone.__dict__
+        if own.get(_WINDOW) != self.attributes.get(_WINDOW):
+            self._refuse("keeps the last updates only")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 
@@ -162,8 +202,6 @@ class MirroredMetric(NamedTuple):
 
     def _check(self) -> None:
         """Refuses metrics whose states are no sum, list or the like of what each sample gives."""
-        if "_num_vals_seen" in self.attributes:
-            self._refuse("keeps the last updates only")
         for name, reduction in self.attributes["_reductions"].items():
             if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
                 self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
@@ -220,14 +258,16 @@ class Metrics:
                 if module not in self._numbers:
                     self._numbers[module] = self._num_found = self._num_found + 1
                 number = self._numbers[module]
-                metric = MirroredMetric(number, type(module).__name__, attributes, clones)
+                name = type(module).__name__
+                metric = MirroredMetric(number, name, weakref.ref(module), clones)
                 metric.prepare(self._places, self._workers)
                 clones[0].__dict__[_METRIC] = metric
                 self._clones.append(weakref.ref(clones[0]))
 
     def _all(self) -> list[MirroredMetric]:
         clones = [clone() for clone in self._clones]
-        return [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+        metrics = [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+        return [metric for metric in metrics if metric.primary() is not None]
 
     def begin(self) -> None:
         """Before a run: lets all replicas count from nothing."""
@@ -237,15 +277,24 @@ class Metrics:
     def end(self, weights: Sequence[float]) -> None:
         """After a run that has not failed: adds what all replicas have counted to the primaries.
 
-        On many workers this is a collective, if there ever was a metric.
+        On many workers this is a collective if a metric was updated or reset, so all workers must
+        do so in the same runs.
 
         Args:
             weights: What each replica counts for; 0 if it had no samples.
         """
-        if not self._num_found:
-            return
         metrics = self._all()
-        everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        if not any(metric.is_changed for metric in metrics):
+            return
+        try:
+            everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        except UnequalCollectivesError as error:
+            add_note(
+                error,
+                "Raised when what the replicas have counted was brought together, at the end of "
+                "`run`. Every worker must make the same runs, and update metrics in the same ones.",
+            )
+            raise
         for metric in metrics:
             if metric.number in everybody:
                 metric.take(everybody[metric.number])
@@ -272,19 +321,6 @@ def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -
 
 def _is_on_replica() -> bool:
     return current_replica() is not None
-
-
-def _reset(clone: nn.Module, reset: Any) -> None:
-    clone.__dict__[_WAS_RESET] = True
-    reset(clone)
-
-
-def _forward(clone: nn.Module, forward: Any, *args: Any, **kwargs: Any) -> Any:
-    """Calls `forward`, which resets the states for a while: the program did not ask for that."""
-    was_reset = clone.__dict__[_WAS_RESET]
-    value = forward(clone, *args, **kwargs)
-    clone.__dict__[_WAS_RESET] = was_reset
-    return value
 
 
 def _how(reduction: Any) -> str:

@@ -267,6 +267,7 @@ class Mirrors:
         self.buffers.track(pairs)
         self.metrics.track(pairs)
         if list(known.values()) != self.all_leaves:
+            # Not for `model.eval()`, which one worker may call alone: packs are made together.
             self.generation, self._checked = self.generation + 1, {}
         for i, stand_ins in enumerate(self.stand_ins):
             # Replicas that run have it already.

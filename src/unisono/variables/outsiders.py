@@ -23,7 +23,6 @@ from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
-from unisono.variables.metrics import is_clone
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of
 
@@ -64,7 +63,7 @@ def note_maker(made: Tensor | nn.Module) -> None:
 def check_metric(metric: nn.Module) -> None:
     """Refuses an update, on a replica, of a metric that all replicas would write at once."""
     context = current_replica()
-    if context is None or context.num_replicas_in_sync == 1 or is_clone(raw(metric)):
+    if context is None or context.num_replicas_in_sync == 1:
         return
     if _makers.get(metric) != context.local_id:
         raise ContextError(

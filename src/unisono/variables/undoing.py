@@ -11,16 +11,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.variables.batch_norm import SynchronizedBatchNorm
-from unisono.variables.mirrors import Mirrors, raw
+from unisono.variables.attributes import raw
+from unisono.variables.metrics import is_clone
+from unisono.variables.mirrors import Mirrors
 
 
 @contextmanager
 def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
-    """After the block, the modules of some replicas have the attributes and buffers of before it.
+    """After the block, the modules of some replicas have the attributes of before it.
 
-    What all replicas share is left alone, and so is what synchronized batch normalisation keeps,
-    which is the same on all of them.
+    What all replicas share is left alone. So are buffers and metrics: those of a replica without
+    samples do not count where they are brought together.
 
     Args:
         mirrors: The modules.
@@ -28,13 +29,13 @@ def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
     """
     restores: list[Callable[[], None]] = []
     for module, clone in mirrors.clones_of(replica_ids):
-        if not isinstance(clone, SynchronizedBatchNorm):
-            restores.append(_Keeper(raw(module)).kept(raw(clone)))
+        if not is_clone(raw(clone)):
+            shared = {**raw(module), "_buffers": raw(clone)["_buffers"]}
+            restores.append(_Keeper(shared).kept(raw(clone)))
     try:
         yield
     finally:
-        for restore in restores:
-            restore()
+        _call(restores)
 
 
 class _Keeper:

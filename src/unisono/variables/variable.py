@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from unisono.contexts import (
     get_replica_context,
     get_strategy,
     has_strategy,
+    is_default,
     other_strategy,
 )
 from unisono.devices import this_machine
@@ -22,6 +24,7 @@ from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.arguments import check_shape, refuse_arguments
 from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
@@ -71,10 +74,16 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         initial_value: The value to start from, or a function that returns it and is called once.
             On a replica, that of replica 0 counts.
         trainable: Whether components collect gradients. None means unless `ON_READ`.
+        validate_shape: Must be True: the shape of a variable does not change.
+        caching_device: Must be None: every replica reads its own component.
+        name: What messages call it.
+        variable_def: Must be None: there are no graphs to load a variable from.
         dtype: The dtype; that of the value if None.
+        import_scope: Must be None, as `variable_def`.
+        constraint: Must be None: optimizers of torch project no variables.
         synchronization: Whether replicas' values are combined when written or when read.
         aggregation: How they are combined.
-        name: What messages call it.
+        shape: The shape that the value must have; None means any.
     """
 
     __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_strategy", "_what")
@@ -83,16 +92,30 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         self,
         initial_value: Any,
         trainable: bool | None = None,  # noqa: FBT001 - the signature of tf.Variable
+        validate_shape: bool = True,  # noqa: FBT001, FBT002
+        caching_device: None = None,
+        name: str | None = None,
+        variable_def: None = None,
         dtype: torch.dtype | None = None,
+        import_scope: None = None,
+        constraint: None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
-        name: str | None = None,
+        shape: Sequence[int] | None = None,
     ) -> None:
+        refuse_arguments(
+            validate_shape=validate_shape,
+            caching_device=caching_device,
+            variable_def=variable_def,
+            import_scope=import_scope,
+            constraint=constraint,
+        )
         self._strategy: Strategy = get_strategy()
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
         value = self._strategy.extended.workers.of_chief(cast(self._given(given), dtype))
+        check_shape(self._what, value.shape, shape)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._strategy.extended.worker_devices
         if not has_strategy():
@@ -112,6 +135,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def strategy(self) -> Strategy:
         """The strategy that it was made under."""
         return self._strategy
+
+    distribute_strategy = strategy
 
     @property
     def is_mirrored(self) -> bool:
@@ -181,7 +206,9 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
         other = other_strategy(self._strategy)
-        if other is not None:
+        # A variable that was made outside every scope has one component, whoever writes it once.
+        is_plain = is_default(self._strategy) and current_replica() is None
+        if other is not None and not is_plain:
             raise ContextError(
                 f"`{what}`: {self._what} was made under {self._strategy!r}, not under {other!r}. "
                 "Leave the scope of the latter, or make the variable there."

@@ -1,41 +1,14 @@
 """Which ranks are on one host, and which address leads to another."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 
 from unisono.communicators.addresses import address_towards, reachable
-from unisono.communicators.hosts import Layout, has_ended, host_identity, sign_of
+from unisono.communicators.hosts import Layout, host_identity
 
 
 def test_a_process_is_on_its_own_host() -> None:
     assert host_identity() == host_identity()
     assert "net:[" in host_identity()
-
-
-def test_a_process_that_lives_is_told_from_one_that_ended_and_one_with_its_number() -> None:
-    host, process_id, began = json.loads(sign_of(os.getpid()))
-
-    assert not has_ended(sign_of(os.getpid()))
-    assert has_ended(json.dumps([host, process_id, began + 1]))
-    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as child:
-        sign = sign_of(child.pid)
-        assert not has_ended(sign)
-        child.kill()
-        # Nobody has asked yet how it ended, so it is still in the table.
-        assert os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT) is not None
-        assert has_ended(sign)
-    assert has_ended(sign)
-
-
-def test_nobody_can_tell_that_a_process_of_another_host_has_ended() -> None:
-    _, process_id, began = json.loads(sign_of(os.getpid()))
-
-    assert not has_ended(json.dumps(["another host", process_id, began + 1]))
-    assert not has_ended(json.dumps([host_identity(), process_id, None]))
 
 
 @pytest.mark.parametrize(

@@ -321,23 +321,31 @@ def test_after_close_it_says_so() -> None:
 def wait_to_be_killed(store: Store, rank: int, size: int) -> None:
     communicator = join(store, rank, size)
     communicator.allocate(1 << 20).fill_(1)
-    store.set(f"ready {rank}", "")
+    store.set(f"sockets {rank}", " ".join(own_sockets()))
     communicator.barrier()
     time.sleep(60)
 
 
+def own_sockets() -> set[str]:
+    """The inodes of the sockets that this process has open."""
+    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    return {link[8:-1] for link in links if link.startswith("socket:")}
+
+
 def test_nothing_stays_when_all_ranks_are_killed() -> None:
-    before = names_left()
+    files = names_of_files()
     with Ranks(2, wait_to_be_killed) as ranks:
-        ranks.store.wait(["ready 0", "ready 1"])
+        ranks.store.wait(["sockets 0", "sockets 1"])
+        sockets = {one for rank in range(2) for one in ranks.store.get(f"sockets {rank}").split()}
         for rank in range(2):
             kill(ranks, rank, signal.SIGKILL)
         assert ranks.results() == {}
 
-    assert names_left() == before
+    left = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
+    assert not {one.decode() for one in sockets} & left
+    assert names_of_files() <= files
     assert not multiprocessing.active_children()
 
 
-def names_left() -> set[str]:
-    sockets = Path("/proc/net/unix").read_text().splitlines()
-    return {*os.listdir("/dev/shm"), *(line for line in sockets if "unisono" in line)}
+def names_of_files() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if "unisono" in name}

@@ -18,7 +18,7 @@ from unisono.input import (
     ValueContext,
     values_from_function,
 )
-from unisono.values import PerReplica, select_replica
+from unisono.values import PerReplica, map_leaves, select_replica
 from unit.input.parts import own_samples
 
 TENSORFLOW = InputOptions(split="tensorflow")
@@ -210,3 +210,16 @@ def test_values_can_be_those_of_one_of_several_hosts() -> None:
     )
 
     assert value.values == (2, 3)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], {"a": (1, 2)}, (1, (2, "x")), (), 5])
+def test_a_value_of_numbers_is_taken_apart(num_replicas: int, value: Any) -> None:
+    found = values_from_function(lambda _: value, cpu_slots(num_replicas))
+
+    def shown(part: Any) -> Any:
+        assert isinstance(part, PerReplica)
+        return part.values
+
+    expected = map_leaves(lambda leaf: (leaf,) * num_replicas, value)
+    assert map_leaves(shown, found) == expected

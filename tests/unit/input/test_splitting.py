@@ -208,7 +208,7 @@ def test_an_empty_batch_keeps_structure_and_scalars() -> None:
 
 
 def test_a_sample_that_is_lent_keeps_structure_and_scalars() -> None:
-    batch = {"x": torch.arange(2), "names": ["a", "b"], "n": 4}
+    batch: dict[str, Any] = {"x": torch.arange(2), "names": ["a", "b"], "n": 4}
 
     lent = Splitter().spare(batch)
     lent["x"] += 5

@@ -17,7 +17,7 @@ from unisono.errors import UnsupportedError
 
 Make = Callable[..., uo.MirroredStrategy]
 
-OPS = {
+OPS: dict[str, Callable[[Tensor], Tensor]] = {
     "SUM": torch.sum,
     "MEAN": torch.mean,
     "MIN": torch.min,
@@ -82,7 +82,7 @@ def test_a_replica_without_samples_is_left_out_of_every_reduction(
 
     own, reduced = strategy.run(step, args=(x,))
 
-    expected = OPS[op](numbers(2)).item()
+    expected: float = OPS[op](numbers(2)).item()
     assert strategy.reduce(op, own).item() == pytest.approx(expected)
     assert [one.item() for one in reduced.values] == [pytest.approx(expected)] * 3
     with strategy.scope():
@@ -143,6 +143,31 @@ def test_gradients_flow_through_collectives_of_the_replicas_that_count(
         torch.testing.assert_close(component.grad, on_one_device())
 
 
+@pytest.mark.parametrize("num_samples", [1, 2, 6])
+def test_gradients_flow_through_a_mean_over_the_replicas_that_count(
+    mirrored: Make, num_samples: int
+) -> None:
+    one = torch.full((), 2.0, dtype=torch.float64, requires_grad=True)
+    scaled = numbers(num_samples) * one
+    (scaled * scaled.mean() ** 2).mean().backward()
+
+    strategy = mirrored(3)
+    with strategy.scope():
+        weight = uo.Variable(torch.full((), 2.0, dtype=torch.float64))
+    (x,) = distributed(strategy, numbers(num_samples))
+
+    def step(x: Tensor) -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        scaled = x * weight
+        (scaled * context.all_reduce("MEAN", scaled.mean()) ** 2).mean().backward()
+
+    strategy.run(step, args=(x,))
+
+    for component in weight.values:
+        torch.testing.assert_close(component.grad, one.grad)
+
+
 class Upscale(nn.Module):
     """`PixelShuffle` refuses an empty batch."""
 
@@ -171,7 +196,7 @@ def test_a_model_that_takes_no_empty_batch_trains_as_on_one_device(
     last = DataLoader(TensorDataset(data[:1]), batch_size=4)
 
     def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        errors = model(x).square()
+        errors: Tensor = model(x).square()
         return errors.mean() if reduce_gradients == "MEAN" else errors.sum()
 
     one = upscale()
@@ -226,16 +251,16 @@ def test_the_gradient_of_a_replica_without_samples_counts_nothing_even_if_it_is_
 class Meter(nn.Module):
     """Keeps what metrics keep: numbers, tensors that are replaced or written to, and lists."""
 
-    total: Tensor
-
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("total", torch.zeros((), dtype=torch.float64))
+        self.totals: list[Tensor] = []
         self.count = 0
         self.seen: list[float] = []
 
     def forward(self, x: Tensor) -> None:
-        self.total += x.sum()
+        if not self.totals:
+            self.totals.append(torch.zeros((), dtype=torch.float64))
+        self.totals[0] += x.sum()
         self.count += len(x)
         self.seen = [*self.seen, float(x.sum())]
 
@@ -244,23 +269,29 @@ def test_what_a_replica_without_samples_does_to_modules_is_undone(mirrored: Make
     strategy = mirrored(3)
     with strategy.scope():
         meter = Meter()
-        norm = nn.BatchNorm1d(1).double()
-
-    def step(x: Tensor) -> None:
-        meter(x)
-        norm(x.expand(2, -1).T.reshape(-1, 1))
 
     for data in numbers(3), numbers(2), numbers(1):
         (x,) = distributed(strategy, data)
-        strategy.run(step, args=(x,))
+        strategy.run(meter, args=(x,))
 
     def read() -> Any:
-        return meter.count, float(meter.total), len(meter.seen), int(norm.num_batches_tracked)  # type: ignore[arg-type]
+        return meter.count, float(meter.totals[0]), len(meter.seen)
 
-    counts, totals, seen, batches = strategy.run(read)
-    assert counts.values == (3, 2, 1)
+    counts, totals, seen = strategy.run(read)
+    assert counts.values == seen.values == (3, 2, 1)
     assert totals.values == (6.0, 6.0, 4.0)
-    assert seen.values == batches.values == (3, 2, 1)
+
+
+def test_statistics_are_those_of_replicas_with_samples(mirrored: Make) -> None:
+    strategy = mirrored(3)
+    with strategy.scope():
+        norm = nn.BatchNorm1d(1, momentum=1.0).double()
+    (x,) = distributed(strategy, numbers(2)[:, None].expand(2, 4))
+
+    strategy.run(lambda x: norm(x.reshape(-1, 1)), args=(x,))
+
+    assert float(norm.running_mean) == 2.5  # type: ignore[arg-type]
+    assert int(norm.num_batches_tracked) == 1  # type: ignore[arg-type]
 
 
 def test_variables_leave_a_replica_without_samples_out(mirrored: Make) -> None:
@@ -310,7 +341,7 @@ def test_a_closure_is_minimised_over_samples(mirrored: Make) -> None:
         def step(x: Tensor) -> None:
             def closure() -> Tensor:
                 optimizer.zero_grad()
-                loss = ((x * weight - 1) ** 2).mean()
+                loss: Tensor = ((x * weight - 1) ** 2).mean()
                 loss.backward()
                 return loss
 

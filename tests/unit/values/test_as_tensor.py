@@ -150,7 +150,7 @@ def test_gradients_flow_through_what_a_replica_sees(mirrored: Make) -> None:
         context = uo.get_replica_context()
         assert context is not None
         total = context.all_reduce("SUM", variable)
-        return torch.autograd.grad(total, variable)[0]  # type: ignore[arg-type]
+        return torch.autograd.grad(total, variable)[0]  # type: ignore[call-overload]
 
     assert seen(strategy, step) == [2, 2]
 

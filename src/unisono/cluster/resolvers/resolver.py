@@ -25,6 +25,7 @@ class Launch:
         local_size: How many workers its host has, as far as is known.
         restart_count: How often the launcher has started the workers anew.
         uses_existing_store: Whether the launcher keeps a store at the address of the first task.
+        gpus: The GPUs of its host that this worker uses; None means its share of them.
     """
 
     job: str
@@ -32,6 +33,7 @@ class Launch:
     local_size: int = 1
     restart_count: int = 0
     uses_existing_store: bool = False
+    gpus: tuple[int, ...] | None = None
 
 
 class ClusterResolver(ABC):

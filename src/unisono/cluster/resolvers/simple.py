@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from unisono.cluster.resolvers.resolver import ClusterResolver
 from unisono.cluster.rules import validate
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import ClusterSpec, Tasks
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -25,7 +25,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     def __init__(
         self,
-        cluster_spec: ClusterSpec | Mapping[str, Sequence[str | None]],
+        cluster_spec: ClusterSpec | Mapping[str, Tasks],
         master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,

@@ -1,0 +1,276 @@
+"""Where all ranks tell what goes wrong, and where the cause is found.
+
+The hub is a thread of rank 0 with a connection to every rank. It decides between what ranks tell,
+so all of them raise the same error: the cause that came first. Ranks send
+
+    here       at the start; on which host they are
+    waits      a collective has taken half a second
+    late       a collective has taken `timeout_seconds`; for which ranks they wait, if they know
+    broke      a connection between ranks broke; to which rank, if they know, and why
+    failed     a collective failed for another reason: the error
+    asks       whether all ranks are well
+    does       the answer to `tell`
+    goodbye    the communicator is closed
+
+with the number of the last collective that they have begun, and which one they are in, if they are
+in one. The hub sends
+
+    tell       what are you doing?
+    well       all ranks are well
+    failure    an error, to all ranks
+    goodbye    rank 0 closes its communicator, after which nobody decides
+
+There are no heartbeats. A process has ended when its connection is closed. A host is gone when it
+has not answered the kernel's keepalive for `timeout_seconds`. A process that is paused or computes
+is late, not lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from unisono import errors
+from unisono.communicators.headers import ranks_in_words
+from unisono.communicators.lines import Lines
+from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
+
+# How long to wait for ranks to tell what they do, before an error says it of all.
+_ANSWER_SECONDS = 2.0
+_NO_WAY = (
+    errno.ETIMEDOUT,
+    errno.EHOSTUNREACH,
+    errno.EHOSTDOWN,
+    errno.ENETUNREACH,
+    errno.ENETDOWN,
+    errno.ENETRESET,
+)
+
+
+def is_unreachable(error: OSError | None) -> bool:
+    """Whether a connection has ended because the other host does not answer."""
+    return error is not None and error.errno in _NO_WAY
+
+
+def error_of(kind: str, text: str, ranks: Iterable[int]) -> CommunicationError:
+    """Returns an error as it was told."""
+    error: CommunicationError = getattr(errors, kind)(text, ranks)
+    return error
+
+
+def lost(what: Mapping[int, str], others: str) -> WorkerLostError:
+    """Returns the error for ranks that are lost.
+
+    Args:
+        what: For each of them, what has happened to it.
+        others: What all ranks were doing, or nothing.
+    """
+    ranks = sorted(what)
+    one_each = "; ".join(f"rank {rank} {what[rank]}" for rank in ranks)
+    return WorkerLostError(
+        f"Lost {ranks_in_words(ranks)}: {one_each}. {others}Look at the log of what was lost, and "
+        "start the workers anew.",
+        ranks,
+    )
+
+
+@dataclass
+class _Rank:
+    """What the hub knows of a rank."""
+
+    host: str = ""
+    sequence: int = 0
+    collective: str | None = None
+    waits_in: int = 0
+    is_closed: bool = False
+    has_ended: bool = False
+    is_cut_off: bool = False
+
+    @property
+    def is_gone(self) -> bool:
+        return self.has_ended or self.is_cut_off
+
+
+class Hub:
+    """Decides for all ranks what has gone wrong.
+
+    Args:
+        sockets: A connected socket for each rank, also for rank 0; closed with this object.
+    """
+
+    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
+        self._ranks = {rank: _Rank() for rank in sorted(sockets)}
+        self._cause: Callable[[], CommunicationError] | None = None
+        self._unanswered: set[int] = set()
+        self._is_decided = False
+        self._lines = Lines("unisono hub", sockets, self._heard, self._ended)
+
+    def close(self, sequence: int) -> None:
+        """Tells all ranks that rank 0 closes, after it has begun so many collectives."""
+        for rank in self._ranks:
+            self._lines.send(rank, "goodbye", sequence)
+        self._lines.close()
+
+    def _heard(self, rank: int, message: list[Any]) -> None:
+        kind, sequence, collective, *details = message
+        one = self._ranks[rank]
+        one.sequence, one.collective = sequence, collective
+        if kind == "here":
+            (one.host,) = details
+        elif kind == "waits":
+            one.waits_in = sequence
+            self._look_for_leavers()
+        elif kind == "late":
+            self._find(
+                partial(self._late, rank, sequence, in_words(sequence, collective), *details)
+            )
+        elif kind == "broke":
+            self._find(partial(self._broken, sequence, *details))
+        elif kind == "failed":
+            self._find(partial(error_of, *details), asks=False)
+        elif kind == "asks":
+            self._say_whether_all_are_well(rank)
+        elif kind == "goodbye":
+            one.is_closed = True
+            self._look_for_leavers()
+        # What was sent before it was asked for is no answer.
+        if kind in ("does", "goodbye"):
+            self._no_answer_is_needed_of(rank)
+
+    def _ended(self, rank: int, error: OSError | None) -> None:
+        one = self._ranks[rank]
+        if not one.is_closed:
+            one.is_cut_off = is_unreachable(error)
+            one.has_ended = not one.is_cut_off
+            # Whoever waits for a process that has ended finds its connection broken. A rank that
+            # only ends without a goodbye, after the last collective, is no failure.
+            if one.is_cut_off:
+                self._find(partial(self._lost, [rank]))
+        self._no_answer_is_needed_of(rank)
+
+    # How a cause becomes an error.
+
+    def _find(self, cause: Callable[[], CommunicationError], *, asks: bool = True) -> None:
+        """Takes the first cause, and asks all ranks what they do before it is told."""
+        if self._cause is not None:
+            return
+        self._cause = cause
+        if asks:
+            self._unanswered = {
+                rank for rank, one in self._ranks.items() if not one.is_closed and not one.is_gone
+            }
+            for rank in self._unanswered:
+                self._lines.send(rank, "tell")
+            self._lines.call_after(_ANSWER_SECONDS, self._decide)
+        if not self._unanswered:
+            self._decide()
+
+    def _no_answer_is_needed_of(self, rank: int) -> None:
+        self._unanswered.discard(rank)
+        if self._cause is not None and not self._unanswered:
+            self._decide()
+
+    def _decide(self) -> None:
+        if self._is_decided or self._cause is None:
+            return
+        self._is_decided = True
+        error = self._cause()
+        for rank in self._ranks:
+            self._lines.send(rank, "failure", type(error).__name__, str(error), error.ranks)
+
+    def _look_for_leavers(self) -> None:
+        """Finds ranks that have closed before a collective for which another waits."""
+        last = max(one.waits_in for one in self._ranks.values())
+        leavers = [
+            rank for rank, one in self._ranks.items() if one.is_closed and one.sequence < last
+        ]
+        if leavers:
+            self._find(partial(self._lost, leavers))
+
+    def _say_whether_all_are_well(self, asker: int) -> None:
+        gone = [rank for rank, one in self._ranks.items() if one.is_closed or one.is_gone]
+        if gone:
+            self._find(partial(self._lost, gone))
+        else:
+            self._lines.send(asker, "well")
+
+    def _late(
+        self, asker: int, sequence: int, doing: str, seconds: float, awaited: list[int]
+    ) -> CommunicationError:
+        if ended := [rank for rank, one in self._ranks.items() if one.is_gone]:
+            return self._lost(ended)
+        late = self._latest(sequence) or awaited
+        return timed_out(asker, seconds, doing, late, self._what_all_do())
+
+    def _latest(self, sequence: int) -> list[int]:
+        """Returns the ranks that keep others waiting who are in collective number `sequence`."""
+        late = {rank: one for rank, one in self._ranks.items() if one.sequence < sequence}
+        # Ranks that wait in an earlier collective are kept from this one themselves.
+        idle = [r for r, one in late.items() if r in self._unanswered or one.collective is None]
+        first = min((one.sequence for one in late.values()), default=0)
+        return idle or [rank for rank, one in late.items() if one.sequence == first]
+
+    def _broken(self, sequence: int, peer: int | None, why: str) -> CommunicationError:
+        gone = {rank for rank, one in self._ranks.items() if one.is_gone}
+        if peer is None:
+            gone |= {
+                r for r, one in self._ranks.items() if one.is_closed and one.sequence < sequence
+            }
+        else:
+            gone |= {peer}
+        if gone:
+            return self._lost(gone, why)
+        return WorkerLostError(
+            f"A connection broke ({why}), though all {len(self._ranks)} ranks are alive. "
+            f"{self._what_all_do()}Look at the network between the hosts."
+        )
+
+    def _lost(self, ranks: Iterable[int], why: str = "") -> CommunicationError:
+        # A host that is gone takes all its ranks along, of which the others are found out later.
+        hosts = {self._ranks[rank].host for rank in ranks if self._ranks[rank].is_cut_off}
+        silent = {rank for rank in self._unanswered if self._ranks[rank].host in hosts}
+        what = {rank: self._what_happened_to(rank, why) for rank in {*ranks, *silent}}
+        return lost(what, self._what_all_do())
+
+    def _what_happened_to(self, rank: int, why: str) -> str:
+        one = self._ranks[rank]
+        if one.is_closed:
+            return "has closed its communicator"
+        if one.has_ended:
+            return "has ended"
+        if one.is_cut_off or rank in self._unanswered:
+            return "cannot be reached"
+        return f"lives, but a connection to it broke ({why})"
+
+    def _what_all_do(self) -> str:
+        doing = "; ".join(f"rank {rank}: {self._doing(rank)}" for rank in self._ranks)
+        return f"Last heard: {doing}. "
+
+    def _doing(self, rank: int) -> str:
+        one = self._ranks[rank]
+        told = in_words(one.sequence, one.collective)
+        return told + (" (does not answer now)" if rank in self._unanswered else "")
+
+
+def in_words(sequence: int, collective: str | None) -> str:
+    """Returns what a rank does that has begun so many collectives."""
+    if collective is not None:
+        return f"in {collective}"
+    return f"between collectives, after number {sequence}"
+
+
+def timed_out(
+    asker: int, seconds: float, doing: str, late: Iterable[int], others: str
+) -> WorkerTimeoutError:
+    """Returns the error for a rank that has waited in vain."""
+    late = list(late)
+    who = f" for {ranks_in_words(late)}" if late else ""
+    return WorkerTimeoutError(
+        f"Rank {asker} waited {seconds:g} s {doing}{who}. {others}Raise `timeout_seconds` if a "
+        "rank is slow.",
+        late,
+    )

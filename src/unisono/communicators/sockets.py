@@ -1,0 +1,59 @@
+"""The sockets between ranks: keepalive, and that no child process holds them."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import ssl
+import weakref
+
+# What a socket raises that cannot move bytes now.
+NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
+# Firewalls and address translators drop connections that are idle for some minutes.
+_MAX_IDLE_SECONDS = 60
+_MAX_SECONDS = 24 * 3600
+
+_own: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: bool = False) -> None:
+    """Ends a connection with an error if the other host has not answered for `timeout_seconds`.
+
+    The kernel of the other host answers, also for a process that is paused or computes. So a
+    connection ends when the host or the network is gone, not when a process is slow.
+
+    Args:
+        connected: The socket, which is closed in processes that are forked from this one.
+        timeout_seconds: How long the other host may be silent.
+        is_idle: Whether only small messages travel, which the other host can always receive. Then
+            messages that are not acknowledged end the connection, too. Elsewhere that would take a
+            receiver that is paused, and has no room left, for a host that is gone.
+    """
+    _own.add(connected)
+    if connected.family == socket.AF_UNIX:
+        return
+    limit = min(max(2, math.ceil(timeout_seconds)), _MAX_SECONDS)
+    idle = max(1, min(limit // 4, _MAX_IDLE_SECONDS))
+    interval = max(1, (limit - idle) // 8)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    _set(connected, "TCP_KEEPIDLE", idle)
+    _set(connected, "TCP_KEEPINTVL", interval)
+    _set(connected, "TCP_KEEPCNT", math.ceil((limit - idle) / interval))
+    if is_idle:
+        _set(connected, "TCP_USER_TIMEOUT", limit * 1000)
+
+
+def _set(connected: socket.socket, name: str, value: int) -> None:
+    """Sets an option of TCP, where the system has it."""
+    if hasattr(socket, name):
+        connected.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _close_in_child() -> None:
+    """Sees to it that connections end with this process, though its children live on."""
+    for one in list(_own):
+        one.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
