@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
+from unisono.arguments import check_instance, check_int, check_timeout, in_words
 from unisono.errors import UnsupportedError
 
 
@@ -36,7 +38,9 @@ class ReduceOp(enum.Enum):
         if isinstance(op, str) and op.upper() in ReduceOp.__members__:
             return ReduceOp[op.upper()]
         members = ", ".join(str(member) for member in ReduceOp)
-        raise UnsupportedError(f"`{what}` must be one of {members} or its name, got {op!r}.")
+        raise UnsupportedError(
+            f"`{what}` must be one of {members} or its name, got {in_words(op)}."
+        )
 
 
 class VariableAggregation(enum.Enum):
@@ -68,7 +72,7 @@ class CommunicationImplementation(enum.Enum):
         if isinstance(value, str) and value.upper() in cls.__members__:
             return cls[value.upper()]
         known = ", ".join(cls.__members__)
-        raise UnsupportedError(f"`implementation` must be one of {known}, got {value!r}.")
+        raise UnsupportedError(f"`implementation` must be one of {known}, got {in_words(value)}.")
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,7 @@ class CommunicationOptions:
         bytes_per_pack: Reduce a batch in packs of a little more than this many bytes. 0 leaves
             the packing to the cross-device operation.
         timeout_seconds: How long a collective between workers may wait for the others. None means
-            five minutes.
+            five minutes. It must be finite.
         implementation: Who carries a collective between workers; a member or its name.
     """
 
@@ -88,12 +92,13 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise UnsupportedError(
-                f"`bytes_per_pack` must be 0 or more, got {self.bytes_per_pack}."
-            )
-        member = CommunicationImplementation(self.implementation)
-        object.__setattr__(self, "implementation", member)
+        checked = {
+            "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
+            "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
+            "implementation": _implementation(self.implementation),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Returns these options with every field that `other` sets put in place.
@@ -103,6 +108,7 @@ class CommunicationOptions:
         """
         if other is None:
             return self
+        check_options(other)
         auto = CommunicationImplementation.AUTO
         return replace(
             self,
@@ -116,4 +122,19 @@ class CommunicationOptions:
         )
 
 
+def _implementation(given: object) -> CommunicationImplementation:
+    # Python's own message for what is no member would print all of it.
+    is_long = not isinstance(given, (str, CommunicationImplementation, int, type(None)))
+    return CommunicationImplementation(in_words(given) if is_long else given)
+
+
 DEFAULT_OPTIONS = CommunicationOptions()
+
+
+def check_options(options: Any) -> CommunicationOptions:
+    """Returns `options`, or the default ones for None."""
+    if options is None:
+        return DEFAULT_OPTIONS
+    wanted = "a `unisono.experimental.CommunicationOptions` or None"
+    check_instance("options", options, CommunicationOptions, wanted)
+    return cast(CommunicationOptions, options)

@@ -108,6 +108,7 @@ class Hub:
         self._unanswered: set[int] = set()
         self._is_decided = False
         self._lines = Lines("unisono hub", sockets, self._heard, self._ended)
+        self._lines.start()
 
     def close(self, sequence: int) -> None:
         """Tells all ranks that rank 0 closes, after it has begun so many collectives."""

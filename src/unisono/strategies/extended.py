@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_call, in_words
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -18,7 +19,7 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, this_machine
-from unisono.engines import ReplicaMode
+from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
@@ -28,6 +29,7 @@ from unisono.reductions import (
     CrossDeviceOps,
     Workers,
     destinations_of,
+    listed_pairs,
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
@@ -111,9 +113,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        cross_device_ops = cross_device_ops.in_strategy()
+        # A single replica, too, has its gradients pass through a reduction that wants all of them.
+        self.mirrors.is_single &= not cross_device_ops.wants_all_gradients
         if not self.mirrors.is_single:
             watch_torch()
-        cross_device_ops = cross_device_ops.in_strategy()
         self.cross_device_ops = self._local_ops = cross_device_ops
         self.gradients = GradientReducer(
             self.mirrors,
@@ -243,7 +247,9 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         does: a tensor, along its first dimension.
         """
         self.strategy._check_cross_replica("call_for_each_replica()")
-        if not isinstance(args, (list, tuple)):
+        is_unpacked = isinstance(args, DistributedValues)
+        check_call("fn", fn, () if is_unpacked else args, kwargs)
+        if is_unpacked:
             fn, args = functools.partial(unpack, fn), (args,)
         kwargs = kwargs or {}
         running = running_replica()
@@ -277,10 +283,10 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
-    def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
+    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
         mode = context.notes["mode"] = ReplicaMode(
-            seed,
+            generators,
             context.replica_id_in_sync_group,
             self.mirrors.stand_ins[context.local_id],
             functools.partial(self.gradients.after_backward, context),
@@ -334,7 +340,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{value!r} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is one value and not one a replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)
@@ -348,9 +354,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        pairs = [
-            (self.counting.counted(op, value), where) for value, where in value_destination_pairs
-        ]
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
         return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

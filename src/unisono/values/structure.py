@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from unisono.devices import Device
-from unisono.errors import ReplicaMismatchError
+from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.values.distributed import DistributedValues, PerReplica
 
 # What is surely no structure.
@@ -166,8 +166,18 @@ def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, lis
         children = tuple(visit(child, path + name, inner) for name, child in named)
         return _Node(children, container.make)
 
-    root = visit(structure, "", ())
+    try:
+        root = visit(structure, "", ())
+    except RecursionError:
+        raise _too_deep() from None
     return Tree(tuple(paths), tuple(kinds), root), leaves
+
+
+def _too_deep() -> UnsupportedError:
+    return UnsupportedError(
+        "A structure of lists, tuples and dicts holds itself, or is nested too deeply. Give "
+        "tensors in a structure of a few levels."
+    )
 
 
 def regroup(
@@ -186,6 +196,8 @@ def regroup(
     """
     try:
         return _regroup(structures, (), devices, counts)
+    except RecursionError:
+        raise _too_deep() from None
     except _OtherStructure:
         trees = [take_apart(structure)[0] for structure in structures]
         other = next((i for i, tree in enumerate(trees) if tree != trees[0]), len(trees) - 1)
@@ -234,10 +246,13 @@ def select_replica(replica_id: int, structure: Any) -> Any:
         return structure.select(replica_id)
     if kind in _LEAVES:
         return structure
-    if kind is tuple or kind is list:
-        return kind([select_replica(replica_id, part) for part in structure])
-    if kind is dict:
-        return {key: select_replica(replica_id, part) for key, part in structure.items()}
+    try:
+        if kind is tuple or kind is list:
+            return kind([select_replica(replica_id, part) for part in structure])
+        if kind is dict:
+            return {key: select_replica(replica_id, part) for key, part in structure.items()}
+    except RecursionError:
+        raise _too_deep() from None
     container = opened(structure)
     if container is None or not any(
         isinstance(leaf, DistributedValues) for leaf in _all(structure)

@@ -7,34 +7,63 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.contexts import current_replica
+from unisono.contexts import ReplicaContext, current_replica
+from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
 
-class SynchronizedBatchNorm:
-    """Comes before the class of a batch normalisation; it may be given an empty batch."""
+@functools.cache
+def synchronize_batch_norm() -> None:
+    """Makes `functional.batch_norm`, which all modules call, go over all replicas in a step.
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalises with the mean and variance of all replicas, and keeps these."""
-        module = cast(_BatchNorm, self)
+    It does so where the strategy that runs asks for it.
+    """
+    original = functional.batch_norm
+
+    @functools.wraps(original)
+    def batch_norm(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,  # noqa: FBT001, FBT002 - as in torch
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
         context = current_replica()
-        uses_batch = module.training or module.running_mean is None
-        if context is None or not uses_batch:
-            return cast(Tensor, super().forward(input))  # type: ignore[misc]
-        module._check_input_dim(input)
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
-        total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
-        centred = input - _spread(total / count, input)
-        squares = context.all_reduce(ReduceOp.SUM, centred.square().sum(dims))
-        variance = squares / count
-        _keep_statistics(module, (total / count).detach(), squares.detach(), count)
-        output = centred * _spread(torch.rsqrt(variance + module.eps), input)
-        if module.weight is not None:
-            output = output * _spread(module.weight, input) + _spread(module.bias, input)
-        return output
+        if context is None or not training or not _is_synchronized(context):
+            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+        output, mean, squares, count = _normalized(context, input, eps)
+        _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
+        if weight is not None:
+            output = output * _spread(weight, input)
+        return output if bias is None else output + _spread(bias, input)
+
+    functional.batch_norm = batch_norm
+
+
+def _is_synchronized(context: ReplicaContext) -> bool:
+    mirrors = context.strategy.extended.mirrors
+    return mirrors.synchronizes and not mirrors.is_single
+
+
+def _normalized(
+    context: ReplicaContext, input: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the output, and the mean, sum of squares and count of all replicas."""
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
+    total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
+    mean = total / count
+    centred = input - _spread(mean, input)
+    squares = context.all_reduce(ReduceOp.SUM, centred.square().sum(dims))
+    output = centred * _spread(torch.rsqrt(squares / count + eps), input)
+    return output, mean.detach(), squares.detach(), count
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
@@ -42,22 +71,47 @@ def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _keep_statistics(module: Any, mean: Tensor, squares: Tensor, count: Tensor) -> None:
-    if not module.training or not module.track_running_stats:
-        return
-    module.num_batches_tracked.add_(1)
-    momentum = module.momentum
-    if momentum is None:
-        momentum = 1.0 / float(module.num_batches_tracked)
-    unbiased = squares / (count - 1).clamp(min=1)
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+def _keep_statistics(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    squares: Tensor,
+    count: Tensor,
+    momentum: float,
+) -> None:
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = squares / (count - 1).clamp(min=1)
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+
+
+class OwnForward:
+    """Comes before a batch normalisation that has a `forward` of its own."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what the class does, and makes sure that it was over all replicas."""
+        context = current_replica()
+        before = 0 if context is None else context.notes.get("batch_norms", 0)
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        module = cast(_BatchNorm, self)
+        uses_batch = module.training or module.running_mean is None
+        if context is not None and uses_batch and context.notes.get("batch_norms", 0) == before:
+            raise UnsupportedError(
+                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
+                "`forward` calls neither that of torch's class nor "
+                "`torch.nn.functional.batch_norm`. Change its `forward`, or make the strategy "
+                "without `synchronize_batch_norm`."
+            )
+        return output
 
 
 @functools.cache
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
-    if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):
+    synchronize_batch_norm()
+    has_own = issubclass(cls, _BatchNorm) and cls.forward is not _BatchNorm.forward
+    if not has_own or issubclass(cls, nn.SyncBatchNorm):
         return cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (SynchronizedBatchNorm, cls), namespace)
+    return type(cls.__name__, (OwnForward, cls), namespace)

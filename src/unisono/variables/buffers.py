@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.errors import UnequalCollectivesError, add_note
+from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.variables.leaves import fit_for_training, version_of
@@ -60,8 +61,14 @@ class _Loose:
 
     @property
     def is_written(self) -> bool:
-        """Whether a replica has written to it."""
-        return self.versions != [version_of(part) for part in self.parts]
+        """Whether a replica has written to it, and has not resized it."""
+        if any(part.shape != self.primary.shape for part in self.parts):
+            return False
+        if self.versions != [version_of(part) for part in self.parts]:
+            return True
+        # A write through `.data` is not counted.
+        is_tiny = self.primary.numel() < 2 and self.primary.device.type == "cpu"
+        return is_tiny and any(not torch.equal(part, self.primary) for part in self.parts)
 
 
 class Buffers:
@@ -85,6 +92,8 @@ class Buffers:
         self._names: list[str] = []
         self._tensors: list[Tensor | None] = []
         self._addresses: list[int] = []
+        self._shapes: list[torch.Size] = []
+        self._of_norms: set[int] = set()
         self._given: list[list[Tensor | None]] = [[] for _ in places]
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
@@ -182,12 +191,27 @@ class Buffers:
             and all(module() is not None for module in self._modules)
         )
 
+    def _forget_ended(self) -> None:
+        """Leaves out modules that are no more."""
+        left = [i for i, module in enumerate(self._modules) if module() is not None]
+        if len(left) < len(self._modules):
+            self._modules = [self._modules[i] for i in left]
+            self._primaries = [self._primaries[i] for i in left]
+            self._attributes = [[own[i] for i in left] for own in self._attributes]
+            self._clones = [[own[i] for i in left] for own in self._clones]
+
     def _lay_out(self) -> None:
+        self._forget_ended()
         self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         self._names = list(chain.from_iterable(self._primaries))
         self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
+        self._shapes = [tensor.shape for tensor in _tensors(self._tensors)]
         # A buffer that several modules have is one for each replica, too.
         distinct = {id(tensor): tensor for tensor in _tensors(self._tensors)}
+        norms = (m for ref in self._modules if isinstance(m := ref(), _NormBase))
+        self._of_norms = {
+            id(one) for norm in norms for one in _attributes(norm)["_buffers"].values()
+        }
         flat = {key: one for key, one in distinct.items() if self._is_flat(one)}
         self._loose = {key: _Loose(one) for key, one in distinct.items() if key not in flat}
         self._flats.lay_out(flat)
@@ -203,6 +227,8 @@ class Buffers:
             or buffer.device != self._places[0]
             or buffer.is_inference()
             or not buffer.is_contiguous()
+            # The observers of quantization resize such buffers in place.
+            or (buffer.numel() < 2 and id(buffer) not in self._of_norms)
         ):
             return False
         if buffer.dtype in _FLAT_FLOATS:
@@ -236,6 +262,7 @@ class Buffers:
             is_same = len(found) == len(self._given[i]) and all(
                 map(operator.is_, found, self._given[i])
             )
+            is_same = is_same and [one.shape for one in _tensors(found)] == self._shapes
             if not is_same or list(chain.from_iterable(clones)) != self._names:
                 others.update(self._take_replaced(i))
         return sorted(others)
@@ -249,9 +276,15 @@ class Buffers:
             for name, before in primary.items():
                 given = self._given[replica_id][place]
                 found = clone.get(name)
-                if found is given and name in clone:
+                if found is given and name in clone and _is_like(found, before):
                     pass
-                elif before is None or given is None or not _is_like(found, given):
+                elif found is given and found is not None and id(before) not in self._loose:
+                    raise UnsupportedError(
+                        f"The buffer {self._name_of(before)} was resized in place in a step, from "
+                        f"{tuple(before.shape)} to {tuple(found.shape)}. Set a new tensor instead: "
+                        "`module.name = tensor`."
+                    )
+                elif before is None or given is None or not _is_like(found, before):
                     yield module, name
                 elif sum(one is before for one in self._tensors) > 1:
                     # It was one buffer of several modules, and is no longer.
@@ -306,10 +339,9 @@ def _is_vector(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.dim() == 1 and buffer.is_floating_point()
 
 
-def _is_like(found: Tensor | None, given: Tensor) -> bool:
+def _is_like(found: Tensor | None, given: Tensor | None) -> bool:
+    if found is None or given is None:
+        return found is given
     return (
-        found is not None
-        and found.shape == given.shape
-        and found.dtype == given.dtype
-        and found.layout is given.layout
+        found.shape == given.shape and found.dtype == given.dtype and found.layout is given.layout
     )

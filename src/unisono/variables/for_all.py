@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.utils import _pytree as pytree
 
+from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.values import select_replica
 
@@ -86,6 +87,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Raises:
         UnequalCallsError: If another replica makes another call, or has returned.
     """
+    check_callable("fn", fn)
     context = current_replica()
     if context is None or context.strategy.extended.mirrors.is_single:
         return fn(*args, **kwargs)
@@ -129,7 +131,7 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
 def _begin(extended: StrategyExtended) -> None:
     """Makes the program's modules show what the replicas have: gradients and buffers."""
     owners = extended.mirrors.all_leaves
-    extended.gradients.reduce_rest(owners)
+    extended.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
     extended.mirrors.buffers.bring_together(extended.current_weights)

@@ -96,6 +96,13 @@ class GradientReducer:
         self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
+        reducer = weakref.ref(self)
+
+        def reduce_rest(owners: Iterable[Leaves]) -> None:
+            if (found := reducer()) is not None:
+                found.reduce_rest(owners)
+
+        mirrors.reduce_rest = reduce_rest
 
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
@@ -246,7 +253,11 @@ class GradientReducer:
                 OwnGradients(self._op, self._mirrors, self._weighting).reduce(own, self._reduce_all)
 
     def _reduce_all(self, owners: Iterable[Leaves]) -> None:
-        for group in _by_layout([(one, gradients_of(one.leaves)) for one in owners]):
+        present = [(one, gradients_of(one.leaves)) for one in owners]
+        if self._ops.wants_all_gradients:
+            self._reduce_values(present, self._ops.reduce_gradients)
+            return
+        for group in _by_layout(present):
             self._reduce_group(group)
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
@@ -283,8 +294,13 @@ class GradientReducer:
     def _reduce_group(self, present: Sequence[tuple[Leaves, list[Tensor]]]) -> None:
         if self._ops.reduce_in_place(self._op, [grads for _, grads in present], self._devices):
             return
+        self._reduce_values(present, self._ops.batch_reduce)
+
+    def _reduce_values(
+        self, present: Sequence[tuple[Leaves, list[Tensor]]], reduce: Callable[..., Any]
+    ) -> None:
         values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
-        results = self._ops.batch_reduce(self._op, [(v, v) for v in values], self._options)
+        results = reduce(self._op, [(value, value) for value in values], self._options)
         for (one, _), result in zip(present, results, strict=True):
             parts = result.values if isinstance(result, DistributedValues) else (result,)
             for leaf, part in zip(one.leaves, parts, strict=True):

@@ -1,7 +1,8 @@
 """What replicas see, and change, of an optimizer's `param_groups` and `state`.
 
-Every replica has a copy of the groups, so that `group["lr"] *= 0.5` on each of them halves the learning
-rate once: where the replicas meet, what all of them have changed in the same way is taken over.
+Every replica has a copy of the groups, so that `group["lr"] *= 0.5` on each of them halves the
+learning rate once: where the replicas meet, what all of them have set to the same value is taken
+over.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class GroupCopies:
                 listed = ", ".join(map(str, values))
                 raise ReplicaMismatchError(
                     f"The replicas have set `param_groups[{number}][{key!r}]` of "
-                    f"{type(optimizer).__name__} to different values: {listed}. Set it to one value "
-                    "on all replicas, or once for all: `unisono.once(fn)`, where `fn` sets it."
+                    f"{type(optimizer).__name__} to different values: {listed}. Set it to one "
+                    "value on all replicas, or once for all, in a function given to `unisono.once`."
                 )
 
     def _of_other_workers(self, value: Any) -> list[Any]:
@@ -159,6 +160,7 @@ class SeenState(defaultdict[Any, Any]):
         return super().__contains__(self._key(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
+        """Returns the state of a parameter, or `default` if it has none."""
         return super().get(self._key(key), default)
 
     def __reduce__(self) -> Any:

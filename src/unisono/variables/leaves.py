@@ -91,10 +91,10 @@ class Leaves:
     def catch_up(self) -> None:
         """Before a run: takes over what has been done to the primary since the last one."""
         self.take_over()
-        if self.is_shown and self.primary.grad is None:
-            self.is_shown = False
-            for leaf in self.leaves:
-                leaf.grad = None
+        if self.is_shown:
+            grad, mark = self.primary.grad, self.reduced[0]
+            if grad is None or (mark is not None and not mark.fits(grad) and not self.is_hidden()):
+                self._give_gradient()
 
     def take_over(self) -> None:
         """Gives the leaves what was written to the primary, and the hooks that it has."""
@@ -114,13 +114,19 @@ class Leaves:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
+    def mark_cleared(self, replica_id: int) -> None:
+        """Remembers that a replica's gradient was cleared: there is none, or one of zeros."""
+        self.reduced[replica_id] = Mark.of(self.leaves[replica_id].grad)
+
     def has_own_gradients(self) -> bool:
         """Whether a replica has a gradient that is not the one that was reduced last."""
-        for leaf, mark in zip(self.leaves, self.reduced, strict=True):
-            grad = leaf.grad
-            if grad is not None and (mark is None or not mark.fits(grad)):
-                return True
-        return False
+        return any(map(_is_own, self.leaves, self.reduced))
+
+    def is_hidden(self) -> bool:
+        """Whether replicas have gradients of their own that the primary does not show."""
+        if self.leaves[0].grad is self.primary.grad:
+            return any(map(_is_own, self.leaves[1:], self.reduced[1:]))
+        return self.has_own_gradients()
 
     def show_current_gradient(self) -> None:
         """Before something is done for all replicas: the primary shows what they have."""
@@ -166,6 +172,11 @@ class Leaves:
             if memory not in seen:
                 seen.add(memory)
                 yield leaf
+
+
+def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
+    grad = leaf.grad
+    return grad is not None and (mark is None or not mark.fits(grad))
 
 
 @contextmanager

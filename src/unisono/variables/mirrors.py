@@ -12,7 +12,7 @@ from __future__ import annotations
 import operator
 import types
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,6 +76,8 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # Reduces the gradients that replicas have written themselves. Set by the reducer.
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
         self.groups = GroupCopies(workers)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
@@ -179,8 +181,7 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        is_same = not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
-        if not is_same or not all(map(_is_current, self._leaves.values())):
+        if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
@@ -190,6 +191,10 @@ class Mirrors:
         self.buffers.give()
         self.metrics.begin()
         self.watch.stamp()
+
+    def are_as_given(self) -> bool:
+        """Whether the clones still have what the primaries have, as far as C can tell."""
+        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     @contextmanager
     def in_use(self, step: object) -> Iterator[None]:

@@ -90,14 +90,15 @@ class OnceOptimizer(Front):
             cleared = [leaf for leaves in owners for leaf in leaves.leaves]
         else:
             cleared = [leaves.leaves[context.local_id] for leaves in owners]
-            for leaves in owners:
-                leaves.reduced[context.local_id] = None
             if context.local_id == 0:
                 cleared += [leaves.primary for leaves in owners]
         # Without asking the replica's mode for every gradient.
         with torch._C.DisableTorchFunction():
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
+            if context is not None:
+                for leaves in owners:
+                    leaves.mark_cleared(context.local_id)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -136,7 +137,7 @@ class OnceOptimizer(Front):
         vars(self)["state"] = state
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        take_gradients(self, context)
+        take_gradients(self)
         if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
             own = vars(self).get("step", _step)
             if hasattr(own, "_wrapped_by_lr_sched"):
@@ -190,7 +191,7 @@ class OnceScaler(Front):
             return method(optimizer, *args)
 
         def work() -> Any:
-            take_gradients(optimizer, context)
+            take_gradients(optimizer)
             result = method(optimizer, *args)
             for leaves in _leaves(optimizer):
                 leaves.take_from_primary()
@@ -227,12 +228,18 @@ def _mirrors_of(target: Any) -> Mirrors:
     return mirrors
 
 
-def take_gradients(optimizer: Any, context: ReplicaContext) -> None:
+def take_gradients(optimizer: Any) -> None:
     """Gives the primaries the gradients that all replicas have, reduced."""
     owners = _leaves(optimizer)
-    context.strategy.extended.gradients.reduce_rest(owners)
+    _mirrors_of(optimizer).reduce_rest(owners)
     for leaves in owners:
         leaves.show_current_gradient()
+
+
+def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
+    """Before an update outside a run: reduces what replicas have written and nothing shows."""
+    owners = map(mirrors.leaves_of, parameters_of(optimizer))
+    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
 
 
 def _check_outside(optimizer: Any, what: str) -> None:
@@ -264,7 +271,7 @@ def _step_with_closures(
         def evaluate() -> Tensor:
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
-            take_gradients(optimizer, context)
+            take_gradients(optimizer)
             extended = context.strategy.extended
             given = PerReplica.placed(
                 tuple(loss.detach() for loss in losses),

@@ -24,7 +24,7 @@ from unisono.errors import ContextError
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import owner_of, parameters_of
+from unisono.variables.once import owner_of, parameters_of, reduce_hidden
 
 # The number of the replica that made a parameter or module in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -208,7 +208,9 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owner = owner_of(optimizer)
     if context is not None and context.num_replicas_in_sync > 1:
         _check_optimizer_of_replica(optimizer, context)
-    elif owner is not None and is_inside_run():
+    elif owner is not None and not is_inside_run():
+        reduce_hidden(optimizer, owner)
+    elif owner is not None:
         for parameter in parameters_of(optimizer):
             if parameter.grad is not None and owner.leaves_of(parameter) is None:
                 raise ContextError(

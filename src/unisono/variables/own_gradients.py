@@ -108,9 +108,8 @@ def _is_equal(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
     other = other.to(one.device)
-    return (
-        torch.equal(one, other)
-        or torch.equal(one.isnan(), other.isnan())
+    return torch.equal(one, other) or (
+        torch.equal(one.isnan(), other.isnan())
         and torch.equal(one.nan_to_num(), other.nan_to_num())
     )
 

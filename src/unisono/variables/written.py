@@ -1,8 +1,8 @@
 """Parameters that replicas write to themselves, which only one call for all of them may do.
 
 All replicas of a memory share the storage of a parameter, and torch's count of the writes to it.
-So a write by `p.add_()`, `p.data.copy_()`, an initialization or `load_state_dict()` on any replica is
-seen by a look at that count, wherever the replicas meet and when the run ends.
+So a write by `p.add_()`, `p.data.copy_()`, an initialization or `load_state_dict()` on any replica
+is seen by a look at that count, wherever the replicas meet and when the run ends.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ class Watch:
 def let_data_be_watched() -> None:
     """Makes `parameter.data`, and copies of parameters, known to those who watch.
 
-    What `data` returns has a count of writes of its own. On a replica, and where a parameter is in
-    several memories, it is what `detach()` returns: the same tensor with the count of the parameter.
+    What torch's `data` returns has its own count of writes. On a replica, and where a parameter is
+    in several memories, `data` returns what `detach()` does: a tensor with the parameter's count.
     """
     original: Any = torch._C.TensorBase.data
     get_data, set_data = original.__get__, original.__set__
@@ -142,7 +142,8 @@ def let_data_be_watched() -> None:
         if context is None:
             is_watched = any(watch.sees(self) for watch in _spread_watches)
         else:
-            is_watched = not context.strategy.extended.mirrors.is_single
+            is_single = context.strategy.extended.mirrors.is_single
+            is_watched = not is_single and not nn.parameter.is_lazy(self)
         return self.detach() if is_watched else get_data(self)
 
     def put(self: nn.Parameter, value: Tensor) -> None:
@@ -161,7 +162,7 @@ def let_data_be_watched() -> None:
             watch.add_copy(self, copy)
         return copy
 
-    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
+    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
     flattened = nn.RNNBase.flatten_parameters
 
     @functools.wraps(flattened)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ def test_a_parameter_that_was_kept_from_outside_is_watched_too(mirrored: Make) -
         model = Net()
     kept = list(model.parameters())
 
-    with pytest.raises(ContextError, match="`encoder.bias` of Net"):
+    with pytest.raises(ContextError, match=r"`encoder.bias` of Net"):
         strategy.run(lambda: kept[1].data.add_(1.0).sum())
 
 
@@ -113,7 +112,7 @@ def test_the_next_update_sees_it_first(mirrored: Make) -> None:
         optimizer.step()
         after.append(1)
 
-    with pytest.raises(ContextError, match="`encoder.weight` of Net"):
+    with pytest.raises(ContextError, match=r"`encoder.weight` of Net"):
         strategy.run(step)
     assert not after
 
@@ -128,7 +127,7 @@ def test_assigned_data_is_refused_at_once(mirrored: Make) -> None:
         flat = nn.utils.parameters_to_vector(model.parameters())
         nn.utils.vector_to_parameters(flat * 2, model.parameters())
 
-    with pytest.raises(ContextError, match="`data` of `encoder.weight` of Net was assigned"):
+    with pytest.raises(ContextError, match=r"`data` of `encoder.weight` of Net was assigned"):
         strategy.run(step)
     assert torch.equal(model.encoder.weight, before)
 
@@ -158,7 +157,7 @@ def test_a_copy_that_belongs_to_no_strategy(mirrored: Make) -> None:
             mine.data.lerp_(other.data, 0.5)
 
     strategy.run(lambda: uo.once(follow))
-    with pytest.raises(ContextError, match="a copy of `encoder.weight` of Net"):
+    with pytest.raises(ContextError, match=r"a copy of `encoder.weight` of Net"):
         strategy.run(follow)
 
 
