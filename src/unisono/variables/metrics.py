@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +18,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import (
-    ReplicaMismatchError,
-    UnequalCollectivesError,
-    UnsupportedError,
-    add_note,
-)
+from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
+from unisono.variables.metric_parts import Part, as_list, packed, unpacked
 
 # Where metrics note how often they were updated.
 UPDATES = "_update_count"
@@ -69,15 +65,6 @@ def note_updates(clone: nn.Module, count: int) -> None:
         own[_WAS_RESET] = True
     elif count != own[UPDATES] + 1:
         own[_WAS_RESET] = own[_HAD_BEEN_RESET]
-
-
-class Part(NamedTuple):
-    """What one replica has counted in a run."""
-
-    num_updates: int
-    was_reset: bool
-    # Tensors, and lists of tensors.
-    states: dict[str, Any]
 
 
 class MirroredMetric(NamedTuple):
@@ -216,7 +203,7 @@ class MirroredMetric(NamedTuple):
 
     def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
         if isinstance(own, list) or isinstance(values[0], list):
-            return [one for value in (own, *values) for one in _as_list(value)]
+            return [one for value in (own, *values) for one in as_list(value)]
         reduction = self.attributes["_reductions"][name]
         how = _how(reduction)
         here = [value.to(own.device) for value in values]
@@ -335,10 +322,6 @@ def _how(reduction: Any) -> str:
     return name.removeprefix("dim_zero_") if name.startswith("dim_zero_") else ""
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
-
-
 def _parts_of_all(
     metrics: Sequence[MirroredMetric], workers: Workers, is_counted: list[bool]
 ) -> dict[int, list[Part]]:
@@ -351,51 +334,10 @@ def _parts_of_all(
             found[metric.number] = parts
     if not workers.are_many:
         return found
+    names = {metric.number: metric.name for metric in metrics}
+    states = {metric.number: list(metric.attributes["_defaults"]) for metric in metrics}
     everybody: dict[int, list[Part]] = {}
-    by_number = {metric.number: metric for metric in metrics}
-    for tensors in workers.gather_lists(_packed(by_number, found)):
-        for number, parts in _unpacked(by_number, tensors):
+    for tensors in workers.gather_lists(packed(found, names)):
+        for number, parts in unpacked(tensors, states):
             everybody.setdefault(number, []).extend(parts)
     return everybody
-
-
-def _packed(metrics: dict[int, MirroredMetric], found: dict[int, list[Part]]) -> list[Tensor]:
-    """Returns the parts as tensors, the first of which says what the others are."""
-    numbers, tensors = [], []
-    for number, parts in found.items():
-        numbers += [number, len(parts)]
-        for part in parts:
-            numbers += [part.num_updates, part.was_reset]
-            for name, value in part.states.items():
-                numbers.append(len(value) if isinstance(value, list) else -1)
-                if not all(isinstance(one, Tensor) for one in _as_list(value)):
-                    raise UnsupportedError(
-                        f"The state {name!r} of {metrics[number].name} holds what are no tensors, "
-                        "which workers cannot exchange. Update the metric outside of `run`."
-                    )
-                tensors += _as_list(value)
-    return [torch.tensor(numbers), *tensors] if numbers else []
-
-
-def _unpacked(
-    metrics: dict[int, MirroredMetric], packed: list[Tensor]
-) -> Iterator[tuple[int, list[Part]]]:
-    numbers, tensors = iter(packed[0].tolist() if packed else ()), iter(packed[1:])
-
-    def value() -> Any:
-        length = next(numbers)
-        return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
-
-    def part(names: Iterable[str]) -> Part:
-        num_updates, was_reset = next(numbers), bool(next(numbers))
-        states = {name: value() for name in names} if num_updates else {}
-        return Part(num_updates, was_reset, states)
-
-    for number in numbers:
-        if number not in metrics:
-            raise ReplicaMismatchError(
-                "Another worker has updated a metric that this one does not have. All workers make "
-                "and update the same metrics in the same order."
-            )
-        names = metrics[number].attributes["_defaults"]
-        yield number, [part(names) for _ in range(next(numbers))]

@@ -260,7 +260,7 @@ def test_values_that_a_wrapper_keeps_of_batches_are_refused(mirrored: Make) -> N
         metric = tm.MinMaxMetric(tm.Accuracy(task="binary"))
 
     # On one device `forward` keeps the largest and smallest values of whole batches.
-    with pytest.raises(UnsupportedError, match="keeps 'm.._val' between updates"):
+    with pytest.raises(UnsupportedError, match=r"keeps 'm.._val' between updates"):
         strategy.run(metric, args=samples(4))
 
 
