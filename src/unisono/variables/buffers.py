@@ -57,14 +57,19 @@ class _Loose:
     versions: list[int] = field(default_factory=list)
 
     def give(self, places: Sequence[torch.device], *, is_forced: bool) -> bool:
-        """Gives the replicas what the primary has, and returns whether that is something new."""
+        """Gives the replicas what the primary has, and returns whether they need other tensors."""
         stamp = (self.primary.data_ptr(), version_of(self.primary))
-        is_new = is_forced or stamp != self.stamp
-        if is_new:
+        if not is_forced and stamp == self.stamp:
+            return False
+        can_stay = bool(self.parts) and all(_is_like(part, self.primary) for part in self.parts)
+        if can_stay:
+            for part in self.parts:
+                part.copy_(self.primary.detach())
+        else:
             self.parts = [self.primary.detach().to(place, copy=True) for place in places]
-            self.versions = [version_of(part) for part in self.parts]
-            self.stamp = stamp
-        return is_new
+        self.versions = [version_of(part) for part in self.parts]
+        self.stamp = stamp
+        return not can_stay
 
     def is_written(self, *, by_others: bool) -> bool:
         """Whether a replica has written to it, without a resize; `by_others`: or may have."""
@@ -328,10 +333,10 @@ class Buffers:
             return False
         if self._versions != self._count_writes():
             return True
-        if self._workers.are_many or not self._is_on_host:
-            # All workers know who trains. And the values of a GPU cannot be seen without waiting.
-            if self._train(self._owners_of_vectors):
-                return True
+        # All workers know who trains. And the values of a GPU cannot be seen without waiting.
+        is_unseen = self._workers.are_many or not self._is_on_host
+        if is_unseen and self._train(self._owners_of_vectors):
+            return True
         return self._is_on_host and self._flats.differ()
 
     def _train(self, modules: Iterable[int]) -> bool:
