@@ -1017,7 +1017,7 @@ def _() -> None:
     mirrored, value = uo.Mirrored([torch.tensor(1), torch.tensor(2)]), pr(1, 2)
     assert (mirrored + 1).item() == 2
     with pytest.raises(TypeError):
-        value + 1  # type: ignore[operator]
+        value + 1
     with pytest.raises(UnsupportedError):
         torch.add(value, 1)  # type: ignore[call-overload]
     assert plain(pair().run(lambda: torch.add(mirrored, value))) == [2, 4]  # type: ignore[call-overload]
@@ -1126,7 +1126,7 @@ def _() -> None:
     with pytest.raises(ValueError, match="'nccl' or 'hierarchical_copy'"):
         contrib.AllReduceCrossDeviceOps("x")
     with pytest.raises(ValueError, match=r"ReduceOp\.SUM, ReduceOp\.MEAN"):
-        uo.HierarchicalCopyAllReduce().reduce("x", pr(1, 2), "cpu:0")  # type: ignore[arg-type]
+        uo.HierarchicalCopyAllReduce().reduce("x", pr(1, 2), "cpu:0")
 
 
 @row(BUGS, "NCCL without GPUs")

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import unisono as uo
 from hostile.judging import complaint
 from hostile.targets import Target, targets
 from hostile.values import FITTING, HOSTILE, failing
-
-import unisono as uo
 
 NUM_CALLS = 3000
 NUM_BATCHES = 6

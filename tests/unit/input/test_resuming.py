@@ -128,7 +128,7 @@ class Training:
             "input": self.dataset.state_dict(),
             "torch": torch.get_rng_state(),
             "python": random.getstate(),
-            "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+            "numpy": numpy_state(),
             "position": np.random.get_state()[2],  # type: ignore[index]
         }
         torch.save(state, file)
@@ -428,6 +428,12 @@ DAMAGED: dict[str, Callable[[dict[str, Any]], Any]] = {
 }
 
 
+def numpy_state() -> list[int]:
+    state: Any = np.random.get_state()
+    found: list[int] = state[1].tolist()
+    return found
+
+
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_state_is_refused_and_changes_nothing(
     damage: Callable[[dict[str, Any]], Any],
@@ -436,7 +442,7 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
     iterator = iter(dataset)
     next(iterator)
     state = damage(iterator.state_dict())
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    before = torch.get_rng_state(), random.getstate(), numpy_state()
 
     def load() -> None:
         other = MAKERS["own generator"]()
@@ -446,6 +452,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(
     with pytest.raises(UnsupportedError):
         load()
 
-    after = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
+    after = torch.get_rng_state(), random.getstate(), numpy_state()
     assert torch.equal(after[0], before[0])
     assert after[1:] == before[1:]

@@ -119,7 +119,7 @@ USES: dict[str, Callable[[Any], Any]] = {
     "in place": lambda v: v.add_(1),
     "add": lambda v: v + 1,
     "add from the right": lambda v: 0.0 + v,
-    "add in place": lambda v: operator.iadd(v, 1),
+    "add in place": lambda v: operator.iadd(v, 1),  # type: ignore[no-untyped-call]
     "sum": lambda v: sum([v]),
     "max": lambda v: max(v, 1.0),
     "negative": lambda v: -v,
