@@ -52,6 +52,8 @@ LEFT_OUT = {
     "root": _CALLED_BY_US,
     "route": _CALLED_BY_US,
     "schedule": _CALLED_BY_US,
+    # Of values: torch functions call it.
+    "apart": _CALLED_BY_US,
     # Of distributed datasets.
     "begin": _CALLED_BY_US,
     "deal": _CALLED_BY_US,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from unisono.arguments import check_int
+from unisono.arguments import check_int, in_words
 from unisono.errors import UnsupportedError
 from unisono.input.random_state import RandomState, check_random_states, replayed
 from unisono.input.readers import Readers
@@ -71,7 +71,7 @@ class Progress:
         """
         names = {field.name for field in fields(cls)}
         if not isinstance(state, Mapping) or set(state) != names:
-            found = list(state) if isinstance(state, Mapping) else repr(state)
+            found = in_words(list(state) if isinstance(state, Mapping) else state)
             raise UnsupportedError(
                 f"The state of an input holds {sorted(names)}, got {found}. Load what its "
                 "`state_dict()` returned."

@@ -66,6 +66,9 @@ def check_axes(tensor: Tensor, axes: Sequence[int]) -> None:
     check_layout(tensor)
     if tensor.is_quantized:
         raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
+    if tensor.dtype != torch.bool:
+        # torch counts bools.
+        _check_dtype(ReduceOp.SUM, tensor.dtype, "The value")
     for axis in axes:
         _check_axis(axis, tensor.dim())
     if len({axis % tensor.dim() for axis in axes}) < len(axes):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
+from unisono.arguments import check_int
 from unisono.devices import Machine, pretend, this_machine
 from unisono.errors import DeviceError
 
@@ -20,6 +21,7 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
     Raises:
         DeviceError: If this host has no GPU.
     """
+    check_int("num_gpus", num_gpus, least=0)
     real = dict.fromkeys(this_machine().gpus)
     if not real:
         raise DeviceError(

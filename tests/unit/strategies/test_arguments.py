@@ -9,7 +9,7 @@ from torch import Tensor
 
 import unisono as uo
 from unisono.devices import pretend, replica_devices
-from unisono.errors import DeviceError, UnisonoError, UnsupportedError
+from unisono.errors import BatchError, DeviceError, UnisonoError, UnsupportedError
 
 
 def context() -> uo.ReplicaContext:
@@ -187,3 +187,56 @@ def test_communication_options_are_checked_when_they_are_made(keywords: dict[str
 
     with pytest.raises(UnisonoError, match=f"`{name}` must be"):
         uo.experimental.CommunicationOptions(**keywords)
+
+
+OPS = uo.ReductionToOneDevice()
+
+
+@pytest.mark.filterwarnings("ignore:.*is an older name.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: uo.Strategy(uo.StrategyExtended), "extended"),  # type: ignore[arg-type]
+        (lambda: uo.StrategyExtended((uo.Device("cpu", 0),), None), "cross_device_ops"),  # type: ignore[arg-type]
+        (lambda: uo.StrategyExtended(3, OPS), "devices"),  # type: ignore[arg-type]
+        (lambda: uo.experimental.MultiWorkerMirroredStrategy("PIGEON"), "communication"),
+        (lambda: uo.contrib.CollectiveAllReduceStrategy(0, "PIGEON"), "communication"),
+        (lambda: uo.experimental.ValueContext(2, 2), "replica_id_in_sync_group"),
+        (lambda: OPS.reduce_gradients("all", []), "reduce_op"),
+        (lambda: uo.contrib.Step("mirrored"), "distribution"),  # type: ignore[arg-type]
+        (lambda: uo.contrib.Monitor(3), "step_callable"),  # type: ignore[arg-type]
+        (lambda: uo.testing.virtual_gpus("two"), "num_gpus"),  # type: ignore[arg-type]
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_named(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(UnisonoError, match=f"`{name}` must be"):
+        call()
+
+
+def test_gradients_are_reduced_in_pairs() -> None:
+    value = uo.PerReplica([torch.ones(2), torch.ones(2)])
+
+    with pytest.raises(BatchError, match="as number 0"):
+        OPS.reduce_gradients("sum", [value])  # type: ignore[list-item]
+    assert OPS.reduce_gradients("sum", [(value, "cpu:0")])[0].tolist() == [2, 2]
+
+
+def test_a_value_that_cannot_be_unpacked_is_refused(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    with pytest.raises(UnsupportedError, match="`args` must be"):
+        strategy.extended.call_for_each_replica(print, uo.PerReplica([1, 2]))  # type: ignore[arg-type]
+
+
+def test_all_gather_wants_one_axis(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    with pytest.raises(UnsupportedError, match="`axis` must be an int"):
+        strategy.run(lambda: context().all_gather(torch.ones(2), [0]))  # type: ignore[arg-type]
+
+
+def test_what_torch_cannot_add_has_no_sum_along_an_axis(mirrored: Make) -> None:
+    value = uo.PerReplica([torch.ones(2).to(torch.float8_e5m2)] * 2)
+
+    with pytest.raises(UnsupportedError, match="torch cannot add"):
+        mirrored().reduce("sum", value, axis=0)
