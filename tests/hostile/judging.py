@@ -7,9 +7,8 @@ import functools
 import traceback
 from pathlib import Path
 
-from tests.hostile.values import HostileError
-
 import unisono as uo
+from hostile.values import HostileError
 
 OURS = str(Path(uo.__file__).parent)
 

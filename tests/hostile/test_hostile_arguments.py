@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hostile.judging import complaint
-from tests.hostile.targets import Target, targets
-from tests.hostile.values import FITTING, HOSTILE, failing
 
 import unisono as uo
+from hostile.judging import complaint
+from hostile.targets import Target, targets
+from hostile.values import FITTING, HOSTILE, failing
 
 NUM_CALLS = 3000
 NUM_BATCHES = 6
