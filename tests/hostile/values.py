@@ -26,8 +26,8 @@ class RaisesWhenUsed:
     def _raise(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise HostileError("a hostile object was used")
 
-    __eq__ = __bool__ = __iter__ = __len__ = __hash__ = __call__ = __getitem__ = _raise  # type: ignore[assignment]
-    __float__ = __int__ = __index__ = __lt__ = __gt__ = __add__ = __contains__ = _raise  # type: ignore[assignment]
+    __eq__ = __bool__ = __iter__ = __len__ = __hash__ = __call__ = __getitem__ = _raise
+    __float__ = __int__ = __index__ = __lt__ = __gt__ = __add__ = __contains__ = _raise
 
 
 class RaisesWhenArray:
