@@ -1,7 +1,7 @@
 """A step frees all that it used when it ends, without the garbage collector.
 
-What only the collector frees stays for many steps. On a GPU that is memory, and a child process that
-collects it after a fork ends in an error of CUDA.
+What only the collector frees stays for many steps. On a GPU that is memory, and a child process
+that collects it after a fork ends in an error of CUDA.
 """
 
 from __future__ import annotations
