@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
+from unisono.arguments import check_iterable
 from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
@@ -184,4 +185,4 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
     """Calls `fn` with the items of `own`."""
-    return fn(*own, **kwargs)
+    return fn(*check_iterable("args", own), **kwargs)
