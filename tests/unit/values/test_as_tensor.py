@@ -45,7 +45,7 @@ def test_a_mirrored_value_is_indexed_iterated_and_measured() -> None:
 
     assert (len(value), value[0, 1].item(), [row.tolist() for row in value]) == (1, 2, [[1, 2]])
     assert (value.shape, value.dtype, value.sum().item()) == ((1, 2), torch.float32, 3)
-    assert functional.linear(torch.tensor([3.0, 4.0]), value).tolist() == [11]  # type: ignore[call-overload]
+    assert functional.linear(torch.tensor([3.0, 4.0]), value).tolist() == [11]  # type: ignore[arg-type]
 
 
 def test_a_mirrored_value_is_a_number_and_an_array() -> None:
