@@ -49,6 +49,7 @@ from unisono.variables import (
     bring_in,
     creating,
     merge,
+    synchronized_batch_norm,
     undone,
     watch_torch,
 )
@@ -293,12 +294,14 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
 
     def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
+        mirrors = self.mirrors
         mode = context.notes["mode"] = ReplicaMode(
             generators,
             context.replica_id_in_sync_group,
-            self.mirrors.stand_ins[context.local_id],
+            mirrors.stand_ins[context.local_id],
             functools.partial(self.gradients.after_backward, context),
-            Outsiders(self.mirrors, context),
+            Outsiders(mirrors, context),
+            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
         )
         return mode
 
