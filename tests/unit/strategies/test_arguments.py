@@ -231,7 +231,7 @@ def test_all_gather_wants_one_axis(mirrored: Make) -> None:
     strategy = mirrored()
 
     with pytest.raises(UnsupportedError, match="`axis` must be an int"):
-        strategy.run(lambda: context().all_gather(torch.ones(2), [0]))  # type: ignore[arg-type]
+        strategy.run(lambda: replica().all_gather(torch.ones(2), [0]))  # type: ignore[arg-type]
 
 
 def test_what_torch_cannot_add_has_no_sum_along_an_axis(mirrored: Make) -> None:
