@@ -69,10 +69,27 @@ class CommunicationImplementation(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> CommunicationImplementation:
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
-        known = ", ".join(cls.__members__)
-        raise UnsupportedError(f"`implementation` must be one of {known}, got {in_words(value)}.")
+        return cls.read(value)
+
+    @staticmethod
+    def read(given: object, what: str = "implementation") -> CommunicationImplementation:
+        """Returns a member from itself or its name, in any case.
+
+        Args:
+            given: The member or its name.
+            what: What an error calls it.
+
+        Raises:
+            UnsupportedError: If it is neither.
+        """
+        if isinstance(given, CommunicationImplementation):
+            return given
+        members = CommunicationImplementation.__members__
+        if isinstance(given, str) and given.upper() in members:
+            return members[given.upper()]
+        raise UnsupportedError(
+            f"`{what}` must be one of {', '.join(members)}, got {in_words(given)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -95,7 +112,7 @@ class CommunicationOptions:
         checked = {
             "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
             "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
-            "implementation": _implementation(self.implementation),
+            "implementation": CommunicationImplementation.read(self.implementation),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -120,12 +137,6 @@ class CommunicationOptions:
                 self.implementation if other.implementation is auto else other.implementation
             ),
         )
-
-
-def _implementation(given: object) -> CommunicationImplementation:
-    # Python's own message for what is no member would print all of it.
-    is_long = not isinstance(given, (str, CommunicationImplementation, int, type(None)))
-    return CommunicationImplementation(in_words(given) if is_long else given)
 
 
 DEFAULT_OPTIONS = CommunicationOptions()

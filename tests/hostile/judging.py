@@ -26,7 +26,9 @@ def complaint(error: BaseException) -> str | None:
     if isinstance(error, TypeError) and len(frames) == 1:
         return None
     last = frames[-1]
-    if last.filename.startswith(OURS) and last.lineno in _raises(last.filename):
+    # A value that is nested too deeply may end the making of a message.
+    is_ours = last.filename.startswith(OURS) and not isinstance(error, RecursionError)
+    if is_ours and last.lineno in _raises(last.filename):
         return None
     where = f"{Path(last.filename).name}:{last.lineno}"
     ours = [one for one in frames if one.filename.startswith(OURS)]

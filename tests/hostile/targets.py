@@ -32,8 +32,6 @@ LEFT_OUT = {
     "DistributedIterator": _MADE_BY_US,
     "GradBucket": _MADE_BY_US,
     "ReplicaContext": _MADE_BY_US,
-    "Strategy": _MADE_BY_US,
-    "StrategyExtended": _MADE_BY_US,
     "WorkersGroup": _MADE_BY_US,
     # Of strategies, for the library.
     "adopt": _CALLED_BY_US,
@@ -44,6 +42,7 @@ LEFT_OUT = {
     "reduce_implementation": _CALLED_BY_US,
     "batch_reduce_implementation": _CALLED_BY_US,
     "broadcast_implementation": _CALLED_BY_US,
+    "reduce_gradients_implementation": _CALLED_BY_US,
     "reduce_in_place": _CALLED_BY_US,
     "all_reduce_schedule": _CALLED_BY_US,
     "cost": _CALLED_BY_US,

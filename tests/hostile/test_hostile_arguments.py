@@ -95,7 +95,7 @@ def arguments(target: Target, dice: random.Random) -> tuple[dict[str, Any], dict
 
 def use(result: Any) -> None:
     """Goes on as a program would: draws the first input, enters the block."""
-    if type(result).__module__.startswith("unisono.input"):
+    if type(result).__module__.startswith("unisono.input") and hasattr(result, "__iter__"):
         next(iter(result), None)
     elif type(result).__name__ == "_GeneratorContextManager":
         with result:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from unisono.arguments import check_call
+from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
@@ -164,6 +164,7 @@ class ReplicaContext:
             UnsupportedError: If `axis` is no int, or a tensor is a scalar or sparse.
         """
         self._check_current("all_gather()")
+        axis = check_int("axis", axis)
         check_options(options)
         leaves, rebuild = flatten(value)
         return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])

@@ -83,6 +83,7 @@ class ReplicaMode(TorchFunctionMode):
         after_backward: What to do after every `backward()`.
         watch: Is told of the use of parameters that are not in `stand_ins`, of every `backward()`
             to come, and of running statistics that will be written to.
+        batch_norm: What takes the place of `functional.batch_norm`; None leaves it alone.
     """
 
     def __init__(
@@ -92,11 +93,13 @@ class ReplicaMode(TorchFunctionMode):
         stand_ins: Mapping[int, Tensor] = _NOTHING,
         after_backward: Callable[[], None] = lambda: None,
         watch: Watch | None = None,
+        batch_norm: Callable[..., Tensor] | None = None,
     ) -> None:
         super().__init__()
         self._stand_ins = stand_ins
         self._after_backward = after_backward
         self._watch = watch
+        self._batch_norm = batch_norm
         # What the mode works with while the replica acts for all; see `turn`.
         self._for_all: ReplicaMode | None = None
         self._of_run = of_run
@@ -147,7 +150,7 @@ class ReplicaMode(TorchFunctionMode):
         if func is functional.batch_norm:
             if self._watch is not None and kwargs.get("training") and args[1] is not None:
                 self._watch.before_write(args[1])
-            return func(*args, **kwargs)
+            return (self._batch_norm or func)(*args, **kwargs)
         if func in DROPOUT:
             return self._dropout(*args, **kwargs)
         if func in WITH_GENERATOR:
@@ -175,7 +178,8 @@ class ReplicaMode(TorchFunctionMode):
         generator that is the same on all workers.
         """
         other = self._for_all = self._for_all or ReplicaMode(self._of_run, -1)
-        for name in ("_stand_ins", "_after_backward", "_generators", "_replica_id"):
+        names = ("_stand_ins", "_after_backward", "_batch_norm", "_generators", "_replica_id")
+        for name in names:
             own = getattr(self, name)
             setattr(self, name, getattr(other, name))
             setattr(other, name, own)

@@ -29,14 +29,7 @@ class InputContext:
 
     def __post_init__(self) -> None:
         check_int("num_replicas_in_sync", self.num_replicas_in_sync, least=1)
-        check_int("num_input_pipelines", self.num_input_pipelines)
-        check_int("input_pipeline_id", self.input_pipeline_id)
-        if not 0 <= self.input_pipeline_id < self.num_input_pipelines:
-            raise UnsupportedError(
-                f"`input_pipeline_id` must be from 0 to {self.num_input_pipelines - 1}, as "
-                f"`num_input_pipelines` is {self.num_input_pipelines}; got "
-                f"{self.input_pipeline_id}."
-            )
+        _check_one_of(self, "input_pipeline_id", "num_input_pipelines")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
         """Returns the share of one replica.
@@ -69,6 +62,19 @@ class ValueContext:
 
     replica_id_in_sync_group: int = 0
     num_replicas_in_sync: int = 1
+
+    def __post_init__(self) -> None:
+        _check_one_of(self, "replica_id_in_sync_group", "num_replicas_in_sync")
+
+
+def _check_one_of(context: object, which: str, how_many: str) -> None:
+    """Raises unless attribute `which` of a context is a number below attribute `how_many`."""
+    num = check_int(how_many, getattr(context, how_many))
+    index = check_int(which, getattr(context, which))
+    if not 0 <= index < num:
+        raise UnsupportedError(
+            f"`{which}` must be from 0 to {num - 1}, as `{how_many}` is {num}; got {index}."
+        )
 
 
 class InputReplicationMode(enum.Enum):

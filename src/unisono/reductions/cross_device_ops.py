@@ -132,26 +132,31 @@ class CrossDeviceOps:
 
     def reduce_gradients(
         self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
         """Reduces all gradients of a backward pass. Strategies call it if `wants_all_gradients`.
 
         Args:
-            reduce_op: How gradients become one.
+            reduce_op: How gradients become one; a `ReduceOp` or its name.
             value_destination_pairs: The gradients of each parameter and where they go.
             options: Hints for this batch.
 
         Returns:
             The results, in the order of the pairs.
+
+        Raises:
+            ValueError: As `batch_reduce` does.
         """
+        op = ReduceOp.read(reduce_op)
         pairs = [
-            (_checked(reduce_op, value, f"Gradient {index}"), destinations_of(targets))
-            for index, (value, targets) in enumerate(value_destination_pairs)
+            (_checked(op, _distributed(value), f"Gradient {index}"), destinations_of(targets))
+            for index, (value, targets) in enumerate(listed_pairs(value_destination_pairs))
         ]
-        with span("reduce", "reduce_gradients", op=reduce_op, values=len(pairs)):
-            return self.reduce_gradients_implementation(reduce_op, pairs, check_options(options))
+        options = check_options(options)
+        with span("reduce", "reduce_gradients", op=op, values=len(pairs)):
+            return self.reduce_gradients_implementation(op, pairs, options)
 
     @property
     def wants_all_gradients(self) -> bool:

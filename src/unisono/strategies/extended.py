@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import check_call, in_words
+from unisono.arguments import check_bool, check_call, check_instance, check_optional, in_words
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -18,12 +18,12 @@ from unisono.contexts import (
     running_replica,
 )
 from unisono.costs import Tuning
-from unisono.devices import Device, this_machine
+from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import (
     AcrossWorkers,
     CrossDeviceOps,
@@ -49,6 +49,7 @@ from unisono.variables import (
     bring_in,
     creating,
     merge,
+    synchronized_batch_norm,
     undone,
     watch_torch,
 )
@@ -91,6 +92,14 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__()
+        devices = replica_devices(devices)
+        check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
+        reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
+        options = check_options(options)
+        check_bool("is_serial", is_serial)
+        check_bool("synchronize_batch_norm", synchronize_batch_norm)
+        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
+        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -285,12 +294,14 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
 
     def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
+        mirrors = self.mirrors
         mode = context.notes["mode"] = ReplicaMode(
             generators,
             context.replica_id_in_sync_group,
-            self.mirrors.stand_ins[context.local_id],
+            mirrors.stand_ins[context.local_id],
             functools.partial(self.gradients.after_backward, context),
-            Outsiders(self.mirrors, context),
+            Outsiders(mirrors, context),
+            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
         )
         return mode
 

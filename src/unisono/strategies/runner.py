@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
+from unisono.arguments import check_iterable
 from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
@@ -62,18 +63,34 @@ class Runner:
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
         meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
-        if strategy.extended.mirrors.is_single:
+        try:
+            return self._run_on(contexts, meeting, fn, args, kwargs, make_mode)
+        finally:
+            # They refer back to the contexts. Only the garbage collector would free the step.
+            for context in contexts:
+                context.notes.clear()
+
+    def _run_on(
+        self,
+        contexts: list[ReplicaContext],
+        meeting: ReplicaMeeting,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+    ) -> Sequence[Any]:
+        places = self._places
+        if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         generators = RunGenerators()
-        if num_replicas == 1:
+        if len(contexts) == 1:
             mode = make_mode(contexts[0], generators)
             return (self._run_alone(contexts[0], mode, fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
@@ -168,4 +185,4 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
     """Calls `fn` with the items of `own`."""
-    return fn(*own, **kwargs)
+    return fn(*check_iterable("args", own), **kwargs)

@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from unisono.arguments import check_call, check_int, in_words
+from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
 from unisono.contexts import (
     CrossReplicaContext,
     current_replica,
@@ -21,14 +20,14 @@ from unisono.contexts import (
 from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.kernels import check_axes, check_gather
+from unisono.kernels import check_gather
 from unisono.options import ReduceOp, VariableAggregation
-from unisono.strategies.axes import read_axes
+from unisono.strategies.axes import read_axes, reduce_leaf
 from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
-from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
+from unisono.values import DistributedValues, as_tensor, flatten, select_replica
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
@@ -46,6 +45,7 @@ class Strategy(InputMethods):
     """
 
     def __init__(self, extended: StrategyExtended) -> None:
+        check_instance("extended", extended, StrategyExtended, "a `StrategyExtended`")
         self._extended = extended
         extended.bind(self)
 
@@ -118,10 +118,7 @@ class Strategy(InputMethods):
             ContextError: If it is called on a replica, or under another strategy.
         """
         check_call("fn", fn, args, kwargs)
-        if options is not None and not isinstance(options, RunOptions):
-            raise UnsupportedError(
-                f"`options` must be `unisono.RunOptions`, got {in_words(options)}."
-            )
+        check_optional("options", options, RunOptions, "`unisono.RunOptions`")
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
@@ -155,7 +152,8 @@ class Strategy(InputMethods):
             return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
-        return rebuild([self._reduce_leaf(op, leaf, read_axes(axis)) for leaf in leaves])
+        axes = read_axes(axis)
+        return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
@@ -316,8 +314,9 @@ class Strategy(InputMethods):
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} is a strategy of one host, got {cluster_spec=}, "
-                f"{task_type=}, {task_id=}. Use a strategy of several workers."
+                f"{type(self).__name__} is a strategy of one host, got "
+                f"`cluster_spec={in_words(cluster_spec)}`, `task_type={in_words(task_type)}`, "
+                f"`task_id={in_words(task_id)}`. Use a strategy of several workers."
             )
 
     def update_config_proto(self, config_proto: T) -> T:
@@ -359,40 +358,6 @@ class Strategy(InputMethods):
         memo[id(self)] = duplicate
         Strategy.__init__(duplicate, copy.deepcopy(self._extended, memo))
         return duplicate
-
-    def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
-        if value is None:
-            return None
-        if axes is None:
-            return self._extended.reduce_to(op, value, self._extended.host)
-        num_local = len(self._extended.worker_devices)
-        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
-        tensors = [as_tensor(part) for part in parts]
-        for tensor in tensors:
-            check_axes(tensor, axes)
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
-        are_counted = self._extended.counting.are_counted(value)
-        sums = [tensor.sum(dim=axes) for tensor in tensors]
-        total = self._sum(
-            [
-                own if is_counted else torch.zeros_like(own)
-                for own, is_counted in zip(sums, are_counted, strict=True)
-            ]
-        )
-        if op is ReduceOp.SUM:
-            return total
-        sizes = [
-            torch.tensor(tensor.numel() // max(1, own.numel()) * is_counted)
-            for tensor, own, is_counted in zip(tensors, sums, are_counted, strict=True)
-        ]
-        num_elements = self._sum(sizes).to(total.device)
-        is_real = total.is_floating_point() or total.is_complex()
-        return (total if is_real else total.double()) / num_elements
-
-    def _sum(self, tensors: Sequence[Tensor]) -> Any:
-        value = PerReplica.placed(tuple(tensors), self._extended.worker_devices)
-        return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
         self._extended.check_process()

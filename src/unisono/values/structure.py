@@ -147,30 +147,38 @@ def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, lis
         structure: The structure.
         is_leaf: Says of a container, and how deep it lies, whether it is left whole.
     """
-    leaves: list[Any] = []
-    paths: list[str] = []
-    kinds: list[type] = []
+    visitor = _Visitor(is_leaf)
+    try:
+        root = visitor.visit(structure, "", ())
+    except RecursionError:
+        raise _too_deep() from None
+    return Tree(tuple(visitor.paths), tuple(visitor.kinds), root), visitor.leaves
 
-    def visit(value: Any, path: str, above: tuple[int, ...]) -> _Node | None:
+
+class _Visitor:
+    """Goes through a structure. A function that calls itself would become garbage afterwards."""
+
+    def __init__(self, is_leaf: IsLeaf | None) -> None:
+        self._is_leaf = is_leaf
+        self.leaves: list[Any] = []
+        self.paths: list[str] = []
+        self.kinds: list[type] = []
+
+    def visit(self, value: Any, path: str, above: tuple[int, ...]) -> _Node | None:
         container = None
         # What contains itself cannot be opened to the end.
+        is_leaf = self._is_leaf
         if id(value) not in above and (is_leaf is None or not is_leaf(value, len(above))):
             container = opened(value)
         if container is None:
-            leaves.append(value)
-            paths.append(path)
+            self.leaves.append(value)
+            self.paths.append(path)
             return None
-        kinds.append(type(value))
+        self.kinds.append(type(value))
         inner = (*above, id(value))
         named = zip(container.names, container.children, strict=True)
-        children = tuple(visit(child, path + name, inner) for name, child in named)
+        children = tuple(self.visit(child, path + name, inner) for name, child in named)
         return _Node(children, container.make)
-
-    try:
-        root = visit(structure, "", ())
-    except RecursionError:
-        raise _too_deep() from None
-    return Tree(tuple(paths), tuple(kinds), root), leaves
 
 
 def _too_deep() -> UnsupportedError:

@@ -1,6 +1,7 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
 from unisono.variables.assignable import Component
+from unisono.variables.batch_norm import synchronized_batch_norm
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
@@ -26,6 +27,7 @@ __all__ = [
     "creating",
     "merge",
     "once",
+    "synchronized_batch_norm",
     "undone",
     "variable_of",
     "watch_torch",

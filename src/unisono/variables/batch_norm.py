@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -15,41 +16,28 @@ from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
 
-@functools.cache
-def synchronize_batch_norm() -> None:
-    """Makes `functional.batch_norm`, which all modules call, go over all replicas in a step.
-
-    It does so where the strategy that runs asks for it.
-    """
-    original = functional.batch_norm
-
-    @functools.wraps(original)
-    def batch_norm(
-        input: Tensor,
-        running_mean: Tensor | None,
-        running_var: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,  # noqa: FBT001, FBT002 - as in torch
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        context = current_replica()
-        if context is None or not training or not _is_synchronized(context):
-            return original(input, running_mean, running_var, weight, bias, training, momentum, eps)
-        context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
-        output, mean, squares, count = _normalized(context, input, eps)
-        _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
-        if weight is not None:
-            output = output * _spread(weight, input)
-        return output if bias is None else output + _spread(bias, input)
-
-    functional.batch_norm = batch_norm
-
-
-def _is_synchronized(context: ReplicaContext) -> bool:
-    mirrors = context.strategy.extended.mirrors
-    return mirrors.synchronizes and not mirrors.is_single
+def synchronized_batch_norm(
+    context: ReplicaContext,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002 - as in torch
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Does what `functional.batch_norm` does, which all modules call, over all replicas."""
+    if not training:
+        return functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+    output, mean, squares, count = _normalized(context, input, eps)
+    _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
+    if weight is not None:
+        output = output * _spread(weight, input)
+    return output if bias is None else output + _spread(bias, input)
 
 
 def _normalized(
@@ -86,17 +74,22 @@ def _keep_statistics(
         running_var.lerp_(unbiased.to(running_var.dtype), momentum)
 
 
-class OwnForward:
-    """Comes before a batch normalisation that has a `forward` of its own."""
+class SynchronizedBatchNorm:
+    """Comes before the class of a batch normalisation, whose own `forward` it keeps."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Does what the class does, and makes sure that it was over all replicas."""
-        context = current_replica()
-        before = 0 if context is None else context.notes.get("batch_norms", 0)
-        output = super().forward(*args, **kwargs)  # type: ignore[misc]
         module = cast(_BatchNorm, self)
+        context = current_replica()
         uses_batch = module.training or module.running_mean is None
-        if context is not None and uses_batch and context.notes.get("batch_norms", 0) == before:
+        if context is None or not uses_batch:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        before = context.notes.get("batch_norms", 0)
+        # In a backward pass, where a checkpoint computes again, no mode is on.
+        is_off = torch._C._len_torch_function_stack() == 0
+        with context.notes["mode"] if is_off else nullcontext():
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if context.notes.get("batch_norms", 0) == before:
             raise UnsupportedError(
                 f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
                 "`forward` calls neither that of torch's class nor "
@@ -109,9 +102,7 @@ class OwnForward:
 @functools.cache
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
-    synchronize_batch_norm()
-    has_own = issubclass(cls, _BatchNorm) and cls.forward is not _BatchNorm.forward
-    if not has_own or issubclass(cls, nn.SyncBatchNorm):
+    if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):
         return cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (OwnForward, cls), namespace)
+    return type(cls.__name__, (SynchronizedBatchNorm, cls), namespace)

@@ -20,6 +20,7 @@ Make = Callable[..., uo.MirroredStrategy]
 
 ONES = torch.ones(4, 8, 16)
 IMAGES = torch.ones(4, 8, 5, 5)
+NN: Any = torch._C._nn
 MATRIX = torch.arange(144.0).reshape(12, 12).sin()
 LSTM = nn.LSTM(4, 4, num_layers=2, dropout=0.5)
 LSTM_INPUT = torch.ones(3, 2, 4)
@@ -55,7 +56,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "rrelu": lambda: functional.rrelu(-ONES, training=True),
     "gumbel": lambda: functional.gumbel_softmax(ONES),
     "fractional_pool": lambda: functional.fractional_max_pool2d(
-        torch.arange(800.0).reshape(1, 8, 10, 10), (2, 2), output_size=(6, 6)
+        torch.arange(800.0).reshape(1, 8, 10, 10), 2, output_size=6
     ),
     "attention": lambda: functional.scaled_dot_product_attention(ONES, ONES, ONES, dropout_p=0.5),
     "lstm": lambda: LSTM(LSTM_INPUT)[0],
@@ -64,9 +65,7 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
     "alpha_dropout_": lambda: torch.alpha_dropout_(ONES.clone(), 0.5, True),
     "feature_dropout_": lambda: torch.feature_dropout_(IMAGES.clone(), 0.5, True),
     "rrelu_": lambda: torch.rrelu_(-ONES, training=True),
-    "rrelu_with_noise": lambda: torch._C._nn.rrelu_with_noise(  # type: ignore[attr-defined]
-        -ONES, torch.empty_like(ONES), 0.1, 0.3, True
-    ),
+    "rrelu_with_noise": lambda: NN.rrelu_with_noise(-ONES, torch.empty_like(ONES), 0.1, 0.3, True),
     "svd_lowrank": lambda: torch.svd_lowrank(MATRIX, 3)[0],
     "pca_lowrank": lambda: torch.pca_lowrank(MATRIX, 3)[0],
     "lobpcg": lambda: torch.lobpcg(MATRIX @ MATRIX.T, 1, niter=1)[1],

@@ -11,13 +11,6 @@ import unisono as uo
 from unisono.devices import pretend, replica_devices
 from unisono.errors import DeviceError, UnisonoError, UnsupportedError
 
-
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
-
-
 Make = Callable[..., uo.MirroredStrategy]
 
 ODD_LAYOUTS = ["nested", "jagged", "csr"]
@@ -108,6 +101,12 @@ def batches(strategy: uo.Strategy) -> uo.DistributedIterator:
     return iter(strategy.experimental_distribute_dataset([torch.ones(4)]))
 
 
+def replica() -> uo.ReplicaContext:
+    context = uo.get_replica_context()
+    assert context is not None
+    return context
+
+
 def rows() -> uo.PerReplica:
     return uo.PerReplica([torch.ones(2, 3), torch.ones(1, 3)])
 
@@ -146,8 +145,8 @@ USES: dict[str, Callable[[Any, Tensor], Any]] = {
     "reduce along": lambda s, t: s.reduce("SUM", uo.PerReplica([t, t]), axis=0),
     "gather": lambda s, t: s.gather(uo.PerReplica([t, t]), axis=0),
     "broadcast": lambda s, t: s.extended.broadcast_to(t, "cpu:0"),
-    "all_reduce": lambda s, t: s.run(lambda: context().all_reduce("SUM", t)),
-    "all_gather": lambda s, t: s.run(lambda: context().all_gather(t, 0)),
+    "all_reduce": lambda s, t: s.run(lambda: replica().all_reduce("SUM", t)),
+    "all_gather": lambda s, t: s.run(lambda: replica().all_gather(t, 0)),
     "input": lambda s, t: next(iter(s.experimental_distribute_dataset([t]))),
     "variable": lambda s, t: uo.Variable(t),
 }

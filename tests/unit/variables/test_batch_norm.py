@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import unisono as uo
 from unisono.errors import UnsupportedError
@@ -98,6 +99,37 @@ def test_replicas_end_with_the_weights_of_one_device(
     strategy = mirrored(len(sizes), synchronize_batch_norm=True)
 
     found = trained(strategy, make, uo.PerReplica(X.split(sizes)))
+
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+class Checkpointed(nn.Module):
+    """Normalises twice: the second time in the backward pass."""
+
+    def __init__(self, *, keeps_random_state: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(2, track_running_stats=False)
+        self.keeps_random_state = keeps_random_state
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(
+            self.norm, x, use_reentrant=False, preserve_rng_state=self.keeps_random_state
+        )
+        return out
+
+
+@pytest.mark.parametrize("keeps_random_state", [True, False])
+def test_a_checkpoint_computes_again_over_all_replicas(
+    mirrored: Make, keeps_random_state: bool
+) -> None:
+    def make() -> nn.Module:
+        return Checkpointed(keeps_random_state=keeps_random_state)
+
+    expected = trained(mirrored(1), make, X)
+
+    strategy = mirrored(2, synchronize_batch_norm=True)
+    found = trained(strategy, make, uo.PerReplica(X.split(3)))
 
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
