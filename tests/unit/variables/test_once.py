@@ -51,7 +51,8 @@ def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().mean()
+    difference: Tensor = model(x) - y
+    return difference.square().mean()
 
 
 class Program:
@@ -237,17 +238,17 @@ def test_outside_a_step_the_function_is_just_called(mirrored: Make) -> None:
 def test_parts_of_a_model_arrive_as_those_of_the_program(mirrored: Make) -> None:
     strategy = mirrored(2)
     with strategy.scope():
-        model = net()
+        model: Any = net()
     seen: list[Any] = []
 
     def step() -> None:
-        uo.once(lambda *parts: seen.extend(parts), model, model[0], model[0].weight)  # type: ignore[index]
+        uo.once(lambda *parts: seen.extend(parts), model, model[0], model[0].weight)
 
     strategy.run(step)
 
     assert seen[0] is model
-    assert seen[1] is model[0]  # type: ignore[index]
-    assert seen[2] is model[0].weight  # type: ignore[index]
+    assert seen[1] is model[0]
+    assert seen[2] is model[0].weight
 
 
 def test_an_error_ends_the_step(mirrored: Make) -> None:
@@ -294,17 +295,17 @@ def test_what_is_written_to_a_module_reaches_the_replicas_at_once(
 ) -> None:
     strategy = mirrored(2)
     with strategy.scope():
-        model = nn.BatchNorm1d(2)
+        model: Any = nn.BatchNorm1d(2)
         model.steps = 0
 
     def change() -> None:
-        model.steps += 1  # type: ignore[operator]
+        model.steps += 1
         model.weight.data.fill_(5.0)
-        model.running_mean.fill_(7.0)  # type: ignore[union-attr]
+        model.running_mean.fill_(7.0)
 
     def step() -> Any:
         uo.once(change)
-        return model.steps, model.weight.sum().item(), model.running_mean.sum().item()  # type: ignore[union-attr]
+        return model.steps, model.weight.sum().item(), model.running_mean.sum().item()
 
     found = strategy.experimental_local_results(strategy.run(step))
 

@@ -61,7 +61,8 @@ class PerSampleVmap(Program):
         named = {name: p.detach() for name, p in self.model.named_parameters()}
 
         def one(parameters: dict[str, Tensor], a: Tensor, b: Tensor) -> Tensor:
-            return (functional_call(self.model, parameters, (a[None],)) - b).square().mean()
+            difference: Tensor = functional_call(self.model, parameters, (a[None],)) - b
+            return difference.square().mean()
 
         grads = vmap(grad(one), in_dims=(None, 0, 0))(named, x, y)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)
@@ -120,11 +121,11 @@ class Hooked(Program):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model[0].weight.register_hook(lambda g: g * 2)  # type: ignore[index, union-attr]
-        self.model[2].weight.register_hook(lambda g: -g)  # type: ignore[index, union-attr]
+        self.model[0].weight.register_hook(lambda g: g * 2)  # type: ignore[index]
+        self.model[2].weight.register_hook(lambda g: -g)  # type: ignore[index]
 
     def step(self, x: Tensor, y: Tensor) -> None:
-        handle = self.model[2].bias.register_hook(lambda g: g * 3)  # type: ignore[index, union-attr]
+        handle = self.model[2].bias.register_hook(lambda g: g * 3)  # type: ignore[index]
         self.backward(x, y)
         handle.remove()
         self.optimizer.step()
@@ -332,7 +333,7 @@ def test_a_post_accumulate_hook_that_is_made_in_a_step_is_refused(mirrored: Make
         model = net()
 
     def step() -> None:
-        model[0].weight.register_post_accumulate_grad_hook(print)  # type: ignore[index, union-attr]
+        model[0].weight.register_post_accumulate_grad_hook(print)  # type: ignore[index]
 
     with pytest.raises(ContextError, match="outside `run`"):
         strategy.run(step)
