@@ -1016,8 +1016,8 @@ def _() -> None:
 def _() -> None:
     mirrored, value = uo.Mirrored([torch.tensor(1), torch.tensor(2)]), pr(1, 2)
     assert (mirrored + 1).item() == 2
-    with pytest.raises(TypeError):
-        value + 1  # type: ignore[operator]
+    with pytest.raises(UnsupportedError):
+        value + 1
     with pytest.raises(UnsupportedError):
         torch.add(value, 1)  # type: ignore[call-overload]
     assert plain(pair().run(lambda: torch.add(mirrored, value))) == [2, 4]  # type: ignore[call-overload]
@@ -1126,7 +1126,7 @@ def _() -> None:
     with pytest.raises(ValueError, match="'nccl' or 'hierarchical_copy'"):
         contrib.AllReduceCrossDeviceOps("x")
     with pytest.raises(ValueError, match=r"ReduceOp\.SUM, ReduceOp\.MEAN"):
-        uo.HierarchicalCopyAllReduce().reduce("x", pr(1, 2), "cpu:0")  # type: ignore[arg-type]
+        uo.HierarchicalCopyAllReduce().reduce("x", pr(1, 2), "cpu:0")
 
 
 @row(BUGS, "NCCL without GPUs")
@@ -1343,6 +1343,33 @@ def read(num_replicas: int, source: Callable[[], Any], **options: Any) -> list[A
 
 def loader(dataset: Any, **options: Any) -> DataLoader[Any]:
     return DataLoader(dataset, **options)
+
+
+def counts(num_samples: int, **options: Any) -> Any:
+    given = [torch.ones(num_samples)]
+    (x,) = pair(3).experimental_distribute_dataset(given, uo.InputOptions(**options))
+    return x.counts, [len(part) for part in x.values]
+
+
+@row(DIFFERENT, "4 samples over 3 replicas")
+def _() -> None:
+    assert counts(4) == ((2, 1, 1), [2, 1, 1])
+    assert counts(4, split="tensorflow") == ((2, 2, 0), [2, 2, 0])
+
+
+@row(DIFFERENT, "a replica without samples")
+def _() -> None:
+    assert counts(2) == ((1, 1, 0), [1, 1, 1])
+    assert counts(2, split="tensorflow") == ((1, 1, 0), [1, 1, 0])
+
+
+@row(DIFFERENT, '`strategy.reduce("MEAN", losses)`')
+def _() -> None:
+    for size, split, mean in ((4, "even", 1.5), (2, "even", 0.5), (4, "tensorflow", 1.5)):
+        strategy = pair(3)
+        batch, options = torch.arange(float(size)), uo.InputOptions(split=split)
+        (x,) = strategy.experimental_distribute_dataset([batch], options)
+        assert strategy.reduce("MEAN", strategy.run(torch.mean, args=(x,))).item() == mean
 
 
 @row(DIFFERENT, "`dataset.with_options`")

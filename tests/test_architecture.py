@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tables import every
 
 ROOT = Path(__file__).parents[1] / "src" / "unisono"
 MAX_LINES = 400
@@ -12,6 +13,7 @@ MAX_LINES = 400
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
     ["errors"],
+    ["arguments"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
@@ -30,7 +32,7 @@ LEVELS = {package: level for level, line in enumerate(LAYERS) for package in lin
 # The package itself only collects the public names, so it sees all others.
 SOURCES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
 
-each_source = pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT)))
+each_source = every("path", SOURCES)
 
 
 @each_source

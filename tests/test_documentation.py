@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tables import every
 
 import unisono
 
@@ -21,7 +22,7 @@ FENCE = re.compile(r"^[ >]*(?:```|~~~)(.*)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")
 EXAMPLES = sorted(path for path in (ROOT / "src").rglob("*.py") if ">>> " in path.read_text())
 
-each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+each_page = every("page", PAGES)
 
 blocks = [
     pytest.param(

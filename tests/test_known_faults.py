@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every
 
 import unisono as uo
 from unisono.cluster.rules import worker_count
@@ -27,8 +28,8 @@ def numbers(result: Any) -> list[Any]:
     return [part.tolist() for part in result.values]
 
 
-@pytest.mark.parametrize("num_replicas", [3, 5, 7, 9])
-@pytest.mark.parametrize("num_packs", [0, 1, 4])
+@every("num_replicas", [3, 5, 7, 9])
+@every("num_packs", [0, 1, 4])
 def test_hierarchical_copy_drops_the_last_of_an_odd_number_of_replicas(
     num_replicas: int, num_packs: int
 ) -> None:
@@ -98,7 +99,7 @@ def test_an_unknown_algorithm_is_taken_for_hierarchical_copy(algorithm: str) -> 
 
 
 @each_ops
-@pytest.mark.parametrize("op", ["bogus", "average", None, uo.VariableAggregation.MEAN])
+@every("op", ["bogus", "average", None, uo.VariableAggregation.MEAN])
 def test_an_unknown_operation_is_taken_for_a_sum(make: Any, op: Any) -> None:
     value = per_replica(1.0, 10.0)
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
+from tables import every
 
 import unisono as uo
 
@@ -44,9 +44,7 @@ def shown() -> Iterator[tuple[str, Any, type | None]]:
 
 SHOWN = list(shown())
 
-each_shown = pytest.mark.parametrize(
-    ("name", "thing", "owner"), [pytest.param(*one, id=one[0]) for one in SHOWN]
-)
+each_shown = every(("name", "thing", "owner"), SHOWN)
 
 
 def test_the_pages_show_what_a_program_calls() -> None:

@@ -44,7 +44,7 @@ class MultiWorkerMirroredStrategy(_Today):
             DeprecationWarning,
             stacklevel=2,
         )
-        implementation = CommunicationImplementation(communication)
+        implementation = CommunicationImplementation.read(communication, "communication")
         super().__init__(cluster_resolver, CommunicationOptions(implementation=implementation))
 
 

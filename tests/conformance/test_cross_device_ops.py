@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from tables import every
 from torch import Tensor
 
 import unisono as uo
@@ -128,8 +129,8 @@ def bits(tensor: Tensor) -> Tensor:
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("num_replicas", range(1, 10))
-@pytest.mark.parametrize("op", uo.ReduceOp)
+@every("num_replicas", range(1, 10))
+@every("op", uo.ReduceOp)
 def test_an_all_reduce_gives_every_replica_the_tree_of_all(
     ops: Any, op: uo.ReduceOp, num_replicas: int
 ) -> None:
@@ -144,8 +145,8 @@ def test_an_all_reduce_gives_every_replica_the_tree_of_all(
             assert_same_bits(result, tree_reduce(op, tensors))
 
 
-@pytest.mark.parametrize("dtype", FLOATS + INTEGERS + UNSIGNED + COMPLEX, ids=str)
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 6])
+@every("dtype", FLOATS + INTEGERS + UNSIGNED + COMPLEX)
+@every("num_replicas", [1, 2, 3, 6])
 def test_a_batch_of_any_dtype_has_the_bits_of_single_reductions(
     ops: Any, dtype: torch.dtype, num_replicas: int
 ) -> None:
@@ -161,7 +162,7 @@ def test_a_batch_of_any_dtype_has_the_bits_of_single_reductions(
                 assert_same_bits(component, tree_reduce(op, one))
 
 
-@pytest.mark.parametrize(
+@every(
     ("destinations", "devices"),
     [
         ("cpu:1", ["cpu:1"]),
@@ -173,7 +174,6 @@ def test_a_batch_of_any_dtype_has_the_bits_of_single_reductions(
         (uo.Mirrored([0.0], ["cpu:5"]), ["cpu:5"]),
         (uo.Mirrored([0.0, 0.0], ["cpu:0", "cpu:0"]), ["cpu:0", "cpu:0"]),
     ],
-    ids=str,
 )
 def test_results_are_on_the_destinations_in_their_order(
     ops: Any, destinations: Any, devices: list[str]
@@ -212,7 +212,7 @@ def test_an_empty_batch_gives_an_empty_list(ops: Any) -> None:
     assert ops.batch_reduce(SUM, []) == []
 
 
-@pytest.mark.parametrize("op", [SUM, MEAN])
+@every("op", [SUM, MEAN])
 def test_sparse_values_are_put_end_to_end_in_replica_order(ops: Any, op: uo.ReduceOp) -> None:
     first = sparse_rows([1], [[1.0, 2.0]], 5)
     second = sparse_rows([1, 3], [[3.0, 4.0], [5.0, 6.0]], 5)
@@ -233,7 +233,7 @@ def test_a_value_that_is_sparse_on_one_replica_only_becomes_dense(ops: Any) -> N
     assert result.tolist() == [[1.0, 1.0], [2.0, 3.0], [1.0, 1.0]]
 
 
-@pytest.mark.parametrize(
+@every(
     "view",
     [
         lambda t: t.t(),
@@ -243,15 +243,6 @@ def test_a_value_that_is_sparse_on_one_replica_only_becomes_dense(ops: Any) -> N
         lambda t: torch.complex(t, t).conj().imag,
         lambda t: torch.complex(t, t)[:1, :1].conj().imag,
         lambda t: t.requires_grad_(),
-    ],
-    ids=[
-        "transposed",
-        "strided",
-        "expanded",
-        "channels_last",
-        "negative",
-        "one_negative",
-        "requires_grad",
     ],
 )
 def test_any_view_is_reduced_like_its_copy(ops: Any, view: Callable[[Tensor], Tensor]) -> None:
@@ -283,7 +274,7 @@ def test_a_value_alone_on_its_device_is_copied(ops: Any) -> None:
     assert value.values[0].tolist() == [1.0, 1.0, 1.0]
 
 
-@pytest.mark.parametrize("bytes_per_pack", [1, 8, 20, 1000])
+@every("bytes_per_pack", [1, 8, 20, 1000])
 def test_bytes_per_pack_never_changes_a_bit(ops: Any, bytes_per_pack: int) -> None:
     tensors = [values(3, torch.float32, shape) for shape in SHAPES]
     pairs = [(value, value) for value in map(per_replica, tensors)]
@@ -295,9 +286,7 @@ def test_bytes_per_pack_never_changes_a_bit(ops: Any, bytes_per_pack: int) -> No
         assert_same_bits(components(result)[2], tree_reduce(MEAN, one))
 
 
-@pytest.mark.parametrize(
-    "destinations", ["cpu:1", uo.Mirrored([0, 0], ["cpu:0", "cpu:3"])], ids=str
-)
+@every("destinations", ["cpu:1", uo.Mirrored([0, 0], ["cpu:0", "cpu:3"])])
 def test_broadcast_copies_to_every_destination(ops: Any, destinations: Any) -> None:
     tensor = torch.tensor([1.0, 2.0], requires_grad=True)
 
@@ -309,7 +298,7 @@ def test_broadcast_copies_to_every_destination(ops: Any, destinations: Any) -> N
     assert tensor.tolist() == [1.0, 2.0]
 
 
-@pytest.mark.parametrize(
+@every(
     ("bad", "words"),
     [
         (
@@ -323,7 +312,6 @@ def test_broadcast_copies_to_every_destination(ops: Any, destinations: Any) -> N
         ([[1.0, [2.0]], 1.0, 1.0], "list"),
         ([], "without values"),
     ],
-    ids=["shape", "scalar", "dtype", "bool", "none", "ragged", "empty"],
 )
 def test_values_that_do_not_go_together_are_refused_in_words(
     ops: Any, bad: list[Any], words: str
@@ -336,13 +324,13 @@ def test_values_that_do_not_go_together_are_refused_in_words(
         ops.batch_reduce(SUM, [(good, good), (per_replica(bad), good)])
 
 
-@pytest.mark.parametrize("destinations", [None, "", 3, torch.ones(1).numpy(), [], "gpu:99", "c:x"])
+@every("destinations", [None, "", 3, torch.ones(1).numpy(), [], "gpu:99", "c:x"])
 def test_what_names_no_device_is_refused(ops: Any, destinations: Any) -> None:
     with pytest.raises(ValueError, match=r"device|destinations|no cuda:99"):
         ops.reduce(SUM, torch.ones(1), destinations)
 
 
-@pytest.mark.parametrize("op", ["sum", None, uo.VariableAggregation.SUM, 0])
+@every("op", ["sum", None, uo.VariableAggregation.SUM, 0])
 def test_what_is_no_operation_is_refused(ops: Any, op: Any) -> None:
     value = per_replica([torch.ones(1)])
 
@@ -352,7 +340,7 @@ def test_what_is_no_operation_is_refused(ops: Any, op: Any) -> None:
         ops.batch_reduce(op, [])
 
 
-@pytest.mark.parametrize("pairs", [None, 3, [1], [[1.0, "cpu:0"]], [(1.0, "cpu:0", 2)]])
+@every("pairs", [None, 3, [1], [[1.0, "cpu:0"]], [(1.0, "cpu:0", 2)]])
 def test_what_is_no_batch_is_refused(ops: Any, pairs: Any) -> None:
     with pytest.raises(ValueError, match=r"\(value, destinations\) tuples"):
         ops.batch_reduce(SUM, pairs)

@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from processes.crew import Desk
-from processes.injections import LATE_SECONDS, UNEQUAL, Fault, Injection, Report, reported
+from processes.injections import UNEQUAL, Fault, Injection, Report, reported
 from processes.leftovers import Holdings
 from unisono.communicators import Communicator, connect
 from unisono.options import CommunicationImplementation, ReduceOp
@@ -125,5 +125,5 @@ def _go_on(
                 if injection.leaves:
                     return
                 if injection.fault is Fault.LATE:
-                    time.sleep(injection.seconds + LATE_SECONDS)
+                    injection.be_late(desk)
         chosen(communicator)

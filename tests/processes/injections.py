@@ -20,8 +20,6 @@ from unisono.errors import CommunicationError
 
 # What a busy machine may add to any deadline.
 SLACK_SECONDS = 8.0
-# How much longer than the others wait one is late, who on a busy machine may begin to wait later.
-LATE_SECONDS = 3.0
 # For how long a worker is paused that is only slow.
 PAUSE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
@@ -101,6 +99,17 @@ class Injection:
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.delay == 0 and (number := self.signal) is not None:
             os.kill(os.getpid(), number)
+
+    def be_late(self, desk: Desk) -> None:
+        """Called by a culprit that is late, however late the others have begun to wait."""
+        deadline = time.monotonic() + self.seconds + 30
+        while not desk.store.check([self.end]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+
+    @property
+    def end(self) -> str:
+        """What is in the store when all others have failed."""
+        return f"{self.name} has ended"
 
     @property
     def leaves(self) -> bool:
@@ -212,6 +221,7 @@ def inject(
         began += PAUSE_SECONDS
         culprit.send(signal.SIGCONT)
     reports = {rank: member.hear(patience) for rank, member in others.items()}
+    crew.store.set(injection.end, "")
     if fault is Fault.STOPPED:
         culprit.send(signal.SIGCONT)
     if injection.signal is signal.SIGKILL:

@@ -182,7 +182,7 @@ def lose_a_link(store: Store, rank: int, size: int, names: list[str]) -> tuple[s
     return f"{caught.value.ranks} {caught.value}", seconds
 
 
-def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_one_of_them() -> None:
+def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_its_ends() -> None:
     with make_hosts(3) as hosts, Ranks(3, lose_a_link, hosts.names) as ranks:
         ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
         for one, other in ((1, 2), (2, 1)):
@@ -191,7 +191,7 @@ def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_one_of_them() -
         results = ranks.results()
 
     assert len({raised for raised, _ in results.values()}) == 1
-    assert results[0][0].startswith(("(1,)", "(2,)"))
+    assert results[0][0].startswith(("(1,)", "(2,)", "(1, 2)"))
     assert all(seconds < 4 + 5 for _, seconds in results.values())
 
 

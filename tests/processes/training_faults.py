@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from processes.crew import Desk
-from processes.injections import LATE_SECONDS, UNEQUAL, Fault, Injection, Report, reported
+from processes.injections import UNEQUAL, Fault, Injection, Report, reported
 from processes.leftovers import Holdings
 from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
@@ -128,7 +128,7 @@ def _go_on(
         if injection.leaves:
             raise _Leaves
         if injection.fault is Fault.LATE:
-            time.sleep(injection.seconds + LATE_SECONDS)
+            injection.be_late(desk)
 
     is_unequal = injection.fault in UNEQUAL
     training = Training(strategy, (lambda _: None) if is_unequal else strike)

@@ -156,7 +156,8 @@ def wgan_gp(strategy: Any) -> Learned:
             create_graph=True,
             retain_graph=True,
         )
-        return ((gradients.norm(2, dim=1) - 1) ** 2).mean()
+        penalty: Tensor = ((gradients.norm(2, dim=1) - 1) ** 2).mean()
+        return penalty
 
     def step(real: Tensor, noise: Tensor, alpha: Tensor) -> None:
         optimizer_c.zero_grad()

@@ -108,7 +108,7 @@ def actor_critic(strategy: Any) -> Learned:
 
     def select_action(state: Tensor, draw: Tensor) -> Tensor:
         probs, state_value = model(state)
-        action = (draw > probs[0]).long()
+        action: Tensor = (draw > probs[0]).long()
         model.saved_actions.append((probs[action].log(), state_value))
         return action
 
@@ -161,7 +161,7 @@ class Layer(nn.Linear):
         out: Tensor = self.relu(torch.mm(x_direction, self.weight.T) + self.bias.unsqueeze(0))
         return out
 
-    def train(self, x_pos: Any = True, x_neg: Any = None) -> Any:  # type: ignore[override]
+    def train(self, x_pos: Any = True, x_neg: Any = None) -> Any:
         if x_neg is None:
             return super().train(x_pos)
         for _ in range(self.num_epochs):

@@ -134,7 +134,8 @@ def lbfgs(strategy: Any) -> Learned:
             loss.backward()
             return loss
 
-        return optimizer.step(closure)  # type: ignore[arg-type, return-value]
+        loss: Tensor = optimizer.step(closure)
+        return loss
 
     losses = [
         strategy.reduce("MEAN", strategy.run(step, args=batch)).detach()

@@ -56,7 +56,7 @@ def siamese_network(strategy: Any) -> Learned:
     def step(images_1: Tensor, images_2: Tensor, targets: Tensor) -> Tensor:
         optimizer.zero_grad()
         outputs = model(images_1, images_2).squeeze(1)
-        loss = criterion(outputs, targets)
+        loss: Tensor = criterion(outputs, targets)
         loss.backward()
         optimizer.step()
         return loss.detach()
@@ -109,7 +109,7 @@ def imagenet(strategy: Any) -> Learned:
 
     def train_step(images: Tensor, target: Tensor) -> Tensor:
         output = model(images)
-        loss = criterion(output, target)
+        loss: Tensor = criterion(output, target)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -123,7 +123,7 @@ def imagenet(strategy: Any) -> Learned:
 
     dataset = TensorDataset(numbers(10, 1, 5, 5), words(10, high=3))
     loader = strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4))
-    learned = {}
+    learned: Learned = {}
     for epoch in range(2):
         losses, top1 = AverageMeter(), AverageMeter()
         model.train()
@@ -262,7 +262,7 @@ def quantization_aware_training(strategy: Any) -> Learned:
         model = Quantized()
         model.train()
         model.fuse_model()
-        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
+        model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
         quantization.prepare_qat(model, inplace=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     model(images)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from unisono.arguments import check_int, in_words
 from unisono.cluster.address import Address
 from unisono.errors import ClusterError
 
@@ -32,7 +33,7 @@ class ClusterSpec:
         if not isinstance(cluster, Mapping):
             raise ClusterError(
                 "A cluster is a dictionary of addresses by job name, such as "
-                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r}."
+                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {in_words(cluster)}."
             )
         self._tasks = {job: _addresses(job, tasks) for job, tasks in cluster.items()}
         _check_that_addresses_differ(self._tasks)
@@ -57,7 +58,7 @@ class ClusterSpec:
             ClusterError: If there is no such task, or its address is not known.
         """
         tasks = self._job(job_name)
-        if task_index not in tasks:
+        if check_int("task_index", task_index) not in tasks:
             is_dense = self.is_dense(job_name)
             known = f"0 to {len(tasks) - 1}" if is_dense else ", ".join(map(str, sorted(tasks)))
             raise ClusterError(
@@ -102,20 +103,22 @@ class ClusterSpec:
         return f"ClusterSpec({self.as_dict()})"
 
     def _job(self, name: str) -> dict[int, str | None]:
-        if name not in self._tasks:
+        if not isinstance(name, str) or name not in self._tasks:
             known = ", ".join(map(repr, self._tasks)) or "none"
-            raise ClusterError(f"There is no job {name!r} in the cluster; its jobs are: {known}.")
+            raise ClusterError(
+                f"There is no job {in_words(name)} in the cluster; its jobs are: {known}."
+            )
         return self._tasks[name]
 
 
 def _addresses(job: object, tasks: object) -> dict[int, str | None]:
     if not isinstance(job, str) or not job:
-        raise ClusterError(f"The name of a job is a text such as 'worker'; got {job!r}.")
+        raise ClusterError(f"The name of a job is a text such as 'worker'; got {in_words(job)}.")
     if isinstance(tasks, str) or not isinstance(tasks, (Sequence, Mapping)) or not tasks:
         raise ClusterError(
             f"The tasks of the job {job!r} are a list of at least one address, such as "
             "['host0:2222', 'host1:2222'], or a dictionary of addresses by task number; got "
-            f"{tasks!r}."
+            f"{in_words(tasks)}."
         )
     if isinstance(tasks, Mapping):
         numbered = {_number(job, key): task for key, task in tasks.items()}

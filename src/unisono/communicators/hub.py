@@ -108,6 +108,7 @@ class Hub:
         self._unanswered: set[int] = set()
         self._is_decided = False
         self._lines = Lines("unisono hub", sockets, self._heard, self._ended)
+        self._lines.start()
 
     def close(self, sequence: int) -> None:
         """Tells all ranks that rank 0 closes, after it has begun so many collectives."""
@@ -230,10 +231,11 @@ class Hub:
         )
 
     def _lost(self, ranks: Iterable[int], why: str = "") -> CommunicationError:
-        # A host that is gone takes all its ranks along, of which the others are found out later.
-        hosts = {self._ranks[rank].host for rank in ranks if self._ranks[rank].is_cut_off}
-        silent = {rank for rank in self._unanswered if self._ranks[rank].host in hosts}
-        what = {rank: self._what_happened_to(rank, why) for rank in {*ranks, *silent}}
+        # A host that is gone takes all its ranks along, some of which are found out later.
+        silent = {r for r, one in self._ranks.items() if one.is_cut_off or r in self._unanswered}
+        hosts = {self._ranks[rank].host for rank in ranks if rank in silent}
+        lost_too = {rank for rank in silent if self._ranks[rank].host in hosts}
+        what = {rank: self._what_happened_to(rank, why) for rank in {*ranks, *lost_too}}
         return lost(what, self._what_all_do())
 
     def _what_happened_to(self, rank: int, why: str) -> str:

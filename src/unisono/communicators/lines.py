@@ -48,6 +48,9 @@ class Lines:
         self._wake.settimeout(0)
         self._bell.settimeout(0)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begins to listen, which may call `heard` and `ended` at once."""
         self._thread.start()
 
     def send(self, rank: int, *message: Any) -> None:

@@ -86,6 +86,7 @@ class Watch:
             self._hub = Hub(sockets)
             sockets = {0: own}
         self._lines = Lines(f"unisono watch {rank}", sockets, self._heard, self._ended)
+        self._lines.start()
         self._tell("here", host_identity())
 
     def wait(

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
-from unisono.errors import ContextError, UnsupportedError
-from unisono.options import CommunicationOptions, ReduceOp
+from unisono.errors import ContextError
+from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.values import as_tensor, flatten
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class ReplicaContext:
             UnequalCallsError: If another replica makes another call, or has returned.
         """
         self._check_current("merge_call()")
+        check_call("merge_fn", merge_fn, args, kwargs)
         return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
@@ -138,6 +140,7 @@ class ReplicaContext:
         """
         self._check_current("all_reduce()")
         op = ReduceOp.read(reduce_op)
+        check_options(options)
         leaves, rebuild = flatten(value)
         tensors = [as_tensor(leaf) for leaf in leaves]
         return rebuild(reduce_tensors(self, op, tensors, options))
@@ -161,8 +164,8 @@ class ReplicaContext:
             UnsupportedError: If `axis` is no int, or a tensor is a scalar or sparse.
         """
         self._check_current("all_gather()")
-        if not isinstance(axis, int):
-            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
+        axis = check_int("axis", axis)
+        check_options(options)
         leaves, rebuild = flatten(value)
         return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])
 

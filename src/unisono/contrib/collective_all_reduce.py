@@ -24,8 +24,9 @@ class CollectiveAllReduceStrategy(MultiWorkerMirroredStrategy):
         num_gpus_per_worker: int = 0,
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
     ) -> None:
+        implementation = CommunicationImplementation.read(communication, "communication")
         super().__init__(
             SimpleClusterResolver(ClusterSpec({})),
-            CommunicationOptions(implementation=CommunicationImplementation(communication)),
+            CommunicationOptions(implementation=implementation),
             devices=local_devices(num_gpus_per_worker),
         )

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from unisono.arguments import check_int, in_words
 from unisono.devices import DeviceLike
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
@@ -244,7 +245,15 @@ class AllReduceCrossDeviceOps(DelegatingOps):
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in _ALGORITHMS:
             known = " or ".join(map(repr, _ALGORITHMS))
-            raise UnsupportedError(f"`all_reduce_alg` must be {known}, got {all_reduce_alg!r}.")
+            raise UnsupportedError(
+                f"`all_reduce_alg` must be {known}, got {in_words(all_reduce_alg)}."
+            )
+        for name, value in (
+            ("num_packs", num_packs),
+            ("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+            ("agg_small_grads_max_group", agg_small_grads_max_group),
+        ):
+            check_int(name, value)
         rule: int | PackingRule = num_packs
         if num_packs == 0 and agg_small_grads_max_bytes > 0 and agg_small_grads_max_group > 0:
             rule = SmallGroups(agg_small_grads_max_bytes, agg_small_grads_max_group)

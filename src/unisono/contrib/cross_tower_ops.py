@@ -171,7 +171,7 @@ def _per_device(value: Any) -> Any:
 
 
 def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
-    if aggregation not in _REDUCE_OPS:
+    if not isinstance(aggregation, VariableAggregation) or aggregation not in _REDUCE_OPS:
         known = " or ".join(map(str, _REDUCE_OPS))
         raise UnsupportedError(f"`aggregation` must be {known}, got {aggregation!r}.")
     return _REDUCE_OPS[aggregation]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from unisono.arguments import check_instance
 from unisono.devices import DeviceLike, resolve
-from unisono.errors import DeviceError, UnsupportedError
+from unisono.errors import DeviceError
 from unisono.values import PerReplica
 
 
@@ -20,12 +21,7 @@ class PerDevice(PerReplica):
     __slots__ = ()
 
     def __init__(self, index: Mapping[DeviceLike, Any]) -> None:
-        if not isinstance(index, Mapping):
-            raise UnsupportedError(
-                "A `PerDevice` is made of a mapping from devices to values, such as "
-                f"{{'cpu:0': a, 'cpu:1': b}}, got {type(index).__name__}. Use `PerReplica` for a "
-                "list of values."
-            )
+        check_instance("index", index, Mapping, "a mapping from devices to values")
         super().__init__(index.values(), tuple(index))
 
     def get(self, device: DeviceLike | None = None) -> Any:

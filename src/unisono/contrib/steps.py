@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
+from unisono.arguments import check_callable, check_instance, check_int, in_words
 from unisono.errors import EndOfInputError, UnsupportedError
 from unisono.strategies import MultiStepContext, Strategy
 
@@ -33,6 +34,7 @@ class Step:
     """
 
     def __init__(self, distribution: Strategy) -> None:
+        check_instance("distribution", distribution, Strategy, "a strategy")
         self._distribution = distribution
 
     @property
@@ -59,6 +61,7 @@ class StandardInputStep(Step):
 
     def __init__(self, dataset_fn: Callable[[], Any], distribution: Strategy) -> None:
         super().__init__(distribution)
+        check_callable("dataset_fn", dataset_fn)
         self._iterator = distribution.make_input_fn_iterator(lambda _: dataset_fn())
 
     def initialize(self) -> None:
@@ -88,6 +91,9 @@ class StandardSingleLossStep(StandardInputStep):
         distribution: Strategy,
         iterations_per_step: int = 1,
     ) -> None:
+        check_callable("loss_fn", loss_fn)
+        check_instance("optimizer", optimizer, Optimizer, "a `torch.optim.Optimizer`")
+        check_int("iterations_per_step", iterations_per_step, least=0)
         super().__init__(dataset_fn, distribution)
         self._loss_fn = loss_fn
         self._optimizer = optimizer
@@ -124,7 +130,10 @@ class Monitor:
 
     def __init__(self, step_callable: Callable[[], Any], session: object = None) -> None:
         if session is not None:
-            raise UnsupportedError(f"There are no sessions, got {session=}. Leave it out.")
+            raise UnsupportedError(
+                f"There are no sessions, got `session={in_words(session)}`. Leave it out."
+            )
+        check_callable("step_callable", step_callable)
         self._run_step = step_callable
 
     def run_steps(self, num_steps: int | None = None) -> None:
@@ -133,6 +142,8 @@ class Monitor:
         Args:
             num_steps: How many; None means until the input ends. It may end before.
         """
+        if num_steps is not None:
+            check_int("num_steps", num_steps, least=0)
         step = 0
         while num_steps is None or step < num_steps:
             try:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from unisono.devices import DeviceLike
+from unisono.arguments import check_int
+from unisono.devices import DeviceLike, resolve
 from unisono.errors import DeviceError, UnsupportedError
 from unisono.input import DistributedIterator
 from unisono.reductions import CrossDeviceOps
@@ -68,8 +69,11 @@ class MirroredStrategy(CoreMirroredStrategy):
 
 def local_devices(num_gpus: int) -> list[str]:
     """Returns the first `num_gpus` GPUs of the host, or one CPU replica if that is 0."""
-    if not isinstance(num_gpus, int) or num_gpus < 0:
-        raise DeviceError(f"The number of GPUs must be 0 or more, got {num_gpus!r}.")
+    if check_int("num_gpus", num_gpus) < 0:
+        raise DeviceError(f"The number of GPUs must be 0 or more, got {num_gpus}.")
+    if num_gpus > 0:
+        # The last one first: there may be far fewer.
+        resolve(f"cuda:{num_gpus - 1}")
     return [f"cuda:{index}" for index in range(num_gpus)] or ["cpu:0"]
 
 

@@ -130,6 +130,11 @@ class ReplicaMeeting:
         for guard in self._guards:
             guard.stop()
 
+    def take_failure(self) -> BaseException | None:
+        """After the end of all replicas: returns the first error, and forgets it."""
+        failure, self.failure = self.failure, None
+        return failure
+
     def stop_again(self) -> None:
         """Stops replicas that are still in user code although the step has failed."""
         if self.failure is not None:

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.engines.bell import make_bell
+from unisono.engines.cores import use_all_cores
 from unisono.engines.meeting import ReplicaMeeting
 from unisono.tracing import span
 
@@ -83,8 +84,15 @@ class ReplicaThreads:
         finally:
             # What a thread sets is also the number for every new thread.
             torch.set_num_threads(num_threads)
-        if meeting.failure is not None:
-            raise meeting.failure
+        failure = meeting.take_failure()
+        if failure is not None:
+            # An error leads to this frame. Nothing here may lead back to it, or what the step used
+            # would wait for the garbage collector.
+            outcomes.clear()
+            try:
+                raise failure
+            finally:
+                del failure
         return [outcomes[i] for i in range(self._num_replicas)]
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -163,6 +171,7 @@ def _end_with_the_program() -> None:
 
 
 def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
+    use_all_cores()
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop)
     torch.get_num_threads()

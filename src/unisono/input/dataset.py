@@ -11,10 +11,10 @@ from torch.utils.data import DataLoader
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.context import (
-    DEFAULT_INPUT_OPTIONS,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    check_input_options,
 )
 from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
 from unisono.input.element_spec import specs_of
@@ -229,7 +229,7 @@ class DistributedDataset(DealtDataset):
         input_context: InputContext | None = None,
         workers: Workers | None = None,
     ) -> None:
-        options = options or DEFAULT_INPUT_OPTIONS
+        options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "A dataset is split over the replicas, so there is one a worker: "

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.context import (
-    DEFAULT_INPUT_OPTIONS,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
+    check_input_options,
 )
 from unisono.input.dataset import DealtDataset
 from unisono.input.iterator import Deal
@@ -56,7 +57,8 @@ class DistributedDatasetsFromFunction(DealtDataset):
         *,
         workers: Workers | None = None,
     ) -> None:
-        options = options or DEFAULT_INPUT_OPTIONS
+        check_callable("dataset_fn", dataset_fn)
+        options = check_input_options(options)
         if options.auto_shard_policy is not AutoShardPolicy.AUTO:
             raise UnsupportedError(
                 "What a function makes is shared by the function, which is told which pipeline it "
@@ -118,6 +120,7 @@ def values_from_function(
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
+    check_callable("value_fn", value_fn)
     values = [value_fn(context) for context in value_contexts]
     tree, *others = (take_apart(value)[0] for value in values)
     # Every leaf is taken by itself, unless lists have different lengths.

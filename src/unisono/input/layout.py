@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unisono.arguments import in_words
 from unisono.errors import UnsupportedError
 from unisono.values import DistributedValues, Tree, as_tensor, opened, take_apart
 
@@ -25,6 +26,7 @@ IsLeaf: TypeAlias = Callable[[Any, int], bool]
 
 # What torch has a dtype for: bool, signed, unsigned, float and complex.
 _NUMERIC = "biufc"
+_LAYOUTS = (torch.strided, torch.sparse_coo)
 _WAYS_OUT = (
     "Pad them in `collate_fn`, name the dimension with `InputOptions(batch_dim=...)`, or split "
     "batches yourself with `InputOptions(split=...)`."
@@ -74,7 +76,10 @@ def _samples_of(leaf: Any, dim: int, share: slice) -> Any:
 
 
 def _length(leaf: Any, dim: int) -> int:
-    return int(leaf.shape[dim]) if isinstance(leaf, (Tensor, np.ndarray)) else len(leaf)
+    if isinstance(leaf, Tensor):
+        # Not of its shape: a nested tensor has none.
+        return leaf.size(dim)
+    return int(leaf.shape[dim]) if isinstance(leaf, np.ndarray) else len(leaf)
 
 
 def lay_out(batch: Any, batch_dim: Any = None) -> Layout:
@@ -252,6 +257,13 @@ def _checked(path: str, leaf: Any, dim: int | None) -> int | None:
 def _check_leaves(layout: Layout) -> None:
     """Raises unless all leaves with samples agree on their number."""
     for path, leaf, dim in zip(layout.tree.paths, layout.leaves, layout.dims, strict=True):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout not in _LAYOUTS):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            raise UnsupportedError(
+                f"Cannot split {path or 'a batch'}, {kind}, over the replicas. Make batches of "
+                "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
+                "`collate_fn`."
+            )
         if dim is None and isinstance(leaf, Sized) and not _is_given_whole(leaf):
             raise UnsupportedError(
                 f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
@@ -261,9 +273,9 @@ def _check_leaves(layout: Layout) -> None:
     if not layout.sizes:
         leaf = layout.leaves[0] if layout.leaves else "nothing"
         raise UnsupportedError(
-            f"Cannot split {leaf!r} over the replicas: it has no batch dimension. Distribute "
-            "batches: wrap the dataset in a `DataLoader` with the global batch size. Other "
-            "batches are split by `InputOptions(split=...)`."
+            f"Cannot split {in_words(leaf)} over the replicas: it has no batch dimension. "
+            "Distribute batches: wrap the dataset in a `DataLoader` with the global batch size. "
+            "Other batches are split by `InputOptions(split=...)`."
         )
     if layout.num_samples is None:
         listed = ", ".join(f"{path} has {size}" for path, size in layout.sizes.items())

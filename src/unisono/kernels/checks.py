@@ -31,42 +31,45 @@ def check_replicas(
     error numbers the replicas from `first_id` on.
     """
     first = tensors[0]
-    try:
-        for tensor in tensors:
-            if tensor.layout not in _LAYOUTS:
-                if tensor.is_nested:
-                    raise UnsupportedError(_nested(what, "reduced"))
-                raise UnsupportedError(
-                    f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be "
-                    "reduced. Call `.to_dense()` or `.to_sparse()` first."
-                )
-            if tensor.dtype != first.dtype:
-                raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id)
-            if tensor.shape != first.shape:
-                raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape), first_id)
-    except RuntimeError as error:
-        # Of all tensors, nested ones alone have no shape.
-        raise UnsupportedError(_nested(what, "reduced")) from error
+    for tensor in tensors:
+        check_layout(tensor, what)
+        if tensor.dtype != first.dtype:
+            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id)
+        if tensor.shape != first.shape:
+            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape), first_id)
     _check_dtype(op, first.dtype, what)
+
+
+def check_layout(
+    tensor: Tensor,
+    what: str = "The value",
+    action: str = "reduced",
+    layouts: Sequence[torch.layout] = _LAYOUTS,
+) -> None:
+    """Raises unless `tensor` has one of some layouts, and holds numbers."""
+    if tensor.is_nested:
+        raise UnsupportedError(
+            f"{what} is a nested tensor, which cannot be {action}. Call `.to_padded_tensor(0.0)` "
+            "first."
+        )
+    if tensor.is_meta:
+        raise UnsupportedError(f"{what} is on the device 'meta', without numbers.")
+    if tensor.layout not in layouts:
+        raise UnsupportedError(
+            f"{what} has the layout {tensor.layout} and cannot be {action}. Call `.to_dense()` "
+            "first."
+        )
 
 
 def check_axes(tensor: Tensor, axes: Sequence[int]) -> None:
     """Raises unless `tensor` can be reduced along the dimensions `axes`, each given once."""
-    _check_layout(tensor, "reduced", _LAYOUTS)
+    check_layout(tensor)
+    if tensor.is_quantized:
+        raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
     for axis in axes:
         _check_axis(axis, tensor.dim())
     if len({axis % tensor.dim() for axis in axes}) < len(axes):
         raise UnsupportedError(f"`axis` must name each dimension once, got {tuple(axes)}.")
-
-
-def _check_layout(tensor: Tensor, action: str, layouts: Sequence[torch.layout]) -> None:
-    if tensor.is_nested:
-        raise UnsupportedError(_nested("The value", action))
-    if tensor.layout not in layouts:
-        raise UnsupportedError(
-            f"The value has the layout {tensor.layout} and cannot be {action}. Call `.to_dense()` "
-            "first."
-        )
 
 
 def _check_axis(axis: int, num_dims: int) -> None:
@@ -85,7 +88,7 @@ def check_gather(
     """Raises unless `tensors`, one per `holder`, can be put end to end along `axis`."""
     what, action = "The value", "gathered"
     for tensor in tensors:
-        _check_layout(tensor, action, (torch.strided,))
+        check_layout(tensor, what, action, (torch.strided,))
     first = tensors[0]
     if any(tensor.dtype != first.dtype for tensor in tensors):
         raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id, action, holder)
@@ -103,12 +106,6 @@ def check_gather(
     if any(others(tensor) != others(first) for tensor in tensors):
         trait = f"shape but for dimension {axis}"
         raise _mismatch(what, trait, tensors, others, first_id, action, holder)
-
-
-def _nested(what: str, action: str) -> str:
-    return (
-        f"{what} is a nested tensor, which cannot be {action}. Call `.to_padded_tensor(0.0)` first."
-    )
 
 
 def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:

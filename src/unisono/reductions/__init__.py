@@ -7,6 +7,7 @@ from unisono.reductions.cross_device_ops import (
     Pair,
     Result,
     always_mirrored,
+    check_ops,
     listed_pairs,
     mirrored,
 )
@@ -37,6 +38,7 @@ __all__ = [
     "ScheduledOps",
     "Workers",
     "always_mirrored",
+    "check_ops",
     "choose_cross_device_ops",
     "destinations_of",
     "is_all_reduce",

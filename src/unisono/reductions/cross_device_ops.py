@@ -7,10 +7,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import BatchError, ReplicaMismatchError
-from unisono.kernels import check_replicas, tree_reduce
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.kernels import check_layout, check_replicas, tree_reduce
+from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.reductions.destinations import Destinations, destinations_of
 from unisono.tracing import span
 from unisono.values import (
@@ -85,7 +86,7 @@ class CrossDeviceOps:
             if _is_alone(value, targets):
                 return _copy_alone(op, value)
         with span("reduce", "reduce", op=op):
-            return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
+            return self.reduce_implementation(op, value, targets, check_options(options))
 
     def batch_reduce(
         self,
@@ -112,7 +113,7 @@ class CrossDeviceOps:
             (_distributed(value), destinations_of(targets))
             for value, targets in listed_pairs(value_destination_pairs)
         ]
-        options = options or DEFAULT_OPTIONS
+        options = check_options(options)
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
             return self._checked_batch(op, pairs, options)
 
@@ -131,28 +132,31 @@ class CrossDeviceOps:
 
     def reduce_gradients(
         self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[tuple[DistributedValues, Any]],
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
         """Reduces all gradients of a backward pass. Strategies call it if `wants_all_gradients`.
 
         Args:
-            reduce_op: How gradients become one.
+            reduce_op: How gradients become one; a `ReduceOp` or its name.
             value_destination_pairs: The gradients of each parameter and where they go.
             options: Hints for this batch.
 
         Returns:
             The results, in the order of the pairs.
+
+        Raises:
+            ValueError: As `batch_reduce` does.
         """
+        op = ReduceOp.read(reduce_op)
         pairs = [
-            (_checked(reduce_op, value, f"Gradient {index}"), destinations_of(targets))
-            for index, (value, targets) in enumerate(value_destination_pairs)
+            (_checked(op, _distributed(value), f"Gradient {index}"), destinations_of(targets))
+            for index, (value, targets) in enumerate(listed_pairs(value_destination_pairs))
         ]
-        with span("reduce", "reduce_gradients", op=reduce_op, values=len(pairs)):
-            return self.reduce_gradients_implementation(
-                reduce_op, pairs, options or DEFAULT_OPTIONS
-            )
+        options = check_options(options)
+        with span("reduce", "reduce_gradients", op=op, values=len(pairs)):
+            return self.reduce_gradients_implementation(op, pairs, options)
 
     @property
     def wants_all_gradients(self) -> bool:
@@ -177,13 +181,16 @@ class CrossDeviceOps:
             ValueError: If `tensor` differs from replica to replica, or an argument is none of the
                 above.
         """
-        if isinstance(tensor, DistributedValues) and not isinstance(tensor, TensorLike):
+        is_one = isinstance(tensor, TensorLike) and not isinstance(tensor, PerReplica)
+        if isinstance(tensor, DistributedValues) and not is_one:
             raise ReplicaMismatchError(
                 f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
                 f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."
             )
+        given = as_tensor(tensor)
+        check_layout(given, "The tensor")
         with span("copy", "broadcast"):
-            return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+            return self.broadcast_implementation(given, destinations_of(destinations))
 
     @property
     def is_tree_sum(self) -> bool:
@@ -310,6 +317,17 @@ _IMPLEMENTATIONS = frozenset(
 )
 
 
+def check_ops(cross_device_ops: Any) -> None:
+    """Raises unless it can reduce between devices, or is None."""
+    if cross_device_ops is not None:
+        check_instance(
+            "cross_device_ops",
+            cross_device_ops,
+            CrossDeviceOps,
+            "a `CrossDeviceOps`, such as `unisono.ReductionToOneDevice()`",
+        )
+
+
 def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
     """Returns one tensor as it is, and several as a `Mirrored` on the destinations."""
     if len(tensors) == 1:
@@ -337,16 +355,17 @@ def _distributed(value: Any) -> DistributedValues:
 def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns a batch as a list, if it is an iterable of pairs."""
     try:
-        given = list(pairs)
-    except TypeError as error:
+        iterator = iter(pairs)
+    except (TypeError, RuntimeError) as error:
         raise BatchError(
-            f"A batch is an iterable of (value, destinations) tuples, got {pairs!r}."
+            f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}."
         ) from error
+    given = list(iterator)
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise BatchError(
-                f"A batch is an iterable of (value, destinations) tuples, got {pair!r} of type "
-                f"{type(pair).__name__} as number {index}."
+                "A batch is an iterable of (value, destinations) tuples, got "
+                f"{in_words(pair)} of type {type(pair).__name__} as number {index}."
             )
     return given
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unisono.communicators import Communicator
 from unisono.kernels import check_gather
-from unisono.options import ReduceOp
 from unisono.values import is_sparse
 
 # Small and seldom, so it travels through the memory that every communicator takes.
@@ -113,14 +112,6 @@ class Workers:
         data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
         gathered = self.communicator.all_gather(data.to(_HOST))
         return [pickle.loads(one.cpu().numpy().tobytes()) for one in gathered]
-
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Returns for each flag whether it is set on some worker."""
-        if not self.are_many or not flags:
-            return list(flags)
-        given = torch.tensor(flags, dtype=torch.uint8)
-        self.communicator.all_reduce(ReduceOp.MAX, [given])
-        return [bool(flag) for flag in given]
 
 
 def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:

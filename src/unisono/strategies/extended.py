@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_bool, check_call, check_instance, check_optional, in_words
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -17,17 +18,18 @@ from unisono.contexts import (
     running_replica,
 )
 from unisono.costs import Tuning
-from unisono.devices import Device, this_machine
-from unisono.engines import ReplicaMode
+from unisono.devices import Device, replica_devices, this_machine
+from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import (
     AcrossWorkers,
     CrossDeviceOps,
     Workers,
     destinations_of,
+    listed_pairs,
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
@@ -90,6 +92,14 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__()
+        devices = replica_devices(devices)
+        check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
+        reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
+        options = check_options(options)
+        check_bool("is_serial", is_serial)
+        check_bool("synchronize_batch_norm", synchronize_batch_norm)
+        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
+        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -246,7 +256,9 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         does: a tensor, along its first dimension.
         """
         self.strategy._check_cross_replica("call_for_each_replica()")
-        if not isinstance(args, (list, tuple)):
+        is_unpacked = isinstance(args, DistributedValues)
+        check_call("fn", fn, () if is_unpacked else args, kwargs)
+        if is_unpacked:
             fn, args = functools.partial(unpack, fn), (args,)
         kwargs = kwargs or {}
         running = running_replica()
@@ -280,11 +292,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
-    def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
+    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
         mirrors = self.mirrors
         mode = context.notes["mode"] = ReplicaMode(
-            seed,
+            generators,
             context.replica_id_in_sync_group,
             mirrors.stand_ins[context.local_id],
             functools.partial(self.gradients.after_backward, context),
@@ -339,7 +351,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{value!r} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is one value and not one a replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)
@@ -353,9 +365,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        pairs = [
-            (self.counting.counted(op, value), where) for value, where in value_destination_pairs
-        ]
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
         return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_callable, check_optional, in_words
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input import (
@@ -136,8 +137,9 @@ class InputMethods:
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise UnsupportedError(
                 f"`replication_mode` must be {InputReplicationMode.PER_WORKER}, got "
-                f"{replication_mode!r}."
+                f"{in_words(replication_mode)}."
             )
+        check_callable("input_fn", input_fn)
         return iter(self.distribute_datasets_from_function(input_fn))
 
     def experimental_run(
@@ -148,6 +150,8 @@ class InputMethods:
         Without an iterator it has no argument. See `run`.
         """
         self._check_cross_replica("experimental_run()")
+        wanted = "a distributed iterator"
+        check_optional("input_iterator", input_iterator, DistributedIterator, wanted)
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
 

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
+from unisono.arguments import check_iterable
 from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
+    GlobalRandomness,
     OneByOne,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
+    RunGenerators,
     Turns,
-    draw_seed,
 )
 from unisono.errors import add_note
 from unisono.reductions import Workers
@@ -48,6 +50,7 @@ class Runner:
         self._all_at_once = Turns(len(devices))
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
+        self._global_randomness = GlobalRandomness()
 
     def run(
         self,
@@ -56,23 +59,40 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
-        make_mode: Callable[[ReplicaContext, int], ReplicaMode],
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
         meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
-        if strategy.extended.mirrors.is_single:
+        try:
+            return self._run_on(contexts, meeting, fn, args, kwargs, make_mode)
+        finally:
+            # They refer back to the contexts. Only the garbage collector would free the step.
+            for context in contexts:
+                context.notes.clear()
+
+    def _run_on(
+        self,
+        contexts: list[ReplicaContext],
+        meeting: ReplicaMeeting,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+    ) -> Sequence[Any]:
+        places = self._places
+        if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        seed = draw_seed()
-        if num_replicas == 1:
-            return (self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs),)
+        generators = RunGenerators()
+        if len(contexts) == 1:
+            mode = make_mode(contexts[0], generators)
+            return (self._run_alone(contexts[0], mode, fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -81,7 +101,7 @@ class Runner:
 
             def body() -> Any:
                 own = select_replica(replica_id, (tuple(args), kwargs))
-                with entered(context), make_mode(context, seed):
+                with entered(context), make_mode(context, generators):
                     return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
 
             def on_device() -> Any:
@@ -98,7 +118,11 @@ class Runner:
             return traced
 
         with self._lock:
-            return self._threads.run([call(context) for context in contexts], meeting)
+            before = self._global_randomness.before()
+            results = self._threads.run([call(context) for context in contexts], meeting)
+            self._global_randomness.after(before)
+        generators.settle()
+        return results
 
     def _run_alone(
         self,
@@ -161,4 +185,4 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
     """Calls `fn` with the items of `own`."""
-    return fn(*own, **kwargs)
+    return fn(*check_iterable("args", own), **kwargs)

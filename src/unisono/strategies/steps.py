@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_call, check_instance, check_int, check_optional
 from unisono.contexts import (
     CrossReplicaContext,
     entered,
@@ -28,6 +29,7 @@ class MultiStepContext:
     """
 
     def __init__(self, initial_values: Mapping[str, Any] | None = None) -> None:
+        check_optional("initial_loop_values", initial_values, Mapping, "a dict")
         self._last_step_outputs: dict[str, Any] = dict(initial_values or {})
         self._non_tensor_outputs: dict[str, Any] = {}
 
@@ -114,8 +116,9 @@ class StepMethods:
             UnsupportedError: If `iterations` is negative.
         """
         self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        if iterations < 0:
-            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
+        check_call("fn", fn, (), None)
+        check_int("iterations", iterations, least=0)
+        check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
         steps = MultiStepContext(initial_loop_values)
         with entered(CrossReplicaContext(self.strategy)):
             for _ in range(iterations):

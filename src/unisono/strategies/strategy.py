@@ -8,20 +8,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
-from unisono.errors import ContextError, UnsupportedError
+from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
+from unisono.contexts import (
+    CrossReplicaContext,
+    current_replica,
+    entered,
+    other_strategy,
+)
+from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.kernels import check_axes, check_gather
+from unisono.kernels import check_gather
 from unisono.options import ReduceOp, VariableAggregation
+from unisono.strategies.axes import read_axes, reduce_leaf
 from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
-from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
+from unisono.values import DistributedValues, as_tensor, flatten, select_replica
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
@@ -39,6 +45,7 @@ class Strategy(InputMethods):
     """
 
     def __init__(self, extended: StrategyExtended) -> None:
+        check_instance("extended", extended, StrategyExtended, "a `StrategyExtended`")
         self._extended = extended
         extended.bind(self)
 
@@ -106,16 +113,12 @@ class Strategy(InputMethods):
             same object on all of them, and everything where there is one replica, comes as it is.
 
         Raises:
-            UnsupportedError: If `args` is no list or tuple, or `options` no `RunOptions`.
+            UnsupportedError: If `fn` cannot be called, `args` is no list or tuple, `kwargs` no
+                dict, or `options` no `RunOptions`.
             ContextError: If it is called on a replica, or under another strategy.
         """
-        if not isinstance(args, (list, tuple)):
-            raise UnsupportedError(
-                f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
-                "a single argument."
-            )
-        if options is not None and not isinstance(options, RunOptions):
-            raise UnsupportedError(f"`options` must be `unisono.RunOptions`, got {options!r}.")
+        check_call("fn", fn, args, kwargs)
+        check_optional("options", options, RunOptions, "`unisono.RunOptions`")
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
@@ -149,7 +152,8 @@ class Strategy(InputMethods):
             return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
-        return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
+        axes = read_axes(axis)
+        return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
@@ -158,27 +162,33 @@ class Strategy(InputMethods):
         replica without samples has returned is left out.
 
         Args:
-            value: A `PerReplica` of tensors, whose lengths along `axis` may differ.
+            value: A `PerReplica` of dense tensors, whose lengths along `axis` may differ.
             axis: The dimension along which they are put together.
 
         Returns:
             One tensor, on the first replica's device.
 
         Raises:
-            ReplicaMismatchError: If the components differ in dtype, or in shape but for `axis`.
+            ReplicaMismatchError: If the components differ in dtype, or in shape but for `axis`, or
+                are not one per replica.
             UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
-        if not isinstance(axis, int) or isinstance(axis, bool):
-            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
+        check_int("axis", axis)
         workers = self._extended.workers
         is_distributed = isinstance(value, DistributedValues)
-        if not is_distributed and not workers.are_many:
-            return value
         components = value.values if is_distributed else (value,)
-        tensors = [as_tensor(component) for component in components]
+        num_local = len(self._extended.worker_devices)
+        if not components or (is_distributed and len(components) != num_local):
+            raise ReplicaMismatchError(
+                f"Cannot gather a value of {len(components)} components: the strategy has "
+                f"{num_local} replicas on this worker. Gather what its `run` has returned."
+            )
+        tensors = [as_tensor(component).detach() for component in components]
         for tensor in tensors:
             check_gather([tensor], axis)
+        if not is_distributed and not workers.are_many:
+            return value
         if is_distributed or len(self._extended.worker_devices) == 1:
             are_counted = self._extended.counting.are_counted(value)
             tensors = [
@@ -217,8 +227,18 @@ class Strategy(InputMethods):
 
         Returns:
             The same object, which now belongs to the strategy as if it had been made in its scope.
+
+        Raises:
+            UnsupportedError: If it is something else.
         """
         self._check_cross_replica("mirror()")
+        is_stepped = callable(getattr(target, "step", None))
+        if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
+            raise UnsupportedError(
+                "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
+                f"{in_words(target)} of type {type(target).__name__}. Bring in what a "
+                "container holds one by one."
+            )
         self._extended.bring_in(target)
         return target
 
@@ -294,13 +314,23 @@ class Strategy(InputMethods):
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} is a strategy of one host, got {cluster_spec=}, "
-                f"{task_type=}, {task_id=}. Use a strategy of several workers."
+                f"{type(self).__name__} is a strategy of one host, got "
+                f"`cluster_spec={in_words(cluster_spec)}`, `task_type={in_words(task_type)}`, "
+                f"`task_id={in_words(task_id)}`. Use a strategy of several workers."
             )
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all."""
-        return copy.deepcopy(config_proto)
+        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all.
+
+        Raises:
+            UnsupportedError: If it cannot be copied.
+        """
+        try:
+            return copy.deepcopy(config_proto)
+        except Exception as error:
+            raise UnsupportedError(
+                f"`config_proto` cannot be copied: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Ends the threads of the replicas; they start again with the next `run`.
@@ -329,40 +359,6 @@ class Strategy(InputMethods):
         Strategy.__init__(duplicate, copy.deepcopy(self._extended, memo))
         return duplicate
 
-    def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
-        if value is None:
-            return None
-        if axes is None:
-            return self._extended.reduce_to(op, value, self._extended.host)
-        num_local = len(self._extended.worker_devices)
-        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
-        tensors = [as_tensor(part) for part in parts]
-        for tensor in tensors:
-            check_axes(tensor, axes)
-        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-            raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
-        are_counted = self._extended.counting.are_counted(value)
-        sums = [tensor.sum(dim=axes) for tensor in tensors]
-        total = self._sum(
-            [
-                own if is_counted else torch.zeros_like(own)
-                for own, is_counted in zip(sums, are_counted, strict=True)
-            ]
-        )
-        if op is ReduceOp.SUM:
-            return total
-        sizes = [
-            torch.tensor(tensor.numel() // max(1, own.numel()) * is_counted)
-            for tensor, own, is_counted in zip(tensors, sums, are_counted, strict=True)
-        ]
-        num_elements = self._sum(sizes).to(total.device)
-        is_real = total.is_floating_point() or total.is_complex()
-        return (total if is_real else total.double()) / num_elements
-
-    def _sum(self, tensors: Sequence[Tensor]) -> Any:
-        value = PerReplica.placed(tuple(tensors), self._extended.worker_devices)
-        return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
-
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
         self._extended.check_process()
         other = other_strategy(self)
@@ -380,16 +376,3 @@ class Strategy(InputMethods):
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._extended.worker_devices))
         return f"{type(self).__name__}({devices})"
-
-
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    if isinstance(axis, int):
-        return (axis,)
-    if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
-        return tuple(axis)
-    raise UnsupportedError(
-        f"`axis` must be an int, a sequence of ints or None, got {axis!r}. To reduce to devices, "
-        "write `strategy.extended.reduce_to(reduce_op, value, destinations)`."
-    )

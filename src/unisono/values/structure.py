@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from unisono.devices import Device
-from unisono.errors import ReplicaMismatchError
+from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.values.distributed import DistributedValues, PerReplica
 
 # What is surely no structure.
@@ -147,27 +147,45 @@ def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, lis
         structure: The structure.
         is_leaf: Says of a container, and how deep it lies, whether it is left whole.
     """
-    leaves: list[Any] = []
-    paths: list[str] = []
-    kinds: list[type] = []
+    visitor = _Visitor(is_leaf)
+    try:
+        root = visitor.visit(structure, "", ())
+    except RecursionError:
+        raise _too_deep() from None
+    return Tree(tuple(visitor.paths), tuple(visitor.kinds), root), visitor.leaves
 
-    def visit(value: Any, path: str, above: tuple[int, ...]) -> _Node | None:
+
+class _Visitor:
+    """Goes through a structure. A function that calls itself would become garbage afterwards."""
+
+    def __init__(self, is_leaf: IsLeaf | None) -> None:
+        self._is_leaf = is_leaf
+        self.leaves: list[Any] = []
+        self.paths: list[str] = []
+        self.kinds: list[type] = []
+
+    def visit(self, value: Any, path: str, above: tuple[int, ...]) -> _Node | None:
         container = None
         # What contains itself cannot be opened to the end.
+        is_leaf = self._is_leaf
         if id(value) not in above and (is_leaf is None or not is_leaf(value, len(above))):
             container = opened(value)
         if container is None:
-            leaves.append(value)
-            paths.append(path)
+            self.leaves.append(value)
+            self.paths.append(path)
             return None
-        kinds.append(type(value))
+        self.kinds.append(type(value))
         inner = (*above, id(value))
         named = zip(container.names, container.children, strict=True)
-        children = tuple(visit(child, path + name, inner) for name, child in named)
+        children = tuple(self.visit(child, path + name, inner) for name, child in named)
         return _Node(children, container.make)
 
-    root = visit(structure, "", ())
-    return Tree(tuple(paths), tuple(kinds), root), leaves
+
+def _too_deep() -> UnsupportedError:
+    return UnsupportedError(
+        "A structure of lists, tuples and dicts holds itself, or is nested too deeply. Give "
+        "tensors in a structure of a few levels."
+    )
 
 
 def regroup(
@@ -186,6 +204,8 @@ def regroup(
     """
     try:
         return _regroup(structures, (), devices, counts)
+    except RecursionError:
+        raise _too_deep() from None
     except _OtherStructure:
         trees = [take_apart(structure)[0] for structure in structures]
         other = next((i for i, tree in enumerate(trees) if tree != trees[0]), len(trees) - 1)
@@ -234,10 +254,13 @@ def select_replica(replica_id: int, structure: Any) -> Any:
         return structure.select(replica_id)
     if kind in _LEAVES:
         return structure
-    if kind is tuple or kind is list:
-        return kind([select_replica(replica_id, part) for part in structure])
-    if kind is dict:
-        return {key: select_replica(replica_id, part) for key, part in structure.items()}
+    try:
+        if kind is tuple or kind is list:
+            return kind([select_replica(replica_id, part) for part in structure])
+        if kind is dict:
+            return {key: select_replica(replica_id, part) for key, part in structure.items()}
+    except RecursionError:
+        raise _too_deep() from None
     container = opened(structure)
     if container is None or not any(
         isinstance(leaf, DistributedValues) for leaf in _all(structure)

@@ -10,9 +10,11 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unisono.errors import UnsupportedError
+from unisono.errors import UnsupportedAttributeError, UnsupportedError
 
 # Methods that are about the tensor itself, and not about its value.
 _OF_THE_LEAF = frozenset(
@@ -39,7 +41,11 @@ def _unary(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def _python(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: op(self.seen().detach())
+    return lambda self: op(_detached(self.seen()))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
@@ -110,18 +116,35 @@ class TensorLike(TorchArgument):
 
     def numpy(self) -> Any:
         """Returns a NumPy array, a copy, of what the running code sees."""
-        return self.seen().detach().cpu().numpy().copy()
+        seen = self.seen()
+        return seen.detach().cpu().numpy().copy() if isinstance(seen, Tensor) else np.array(seen)
 
     def __getattr__(self, name: str) -> Any:
         """Methods and attributes of tensors, but for what would change one component only."""
         if name.startswith("_") or name.endswith("_") or name == "data":
-            raise AttributeError(
-                f"A {type(self).__name__} has no attribute {name!r}: it is not changed in place."
-            )
-        attribute = getattr(self.seen(), name)
+            raise self._missing(name)
+        try:
+            seen = self.seen()
+        except UnsupportedError:
+            raise self._missing(name) from None
+        attribute = getattr(seen, name)
         if callable(attribute) and name not in _OF_THE_LEAF:
             return getattr(self.value(), name)
         return self.apart(attribute)
+
+    def _missing(self, name: str) -> AttributeError:
+        """Returns the error for an attribute that a tensor may have, but this does not."""
+        text = f"A {type(self).__name__} has no attribute {name!r}"
+        if name.startswith("_") or not hasattr(Tensor, name):
+            return AttributeError(f"{text}.")
+        return UnsupportedAttributeError(
+            f"{text}: it is not changed in place. Use the result of a function that changes "
+            "nothing; a `Variable` is changed with `assign()`, `assign_add()` or `assign_sub()`."
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Formats a scalar as a number; without a `spec`, as `str` does."""
+        return format(_detached(self.seen()), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001
         array = self.numpy()

@@ -42,33 +42,44 @@ _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(eq=False)
 class _Loose:
-    """A large buffer: the primary's, each replica's, and how often each had been written to."""
+    """A buffer on its own: the primary's, each replica's, and how often each had been written to.
+
+    Of some, torch does not count all writes: observers of quantization write without, and `.data`
+    does. So their values are compared. On many workers, where all must find the same, they count as
+    written while the modules that own them train.
+    """
 
     primary: Tensor
+    is_compared: bool
+    owners: list[int]
     stamp: tuple[int, int] = (-1, -1)
     parts: list[Tensor] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
     def give(self, places: Sequence[torch.device], *, is_forced: bool) -> bool:
-        """Gives the replicas what the primary has, and returns whether that is something new."""
+        """Gives the replicas what the primary has, and returns whether they need other tensors."""
         stamp = (self.primary.data_ptr(), version_of(self.primary))
-        is_new = is_forced or stamp != self.stamp
-        if is_new:
+        if not is_forced and stamp == self.stamp:
+            return False
+        can_stay = bool(self.parts) and all(_is_like(part, self.primary) for part in self.parts)
+        if can_stay:
+            for part in self.parts:
+                part.copy_(self.primary.detach())
+        else:
             self.parts = [self.primary.detach().to(place, copy=True) for place in places]
-            self.versions = [version_of(part) for part in self.parts]
-            self.stamp = stamp
-        return is_new
+        self.versions = [version_of(part) for part in self.parts]
+        self.stamp = stamp
+        return not can_stay
 
-    @property
-    def is_written(self) -> bool:
-        """Whether a replica has written to it, and has not resized it."""
+    def is_written(self, *, by_others: bool) -> bool:
+        """Whether a replica has written to it, without a resize; `by_others`: or may have."""
         if any(part.shape != self.primary.shape for part in self.parts):
             return False
         if self.versions != [version_of(part) for part in self.parts]:
             return True
-        # A write through `.data` is not counted.
-        is_tiny = self.primary.numel() < 2 and self.primary.device.type == "cpu"
-        return is_tiny and any(not torch.equal(part, self.primary) for part in self.parts)
+        if not self.is_compared:
+            return False
+        return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
 
 
 class Buffers:
@@ -93,7 +104,6 @@ class Buffers:
         self._tensors: list[Tensor | None] = []
         self._addresses: list[int] = []
         self._shapes: list[torch.Size] = []
-        self._of_norms: set[int] = set()
         self._given: list[list[Tensor | None]] = [[] for _ in places]
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
@@ -142,7 +152,11 @@ class Buffers:
         """
         with fit_for_training():
             others = self._take_in()
-            loose = [one for one in self._loose.values() if one.is_written]
+            loose = [
+                one
+                for one in self._loose.values()
+                if one.is_written(by_others=self._workers.are_many and self._train(one.owners))
+            ]
             is_written = self._is_written()
             if is_written or loose or others:
                 try:
@@ -173,6 +187,8 @@ class Buffers:
             else:
                 combined = chosen_of(one.parts, self._workers)
             with torch.inference_mode(mode=one.primary.is_inference()):
+                if one.primary.shape != combined.shape:
+                    one.primary.resize_(combined.shape)
                 one.primary.copy_(combined)
         if others:
             modules = [module() for module in self._modules]
@@ -191,19 +207,38 @@ class Buffers:
             and all(module() is not None for module in self._modules)
         )
 
+    def _forget_ended(self) -> None:
+        """Leaves out modules that are no more."""
+        left = [i for i, module in enumerate(self._modules) if module() is not None]
+        if len(left) < len(self._modules):
+            self._modules = [self._modules[i] for i in left]
+            self._primaries = [self._primaries[i] for i in left]
+            self._attributes = [[own[i] for i in left] for own in self._attributes]
+            self._clones = [[own[i] for i in left] for own in self._clones]
+
     def _lay_out(self) -> None:
+        self._forget_ended()
         self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         self._names = list(chain.from_iterable(self._primaries))
         self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
         self._shapes = [tensor.shape for tensor in _tensors(self._tensors)]
         # A buffer that several modules have is one for each replica, too.
         distinct = {id(tensor): tensor for tensor in _tensors(self._tensors)}
-        norms = (m for ref in self._modules if isinstance(m := ref(), _NormBase))
-        self._of_norms = {
-            id(one) for norm in norms for one in _attributes(norm)["_buffers"].values()
-        }
-        flat = {key: one for key, one in distinct.items() if self._is_flat(one)}
-        self._loose = {key: _Loose(one) for key, one in distinct.items() if key not in flat}
+        owners: dict[int, list[int]] = {}
+        for i, own in enumerate(self._primaries):
+            for tensor in _tensors(own.values()):
+                owners.setdefault(id(tensor), []).append(i)
+        modules = [module() for module in self._modules]
+        self._loose = {}
+        flat: dict[int, Tensor] = {}
+        for key, one in distinct.items():
+            kinds = [modules[i] for i in owners[key]]
+            is_resized = any(map(_resizes_buffers, kinds))
+            is_of_norm = all(isinstance(kind, _NormBase) for kind in kinds)
+            if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
+                flat[key] = one
+            else:
+                self._loose[key] = _Loose(one, is_resized or one.numel() < 2, owners[key])
         self._flats.lay_out(flat)
         self._owners_of_vectors = [
             i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
@@ -217,8 +252,6 @@ class Buffers:
             or buffer.device != self._places[0]
             or buffer.is_inference()
             or not buffer.is_contiguous()
-            # The observers of quantization resize such buffers in place.
-            or (buffer.numel() < 2 and id(buffer) not in self._of_norms)
         ):
             return False
         if buffer.dtype in _FLAT_FLOATS:
@@ -268,7 +301,9 @@ class Buffers:
                 found = clone.get(name)
                 if found is given and name in clone and _is_like(found, before):
                     pass
-                elif found is given and found is not None and id(before) not in self._loose:
+                elif self._is_resized(before, found, given):
+                    assert before is not None
+                    assert found is not None
                     raise UnsupportedError(
                         f"The buffer {self._name_of(before)} was resized in place in a step, from "
                         f"{tuple(before.shape)} to {tuple(found.shape)}. Set a new tensor instead: "
@@ -285,18 +320,28 @@ class Buffers:
                     clone[name] = given
                 place += 1
 
+    def _is_resized(
+        self, before: Tensor | None, found: Tensor | None, given: Tensor | None
+    ) -> bool:
+        """Whether a flat buffer is the one that was given, and has another size than before."""
+        is_given = before is not None and found is not None and found is given
+        return is_given and id(before) not in self._loose
+
     def _is_written(self) -> bool:
         """Whether small buffers may have been written; on many workers, all find the same."""
         if not self._flats.is_any:
             return False
         if self._versions != self._count_writes():
             return True
-        if self._workers.are_many or not self._is_on_host:
-            # All workers know who trains. And the values of a GPU cannot be seen without waiting.
-            first = self._attributes[0]
-            if any(first[i].get("training", True) for i in self._owners_of_vectors):
-                return True
+        # All workers know who trains. And the values of a GPU cannot be seen without waiting.
+        is_unseen = self._workers.are_many or not self._is_on_host
+        if is_unseen and self._train(self._owners_of_vectors):
+            return True
         return self._is_on_host and self._flats.differ()
+
+    def _train(self, modules: Iterable[int]) -> bool:
+        """Whether one of some modules, given by their places, is in training mode."""
+        return any(self._attributes[0][i].get("training", True) for i in modules)
 
     def _count_writes(self) -> list[list[int]]:
         return [[tensor._version for tensor in own] for own in self._small]
@@ -319,6 +364,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """Returns the attributes that a module itself has, on a replica too."""
     attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return attributes
+
+
+def _resizes_buffers(module: nn.Module | None) -> bool:
+    """Whether a module gives its buffers another size in place, as torch's observers do."""
+    return any(cls.__module__.startswith("torch.ao.quantization") for cls in type(module).__mro__)
 
 
 def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:

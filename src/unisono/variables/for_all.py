@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import swa_utils
 from torch.utils import _pytree as pytree
 
+from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.values import select_replica
 
@@ -86,6 +87,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     Raises:
         UnequalCallsError: If another replica makes another call, or has returned.
     """
+    check_callable("fn", fn)
     context = current_replica()
     if context is None or context.strategy.extended.mirrors.is_single:
         return fn(*args, **kwargs)

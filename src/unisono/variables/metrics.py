@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,15 +18,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import (
-    ReplicaMismatchError,
-    UnequalCollectivesError,
-    UnsupportedError,
-    add_note,
-)
+from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
+from unisono.variables.metric_parts import Part, as_list, packed, unpacked
 
 # Where metrics note how often they were updated.
 UPDATES = "_update_count"
@@ -41,8 +37,6 @@ _NOTES = frozenset(
 # Whether a clone was reset in this run, and whether it had been before it was last reset.
 _WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
 _METRIC = "_unisono_metric"
-# Where metrics of the last updates count these.
-_WINDOW = "_num_vals_seen"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -73,15 +67,6 @@ def note_updates(clone: nn.Module, count: int) -> None:
         own[_WAS_RESET] = own[_HAD_BEEN_RESET]
 
 
-class Part(NamedTuple):
-    """What one replica has counted in a run."""
-
-    num_updates: int
-    was_reset: bool
-    # Tensors, and lists of tensors.
-    states: dict[str, Any]
-
-
 class MirroredMetric(NamedTuple):
     """A metric, and its clones.
 
@@ -90,12 +75,14 @@ class MirroredMetric(NamedTuple):
         name: What it is called in errors.
         primary: The metric itself, which the clones do not keep alive.
         clones: One for each replica of this worker.
+        fixed: The numbers and tensors of the primary that are no states.
     """
 
     number: int
     name: str
     primary: weakref.ref[nn.Module]
     clones: list[nn.Module]
+    fixed: dict[str, Any]
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -125,8 +112,7 @@ class MirroredMetric(NamedTuple):
         for clone in self.clones:
             own = clone.__dict__
             own["_computed"] = None
-            if _WINDOW in own:
-                own[_WINDOW] = self.attributes[_WINDOW]
+            own.update(self.fixed)
             if own["_update_count"] or own[_WAS_RESET]:
                 self._start(clone)
 
@@ -149,15 +135,16 @@ class MirroredMetric(NamedTuple):
         return any(
             clone.__dict__[UPDATES]
             or clone.__dict__[_WAS_RESET]
-            or clone.__dict__.get(_WINDOW) != self.attributes.get(_WINDOW)
+            or any(clone.__dict__[name] is not value for name, value in self.fixed.items())
             for clone in self.clones
         )
 
     def part_of(self, clone: nn.Module) -> Part:
         """Returns what a replica has counted."""
         own = clone.__dict__
-        if own.get(_WINDOW) != self.attributes.get(_WINDOW):
-            self._refuse("keeps the last updates only")
+        for name, value in self.fixed.items():
+            if own[name] is not value:
+                self._refuse(f"keeps {name!r} between updates, which is none of its states")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 
@@ -216,7 +203,7 @@ class MirroredMetric(NamedTuple):
 
     def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
         if isinstance(own, list) or isinstance(values[0], list):
-            return [one for value in (own, *values) for one in _as_list(value)]
+            return [one for value in (own, *values) for one in as_list(value)]
         reduction = self.attributes["_reductions"][name]
         how = _how(reduction)
         here = [value.to(own.device) for value in values]
@@ -259,7 +246,8 @@ class Metrics:
                     self._numbers[module] = self._num_found = self._num_found + 1
                 number = self._numbers[module]
                 name = type(module).__name__
-                metric = MirroredMetric(number, name, weakref.ref(module), clones)
+                fixed = {k: v for k, v in attributes.items() if _is_fixed(attributes, k, v)}
+                metric = MirroredMetric(number, name, weakref.ref(module), clones, fixed)
                 metric.prepare(self._places, self._workers)
                 clones[0].__dict__[_METRIC] = metric
                 self._clones.append(weakref.ref(clones[0]))
@@ -323,14 +311,15 @@ def _is_on_replica() -> bool:
     return current_replica() is not None
 
 
+def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
+    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return is_number and not is_own(attributes, name)
+
+
 def _how(reduction: Any) -> str:
     """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
     name = getattr(reduction, "__name__", "")
     return name.removeprefix("dim_zero_") if name.startswith("dim_zero_") else ""
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
 
 
 def _parts_of_all(
@@ -345,51 +334,10 @@ def _parts_of_all(
             found[metric.number] = parts
     if not workers.are_many:
         return found
+    names = {metric.number: metric.name for metric in metrics}
+    states = {metric.number: list(metric.attributes["_defaults"]) for metric in metrics}
     everybody: dict[int, list[Part]] = {}
-    by_number = {metric.number: metric for metric in metrics}
-    for tensors in workers.gather_lists(_packed(by_number, found)):
-        for number, parts in _unpacked(by_number, tensors):
+    for tensors in workers.gather_lists(packed(found, names)):
+        for number, parts in unpacked(tensors, states):
             everybody.setdefault(number, []).extend(parts)
     return everybody
-
-
-def _packed(metrics: dict[int, MirroredMetric], found: dict[int, list[Part]]) -> list[Tensor]:
-    """Returns the parts as tensors, the first of which says what the others are."""
-    numbers, tensors = [], []
-    for number, parts in found.items():
-        numbers += [number, len(parts)]
-        for part in parts:
-            numbers += [part.num_updates, part.was_reset]
-            for name, value in part.states.items():
-                numbers.append(len(value) if isinstance(value, list) else -1)
-                if not all(isinstance(one, Tensor) for one in _as_list(value)):
-                    raise UnsupportedError(
-                        f"The state {name!r} of {metrics[number].name} holds what are no tensors, "
-                        "which workers cannot exchange. Update the metric outside of `run`."
-                    )
-                tensors += _as_list(value)
-    return [torch.tensor(numbers), *tensors] if numbers else []
-
-
-def _unpacked(
-    metrics: dict[int, MirroredMetric], packed: list[Tensor]
-) -> Iterator[tuple[int, list[Part]]]:
-    numbers, tensors = iter(packed[0].tolist() if packed else ()), iter(packed[1:])
-
-    def value() -> Any:
-        length = next(numbers)
-        return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
-
-    def part(names: Iterable[str]) -> Part:
-        num_updates, was_reset = next(numbers), bool(next(numbers))
-        states = {name: value() for name in names} if num_updates else {}
-        return Part(num_updates, was_reset, states)
-
-    for number in numbers:
-        if number not in metrics:
-            raise ReplicaMismatchError(
-                "Another worker has updated a metric that this one does not have. All workers make "
-                "and update the same metrics in the same order."
-            )
-        names = metrics[number].attributes["_defaults"]
-        yield number, [part(names) for _ in range(next(numbers))]

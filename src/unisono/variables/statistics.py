@@ -161,7 +161,8 @@ def _mean(
     place = home if workers.communicator.takes(home) else torch.device("cpu")
     packs = []
     for i, (own, weight) in enumerate(zip(parts, weights, strict=True)):
-        ones = torch.tensor([float(weight != 0)], dtype=_WIDE, device=place)
+        # Not made of a Python list, for which a GPU would be waited for.
+        ones = torch.full((1,), float(weight != 0), dtype=_WIDE, device=place)
         vectors = [
             part.to(place) if weight else torch.zeros_like(part, device=place) for part in own
         ]

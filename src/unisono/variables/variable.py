@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unisono.arguments import check_bool, check_optional
 from unisono.contexts import (
     ReplicaContext,
     current_replica,
@@ -21,6 +22,7 @@ from unisono.contexts import (
 )
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
+from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
@@ -111,10 +113,15 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             constraint=constraint,
         )
         self._strategy: Strategy = get_strategy()
+        check_optional("name", name, str, "a text or None")
+        check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
+        check_optional("trainable", trainable, bool, "True, False or None")
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        value = self._strategy.extended.workers.of_chief(cast(self._given(given), dtype))
+        own = cast(self._given(given), dtype)
+        check_layout(own, self._what)
+        value = self._strategy.extended.workers.of_chief(own)
         check_shape(self._what, value.shape, shape)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._strategy.extended.worker_devices
@@ -221,6 +228,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     def _write(self, write: Write, given: Any, indices: Any = None, *, is_read: bool) -> Any:
         self._check_place(f"{write.value}()")
+        check_bool("read_value", is_read)
         replica = self._replica()
         self._policy.check_write(write, is_on_replica=replica is not None, is_read=is_read)
         if write.is_scatter:
@@ -318,7 +326,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         if replica is not None:
             return value.select(replica.local_id)
         if isinstance(value, Mirrored):
-            return value.values[0]
+            return value.select(0)
         raise UnsupportedError(
             f"{self._what} takes one value for all replicas here, got a {type(value).__name__} of "
             f"{len(value.values)}. Reduce it first, or write each component on its replica."

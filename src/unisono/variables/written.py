@@ -142,6 +142,7 @@ def let_data_be_watched() -> None:
         if context is None:
             is_watched = any(watch.sees(self) for watch in _spread_watches)
         else:
+            # A lazy parameter, which the replica itself has made, has no other tensor.
             is_single = context.strategy.extended.mirrors.is_single
             is_watched = not is_single and not nn.parameter.is_lazy(self)
         return self.detach() if is_watched else get_data(self)

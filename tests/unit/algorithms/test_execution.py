@@ -4,6 +4,7 @@ from collections.abc import Hashable, Iterator
 
 import pytest
 import torch
+from tables import every
 from torch import Tensor
 
 from unisono.algorithms import Schedule, make_plan, one_device, run, two_level
@@ -28,8 +29,8 @@ def test_every_device_ends_with_the_sum(num_replicas: int) -> None:
             assert [total.item() for total in held] == [int("1" * num_replicas)] * num_replicas
 
 
-@pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every("op", [ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.PROD])
+@every("dtype", DTYPES)
 @pytest.mark.parametrize("num_replicas", range(1, 10))
 def test_every_schedule_has_the_bits_of_the_tree(
     num_replicas: int, dtype: torch.dtype, op: ReduceOp
@@ -53,7 +54,7 @@ def test_every_grouping_and_turn_has_the_bits_of_the_tree(num_replicas: int) -> 
                 assert_same_bits(held, expected)
 
 
-@pytest.mark.parametrize(
+@every(
     "groups",
     [
         ((0, 2), (1, 3)),
@@ -63,9 +64,8 @@ def test_every_grouping_and_turn_has_the_bits_of_the_tree(num_replicas: int) -> 
         ((8,), (0, 1, 2, 3, 4, 5, 6, 7)),
         ((0, 1, 2), (3, 4), (5, 6, 7, 8)),
     ],
-    ids=str,
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@every("dtype", DTYPES)
 def test_groups_that_are_no_whole_subtrees_have_the_bits_of_the_tree(
     groups: Groups, dtype: torch.dtype
 ) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 import pytest
+from tables import every
 
 from unisono.algorithms import (
     Rounds,
@@ -39,7 +40,7 @@ def heard(rounds: Rounds) -> list[set[int]]:
 
 
 @each_all_reduce
-@pytest.mark.parametrize("num_ranks", [*range(1, 18), 31])
+@every("num_ranks", [*range(1, 18), 31])
 def test_everybody_hears_of_everybody(algorithm: Callable[[int], Rounds], num_ranks: int) -> None:
     assert heard(algorithm(num_ranks)) == [set(range(num_ranks))] * num_ranks
 

@@ -235,3 +235,17 @@ def test_counts_are_read_where_all_leaves_agree(
     structure: Any, counts: tuple[int, ...] | None
 ) -> None:
     assert counts_of(structure) == counts
+
+
+def odd_layout(kind: str) -> Tensor:
+    if kind == "csr":
+        return torch.eye(3).to_sparse_csr()
+    layout = torch.jagged if kind == "jagged" else torch.strided
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype).*:UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "jagged", "csr"])
+def test_a_tensor_that_cannot_be_split_is_refused_by_its_path(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"Cannot split \['x'\].*collate_fn"):
+        Splitter().split({"x": odd_layout(kind)}, 2)

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from tables import every
 from torch import Tensor
 
 from unisono.errors import ReplicaMismatchError, UnsupportedError
@@ -24,13 +25,12 @@ INTEGERS += [torch.uint8, torch.uint16, torch.uint32, torch.uint64]
 ORDERED = (ReduceOp.MIN, ReduceOp.MAX)
 
 
-@pytest.mark.parametrize(
+@every(
     ("op", "dtype"),
     [
         *((op, dtype) for op in ReduceOp for dtype in FLOATS + INTEGERS),
         *((op, dtype) for op in ReduceOp if op not in ORDERED for dtype in COMPLEX),
     ],
-    ids=str,
 )
 def test_both_paths_have_the_bits_of_the_tree(op: ReduceOp, dtype: torch.dtype) -> None:
     for num_replicas in range(1, 18):

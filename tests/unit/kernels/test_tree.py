@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tables import every
 from torch import Tensor
 
 from unisono.kernels import divide, reduce_batch, result_dtype, tree_reduce, wide_dtype
@@ -23,11 +24,11 @@ WIDE = {
     torch.complex32: torch.complex64,
 }
 
-each_dtype = pytest.mark.parametrize("dtype", FLOATS + COMPLEX + SIGNED + UNSIGNED, ids=str)
+each_dtype = every("dtype", FLOATS + COMPLEX + SIGNED + UNSIGNED)
 
 
 @each_dtype
-@pytest.mark.parametrize("num_replicas", range(1, 18))
+@every("num_replicas", range(1, 18))
 def test_a_sum_has_the_bits_of_the_tree(dtype: torch.dtype, num_replicas: int) -> None:
     tensors = [numbers(dtype) for _ in range(num_replicas)]
 
@@ -37,9 +38,9 @@ def test_a_sum_has_the_bits_of_the_tree(dtype: torch.dtype, num_replicas: int) -
 
 
 # Complex numbers have no order, and NumPy rounds their products differently.
-@pytest.mark.parametrize("dtype", FLOATS + SIGNED + UNSIGNED, ids=str)
-@pytest.mark.parametrize("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD])
-@pytest.mark.parametrize("num_replicas", [1, 2, 7])
+@every("dtype", FLOATS + SIGNED + UNSIGNED)
+@every("op", [ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD])
+@every("num_replicas", [1, 2, 7])
 def test_other_operations_follow_the_same_tree(
     op: ReduceOp, dtype: torch.dtype, num_replicas: int
 ) -> None:
@@ -125,7 +126,7 @@ def test_a_mean_is_a_true_division(dtype: torch.dtype, result: torch.dtype) -> N
 
 
 @each_dtype
-@pytest.mark.parametrize("op", [op for op in ReduceOp if op is not ReduceOp.MEAN])
+@every("op", [op for op in ReduceOp if op is not ReduceOp.MEAN])
 def test_only_a_mean_changes_the_dtype(op: ReduceOp, dtype: torch.dtype) -> None:
     assert result_dtype(op, dtype) == dtype
 

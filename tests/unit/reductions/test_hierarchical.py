@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 from recorded_machines import on
+from tables import every
 
 import unisono as uo
 from unisono.algorithms import Copy, Gather, Plan, Spread, make_plan
@@ -13,8 +14,8 @@ SUM, MEAN = uo.ReduceOp.SUM, uo.ReduceOp.MEAN
 
 
 @pytest.mark.usefixtures("path", "memories")
-@pytest.mark.parametrize("num_replicas", range(1, 10))
-@pytest.mark.parametrize("num_packs", [0, 1, 2, 9])
+@every("num_replicas", range(1, 10))
+@every("num_packs", [0, 1, 2, 9])
 def test_every_replica_is_counted(num_replicas: int, num_packs: int) -> None:
     ops = uo.HierarchicalCopyAllReduce(num_packs)
     value = uo.PerReplica([torch.full((5,), 10**i) for i in range(num_replicas)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -275,6 +277,25 @@ def test_a_buffer_of_two_modules_is_one_for_each_replica(mirrored: Make) -> None
     assert strategy.run(step) is True
     assert first.buffer.item() == 3
     assert first.buffer is second.buffer
+
+
+def test_a_model_that_ends_leaves_no_work(mirrored: Make) -> None:
+    strategy = mirrored(2)
+    first: Any = held(strategy, torch.zeros(1), add)
+    second = held(strategy, torch.zeros(1), add)
+    ended = weakref.ref(first)
+
+    del first
+    gc.collect()
+    assert ended() is None
+    strategy.run(second)
+    seen = strategy.run(lambda: second.buffer)
+    strategy.run(second)
+
+    # Its replicas have the same buffers as before: nothing was laid out anew.
+    now = strategy.run(lambda: second.buffer)
+    assert [one is other for one, other in zip(seen.values, now.values, strict=True)] == [True] * 2
+    assert second.buffer.item() == 6
 
 
 def normalised(strategy: uo.Strategy) -> tuple[uo.Strategy, nn.Module, Callable[[], None]]:

@@ -344,6 +344,10 @@ def test_quantization_aware_training(mirrored: Make) -> None:
 
     assert type(model[1]).__module__.startswith("torch.ao.nn.qat")
     assert not torch.equal(model[1].weight, before)
+    # The observers have seen the weights of each channel, and what the model was given.
+    observed = model[1].weight_fake_quant.activation_post_process
+    torch.testing.assert_close(observed.max_val, model[1].weight.amax(dim=1), rtol=0.2, atol=0.05)
+    assert model[0].activation_post_process.scale.item() != 1
     converted = quantization.convert(copy.deepcopy(model).eval())
     assert type(converted[1]).__module__.startswith("torch.ao.nn.quantized")
 

@@ -196,6 +196,10 @@ class Own(tm.Metric):  # type: ignore[misc]
     """States of all kinds, with defaults that are not zero."""
 
     full_state_update = False
+    total: Tensor
+    average: Tensor
+    product: Tensor
+    rows: list[Any]
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,7 +235,7 @@ def test_states_of_all_kinds(mirrored: Make) -> None:
     ("make", "why"),
     [
         (tm.PearsonCorrCoef, "'mean_x' with `dist_reduce_fx=None`"),
-        (lambda: tm.RunningMean(window=2), "keeps the last updates only"),
+        (lambda: tm.RunningMean(window=2), "keeps '_num_vals_seen' between updates"),
     ],
 )
 def test_what_cannot_be_merged_is_refused(mirrored: Make, make: Any, why: str) -> None:
@@ -248,6 +252,16 @@ def test_what_cannot_be_merged_is_refused(mirrored: Make, make: Any, why: str) -
     metric.reset()
     metric.update(*[strategy.gather(found, axis=0)] * len(arguments))
     assert metric.compute().isfinite()
+
+
+def test_values_that_a_wrapper_keeps_of_batches_are_refused(mirrored: Make) -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        metric = tm.MinMaxMetric(tm.Accuracy(task="binary"))
+
+    # On one device `forward` keeps the largest and smallest values of whole batches.
+    with pytest.raises(UnsupportedError, match=r"keeps 'm.._val' between updates"):
+        strategy.run(metric, args=samples(4))
 
 
 def test_a_metric_made_elsewhere_is_refused(mirrored: Make) -> None:

@@ -51,8 +51,8 @@ def same(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 
 
 def loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    difference: Tensor = model(x) - y
-    return difference.square().mean()
+    mean: Tensor = (model(x) - y).square().mean()
+    return mean
 
 
 class Program:
@@ -238,11 +238,11 @@ def test_outside_a_step_the_function_is_just_called(mirrored: Make) -> None:
 def test_parts_of_a_model_arrive_as_those_of_the_program(mirrored: Make) -> None:
     strategy = mirrored(2)
     with strategy.scope():
-        model: Any = net()
+        model = net()
     seen: list[Any] = []
 
     def step() -> None:
-        uo.once(lambda *parts: seen.extend(parts), model, model[0], model[0].weight)
+        uo.once(lambda *parts: seen.extend(parts), model, model[0], model[0].weight)  # type: ignore[index]
 
     strategy.run(step)
 

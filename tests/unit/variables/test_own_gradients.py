@@ -61,8 +61,8 @@ class PerSampleVmap(Program):
         named = {name: p.detach() for name, p in self.model.named_parameters()}
 
         def one(parameters: dict[str, Tensor], a: Tensor, b: Tensor) -> Tensor:
-            difference: Tensor = functional_call(self.model, parameters, (a[None],)) - b
-            return difference.square().mean()
+            mean: Tensor = (functional_call(self.model, parameters, (a[None],)) - b).square().mean()
+            return mean
 
         grads = vmap(grad(one), in_dims=(None, 0, 0))(named, x, y)
         norms = torch.stack([g.flatten(1).norm(dim=1) for g in grads.values()]).norm(dim=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from unisono.arguments import check_instance, check_optional
 from unisono.cluster.resolvers.resolver import ClusterResolver
 from unisono.cluster.rules import validate
 from unisono.cluster.spec import ClusterSpec, Tasks
@@ -34,6 +35,8 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         super().__init__(task_type, task_id, rpc_layer, environment)
+        check_instance("master", master, str, "a text")
+        check_optional("num_accelerators", num_accelerators, Mapping, "a dict, such as {'GPU': 2}")
         self._spec = ClusterSpec(cluster_spec)
         self._master = master
         self._num_accelerators = num_accelerators
