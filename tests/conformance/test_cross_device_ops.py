@@ -330,7 +330,7 @@ def test_what_names_no_device_is_refused(ops: Any, destinations: Any) -> None:
         ops.reduce(SUM, torch.ones(1), destinations)
 
 
-@every("op", ["sum", None, uo.VariableAggregation.SUM, 0])
+@every("op", ["average", None, uo.VariableAggregation.SUM, 0])
 def test_what_is_no_operation_is_refused(ops: Any, op: Any) -> None:
     value = per_replica([torch.ones(1)])
 

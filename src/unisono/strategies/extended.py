@@ -284,6 +284,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
                 results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
             self.mirrors.watch.check()
+            self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))
         finally:
             self.mirrors.groups.forget()

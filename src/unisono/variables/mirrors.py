@@ -30,6 +30,7 @@ from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training
 from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, mirror_of, remember
+from unisono.variables.parts import Parts
 from unisono.variables.redirect import Redirect
 from unisono.variables.written import Watch, let_data_be_watched
 
@@ -79,13 +80,15 @@ class Mirrors:
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
+        self.parts = Parts(self)
         self.groups = GroupCopies(workers)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
         self._checked: dict[int, object] = {}
         self.is_checked = self.is_being_checked = False
-        # By identity, the running statistics that were written to in this run, and by whom.
-        self.statistics: dict[int, tuple[int, Tensor]] = {}
+        # By identity, tensors of no model that a replica uses in this run as if they were its own:
+        # running statistics that it writes to, and leaves that it trains. And which replica.
+        self.claimed: dict[int, tuple[int, Tensor]] = {}
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -206,7 +209,7 @@ class Mirrors:
             yield
         finally:
             self.fronts.take_down()
-            self.statistics = {}
+            self.claimed = {}
         if self.is_being_checked:
             self._checked[id(code)] = code
 
@@ -283,6 +286,7 @@ class Mirrors:
             {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
             for i in range(len(self._places))
         ]
+        self.parts.note()
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))

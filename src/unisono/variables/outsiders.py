@@ -111,8 +111,11 @@ class Outsiders:
         self._mirrors.is_being_checked = True
         own = self._mirrors.stand_ins[self._context.local_id]
         for leaf in _leaves_below(root.grad_fn):
-            is_own = not isinstance(leaf, nn.Parameter) or own.get(id(leaf)) is leaf
-            if not is_own and self._is_outsider(leaf):
+            if own.get(id(leaf)) is leaf:
+                continue
+            if not isinstance(leaf, nn.Parameter):
+                self._claim(leaf, _shared_leaf(leaf, self._context))
+            elif self._is_outsider(leaf):
                 user = self._used.get(id(leaf)) or _owner_of(leaf)
                 raise ContextError(_message(user, leaf, self._context))
 
@@ -122,15 +125,20 @@ class Outsiders:
         Args:
             running: The running mean of a batch normalisation.
         """
+        self._claim(
+            running,
+            "A batch normalisation that belongs to no model of "
+            f"{self._context.strategy!r} is in training mode, so all replicas would write to its "
+            "running statistics at once. Call `eval()` on its model, or bring the model in with "
+            "`strategy.mirror(model)`.",
+        )
+
+    def _claim(self, tensor: Tensor, problem: str) -> None:
+        """Notes that this replica uses a tensor as its own; raises if another does, too."""
         replica_id = self._context.local_id
-        writer, _ = self._mirrors.statistics.setdefault(id(running), (replica_id, running))
-        if writer != replica_id:
-            raise ContextError(
-                "A batch normalisation that belongs to no model of "
-                f"{self._context.strategy!r} is in training mode, so all replicas would write to "
-                "its running statistics at once. Call `eval()` on its model, or bring the model in "
-                "with `strategy.mirror(model)`."
-            )
+        user, _ = self._mirrors.claimed.setdefault(id(tensor), (replica_id, tensor))
+        if user != replica_id and variable_of(tensor) is None:
+            raise ContextError(problem)
 
     def _is_outsider(self, parameter: Tensor) -> bool:
         """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
@@ -155,6 +163,15 @@ def _leaves_below(node: Any) -> Iterator[Tensor]:
             if following not in seen:
                 seen.add(following)
                 waiting.append(following)
+
+
+def _shared_leaf(leaf: Tensor, context: ReplicaContext) -> str:
+    return (
+        f"A tensor of shape {tuple(leaf.shape)} with `requires_grad=True` belongs to no model of "
+        f"{context.strategy!r}, so all replicas would add their gradients to it at once and nobody "
+        "would reduce them. Make it a parameter of a model in `strategy.scope()`, or a "
+        "`unisono.Variable`. A tensor that belongs to a replica is made in the step."
+    )
 
 
 def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContext) -> str:

@@ -268,17 +268,19 @@ def test_hooks_of_modules_run_on_every_replica(mirrored: Make) -> None:
     with strategy.scope():
         model = nn.Linear(2, 2)
     calls: list[str] = []
-    x = torch.ones(1, 2, requires_grad=True)
+
+    def step() -> None:
+        model(torch.ones(1, 2, requires_grad=True)).sum().backward()
 
     handles = [
         model.register_forward_pre_hook(lambda *_: calls.append("before")),
         model.register_forward_hook(lambda *_: calls.append("after")),
         model.register_full_backward_hook(lambda *_: calls.append("backward")),
     ]
-    strategy.run(lambda: model(x.clone()).sum().backward())
+    strategy.run(step)
     for handle in handles:
         handle.remove()
-    strategy.run(lambda: model(x).sum().backward())
+    strategy.run(step)
 
     assert sorted(calls) == ["after"] * 2 + ["backward"] * 2 + ["before"] * 2
 
