@@ -67,14 +67,18 @@ class Training:
                 results = self.strategy.run(self.step, args=inputs)
                 loss = float(self.strategy.reduce("MEAN", results))
                 self.num_steps += 1
-                if checkpoint is not None and self.num_steps % every == 0:
+                if (
+                    checkpoint is not None
+                    and self.num_steps % every == 0
+                    and self.strategy.is_chief
+                ):
                     self.save(checkpoint)
                 if self.num_steps == num_steps:
                     break
         return loss
 
     def save(self, path: Path) -> None:
-        """Every worker takes part, because some of the state is spread over them; one writes."""
+        """Every worker has the whole state, so one of them saves it."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -82,11 +86,10 @@ class Training:
             "random": torch.get_rng_state(),
             "num_steps": self.num_steps,
         }
-        if self.strategy.extended.should_checkpoint:
-            unfinished = path.with_suffix(".unfinished")
-            torch.save(state, unfinished)
-            # Nobody ever finds half a checkpoint.
-            os.replace(unfinished, path)
+        unfinished = path.with_suffix(".unfinished")
+        torch.save(state, unfinished)
+        # Nobody ever finds half a checkpoint.
+        os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
         state: dict[str, Any] = torch.load(path, weights_only=False)

@@ -80,6 +80,8 @@ NB_MODULE(_native, m) {
            "Overwrites the tensor in place, or returns why it is not taken.")
       .def("barrier", &SharedGroup::barrier, "Returns when every rank has called it.")
       .def("allocate", &SharedGroup::allocate, "num_bytes"_a, "Returns bytes of the arena.")
+      .def("set_timeout", &SharedGroup::setTimeout, "seconds"_a,
+           "Says how long collectives may wait for other ranks.")
       .def("check_health", &SharedGroup::checkHealth, "Raises if a rank is lost.")
       .def("close", &SharedGroup::close, "Leaves the group.")
       .def("fail", &SharedGroup::fail, "kind"_a, "text"_a, "ranks"_a,

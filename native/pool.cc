@@ -75,6 +75,7 @@ void Pool::startWorkers(std::size_t wanted) {
       const std::size_t index = num_workers_++;
       std::thread thread([this, &worker, index] { help(worker, index); });
       worker.thread = thread.native_handle();
+      allowAllCores(worker.thread);
       thread.detach();
     }
   } catch (const std::system_error&) {

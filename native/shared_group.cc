@@ -83,16 +83,24 @@ struct SharedGroup::Request {
   shared::Terms terms() const { return {view.dtype, view.num_elements, data}; }
 };
 
+namespace {
+
+std::chrono::nanoseconds inNanoseconds(double seconds) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+      std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
 SharedGroup::SharedGroup(nb::type_object tensor_type, nb::tuple ops, nb::callable raise_failure,
                          int fd, std::size_t rank, std::size_t size, std::size_t arena_bytes,
                          double timeout_seconds)
     : exchange_(tensor_type),
       ops_(std::move(ops)),
       raise_failure_(std::move(raise_failure)),
-      group_(fd, {size, arena_bytes}, rank,
-             std::chrono::duration_cast<std::chrono::nanoseconds>(
-                 std::chrono::duration<double>(timeout_seconds)),
-             isInterrupted) {}
+      group_(fd, {size, arena_bytes}, rank, inNanoseconds(timeout_seconds), isInterrupted) {}
+
+void SharedGroup::setTimeout(double seconds) { group_.setTimeout(inNanoseconds(seconds)); }
 
 std::size_t SharedGroup::segmentBytes(std::size_t size, std::size_t arena_bytes) {
   return shared::Layout{size, arena_bytes}.bytes();

@@ -34,6 +34,7 @@ class SharedGroup {
   nanobind::object broadcast(nanobind::handle tensor, std::size_t root);
   void barrier();
   nanobind::object allocate(std::size_t bytes);
+  void setTimeout(double seconds);
   void checkHealth();
   void close();
   // Ends the group on all ranks, and raises.

@@ -13,6 +13,7 @@ MAX_LINES = 400
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
     ["errors"],
+    ["arguments"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],

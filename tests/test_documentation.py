@@ -99,6 +99,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+@pytest.mark.filterwarnings("ignore:.*is an older name:DeprecationWarning")
 @each_page
 def test_names_of_ours_that_a_page_uses_exist(page: Path) -> None:
     code = " ".join(re.findall(r"`([^`\n]+)`", page.read_text()))

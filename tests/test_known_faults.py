@@ -99,7 +99,7 @@ def test_an_unknown_algorithm_is_taken_for_hierarchical_copy(algorithm: str) -> 
 
 
 @each_ops
-@every("op", ["bogus", "mean", None, uo.VariableAggregation.MEAN])
+@every("op", ["bogus", "average", None, uo.VariableAggregation.MEAN])
 def test_an_unknown_operation_is_taken_for_a_sum(make: Any, op: Any) -> None:
     value = per_replica(1.0, 10.0)
 

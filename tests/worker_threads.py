@@ -35,13 +35,14 @@ def on_strategies(
     *,
     num_replicas: int = 1,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
+    make_ops: Callable[[], uo.CrossDeviceOps] = uo.ReductionToOneDevice,
     **settings: Any,
 ) -> list[T]:
     """Calls `target` on each worker with its strategy, and returns what it returned, by rank."""
 
     def call(workers: Workers) -> T:
         devices = tuple(uo.Device("cpu", i) for i in range(num_replicas))
-        ops = uo.ReductionToOneDevice()
+        ops = make_ops()
         communicator = wrap(workers.communicator)
         strategy = uo.Strategy(
             uo.StrategyExtended(devices, ops, communicator=communicator, **settings)

@@ -149,11 +149,12 @@ void Group::wait(const Ready& ready, const Late& late) {
     if (!lost.empty()) {
       fail(FailureKind::lost, lost, storyOfLost(*mapping_, rank_, lost));
     }
-    if (!deadline_) deadline_ = now + timeout_ - kTick;
+    const std::chrono::nanoseconds timeout = timeout_;
+    if (!deadline_) deadline_ = now + timeout - kTick;
     if (now < *deadline_) continue;
     const Ranks missing = ranksAtFault(late);
     fail(FailureKind::timeout, missing,
-         storyOfTimeout(*mapping_, members_, rank_, missing, timeout_));
+         storyOfTimeout(*mapping_, members_, rank_, missing, timeout));
   }
   if (!ready()) throwRecorded();
 }

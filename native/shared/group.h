@@ -46,6 +46,8 @@ class Group {
   void join();
   // Waits for a collective of another thread of this process, then leaves. May be called twice.
   void close();
+  // How long collectives wait for other ranks from now on.
+  void setTimeout(std::chrono::nanoseconds timeout) { timeout_ = timeout; }
   // Throws if a rank is lost.
   void checkHealth();
   // Ends the group with this story, or with the one that is told already, and throws it.
@@ -81,7 +83,7 @@ class Group {
   const std::shared_ptr<Mapping> mapping_;
   const std::size_t rank_;
   const std::size_t size_;
-  const std::chrono::nanoseconds timeout_;
+  std::atomic<std::chrono::nanoseconds> timeout_;
   bool (*const interrupted_)();
   Members members_;
   std::timed_mutex mutex_;

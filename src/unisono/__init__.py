@@ -25,6 +25,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
     InputReplicationMode,
+    TensorSpec,
 )
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import (
@@ -37,11 +38,12 @@ from unisono.strategies import (
     MirroredStrategy,
     MultiWorkerMirroredStrategy,
     OneDeviceStrategy,
+    RunOptions,
     Strategy,
     StrategyExtended,
 )
 from unisono.values import DistributedValues, Mirrored, PerReplica
-from unisono.variables import Variable, VariableSynchronization
+from unisono.variables import Variable, VariableSynchronization, once
 
 __version__ = "0.1.0"
 
@@ -65,8 +67,10 @@ __all__ = [
     "ReduceOp",
     "ReductionToOneDevice",
     "ReplicaContext",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
+    "TensorSpec",
     "Variable",
     "VariableAggregation",
     "VariableSynchronization",
@@ -80,6 +84,7 @@ __all__ = [
     "has_strategy",
     "hooks",
     "in_cross_replica_context",
+    "once",
     "testing",
     "tracing",
 ]

@@ -118,6 +118,9 @@ class SharedGroup:
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes of the arena."""
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for other ranks."""
+
     def check_health(self) -> None:
         """Raises if a rank is lost."""
 

@@ -8,6 +8,7 @@ from unisono.cluster import (
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TorchrunClusterResolver,
+    UnionClusterResolver,
 )
 
 __all__ = [
@@ -18,4 +19,8 @@ __all__ = [
     "SlurmClusterResolver",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "UnionClusterResolver",
+    "UnionResolver",
 ]
+
+UnionResolver = UnionClusterResolver

@@ -5,7 +5,9 @@
     ├── DestinationError      ValueError   something that names no device to reduce to
     ├── BatchError            ValueError   a batch that is not an iterable of (value, destinations)
     ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
-    ├── UnsupportedError      ValueError   an operation, dtype or layout that has no meaning here
+    ├── UnsupportedError      ValueError   an operation, dtype, layout or argument that has no
+    │   │                                  meaning here
+    │   └── UnsupportedAttributeError AttributeError  an attribute of a tensor that a value lacks
     ├── ContextError          RuntimeError something called where it has no meaning
     ├── EndOfInputError       IndexError   a step that is asked of an input that has none left
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
@@ -44,6 +46,7 @@ __all__ = [
     "UnequalCallsError",
     "UnequalCollectivesError",
     "UnisonoError",
+    "UnsupportedAttributeError",
     "UnsupportedError",
     "WorkerLostError",
     "WorkerTimeoutError",
@@ -72,7 +75,11 @@ class ReplicaMismatchError(UnisonoError, ValueError):
 
 
 class UnsupportedError(UnisonoError, ValueError):
-    """An operation, dtype or layout that cannot be reduced."""
+    """An operation, dtype, layout or argument that has no meaning where it was given."""
+
+
+class UnsupportedAttributeError(UnsupportedError, AttributeError):
+    """An attribute that tensors have, asked of a value that is not one tensor."""
 
 
 class ContextError(UnisonoError, RuntimeError):
@@ -129,6 +136,9 @@ class JobMismatchError(CommunicationError):
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a `note` to an `error`, such as where it was raised; nothing before Python 3.11."""
-    if sys.version_info >= (3, 11):
+    """Adds a `note` to an `error`, such as where it was raised; nothing before Python 3.11.
+
+    An error that is raised again and again gets the same note once.
+    """
+    if sys.version_info >= (3, 11) and note not in getattr(error, "__notes__", ()):
         error.add_note(note)

@@ -1,5 +1,66 @@
 """The names of `tf.distribute.experimental`."""
 
-from unisono.options import CommunicationImplementation, CommunicationOptions
+from __future__ import annotations
 
-__all__ = ["CommunicationImplementation", "CommunicationOptions"]
+import warnings
+from typing import TYPE_CHECKING
+
+from unisono.input import ValueContext
+from unisono.options import CommunicationImplementation, CommunicationOptions
+from unisono.strategies import MultiWorkerMirroredStrategy as _Today
+
+if TYPE_CHECKING:
+    from unisono.cluster import ClusterResolver
+
+__all__ = [
+    "CollectiveCommunication",
+    "CollectiveHints",
+    "CommunicationImplementation",
+    "CommunicationOptions",
+    "MultiWorkerMirroredStrategy",
+    "ValueContext",
+]
+
+CollectiveCommunication = CommunicationImplementation
+
+
+class MultiWorkerMirroredStrategy(_Today):
+    """`unisono.MultiWorkerMirroredStrategy` with the arguments it had in TensorFlow 2.3.
+
+    Args:
+        communication: Who carries a collective between workers; a member of
+            `CollectiveCommunication` or its name.
+        cluster_resolver: Says which workers there are; found out if None.
+    """
+
+    def __init__(
+        self,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+        cluster_resolver: ClusterResolver | None = None,
+    ) -> None:
+        warnings.warn(
+            "`unisono.experimental.MultiWorkerMirroredStrategy` is an older name; write "
+            "`unisono.MultiWorkerMirroredStrategy`.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        implementation = CommunicationImplementation.read(communication, "communication")
+        super().__init__(cluster_resolver, CommunicationOptions(implementation=implementation))
+
+
+def CollectiveHints(
+    bytes_per_pack: int = 0, timeout_seconds: float | None = None
+) -> CommunicationOptions:
+    """Returns `CommunicationOptions`, which is the name of today.
+
+    Args:
+        bytes_per_pack: See `CommunicationOptions`.
+        timeout_seconds: See `CommunicationOptions`.
+    """
+    warnings.warn(
+        "`unisono.experimental.CollectiveHints` is an older name; write "
+        "`unisono.experimental.CommunicationOptions`.",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    return CommunicationOptions(bytes_per_pack, timeout_seconds)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
+from typing import Any, cast
 
+from unisono.arguments import check_instance, check_int, check_timeout, in_words
 from unisono.errors import UnsupportedError
 
 
@@ -21,19 +23,24 @@ class ReduceOp(enum.Enum):
     PROD = "prod"
 
     @staticmethod
-    def check(op: object) -> ReduceOp:
-        """Returns `op`, which must be a member; otherwise it is an `UnsupportedError`."""
+    def read(op: object, what: str = "reduce_op") -> ReduceOp:
+        """Returns a member from itself or its name, in any case.
+
+        Args:
+            op: The member or its name.
+            what: What an error calls it.
+
+        Raises:
+            UnsupportedError: If it is neither.
+        """
         if isinstance(op, ReduceOp):
             return op
-        members = ", ".join(str(member) for member in ReduceOp)
-        raise UnsupportedError(f"`reduce_op` must be one of {members}, got {op!r}.")
-
-    @staticmethod
-    def read(op: object) -> ReduceOp:
-        """Returns `op`, a member or its name in any case, as strategies take it."""
         if isinstance(op, str) and op.upper() in ReduceOp.__members__:
             return ReduceOp[op.upper()]
-        return ReduceOp.check(op)
+        members = ", ".join(str(member) for member in ReduceOp)
+        raise UnsupportedError(
+            f"`{what}` must be one of {members} or its name, got {in_words(op)}."
+        )
 
 
 class VariableAggregation(enum.Enum):
@@ -62,10 +69,27 @@ class CommunicationImplementation(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> CommunicationImplementation:
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
-        known = ", ".join(cls.__members__)
-        raise UnsupportedError(f"`implementation` must be one of {known}, got {value!r}.")
+        return cls.read(value)
+
+    @staticmethod
+    def read(given: object, what: str = "implementation") -> CommunicationImplementation:
+        """Returns a member from itself or its name, in any case.
+
+        Args:
+            given: The member or its name.
+            what: What an error calls it.
+
+        Raises:
+            UnsupportedError: If it is neither.
+        """
+        if isinstance(given, CommunicationImplementation):
+            return given
+        members = CommunicationImplementation.__members__
+        if isinstance(given, str) and given.upper() in members:
+            return members[given.upper()]
+        raise UnsupportedError(
+            f"`{what}` must be one of {', '.join(members)}, got {in_words(given)}."
+        )
 
 
 @dataclass(frozen=True)
@@ -76,7 +100,7 @@ class CommunicationOptions:
         bytes_per_pack: Reduce a batch in packs of a little more than this many bytes. 0 leaves
             the packing to the cross-device operation.
         timeout_seconds: How long a collective between workers may wait for the others. None means
-            five minutes.
+            five minutes. It must be finite.
         implementation: Who carries a collective between workers; a member or its name.
     """
 
@@ -85,12 +109,13 @@ class CommunicationOptions:
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO
 
     def __post_init__(self) -> None:
-        if self.bytes_per_pack < 0:
-            raise UnsupportedError(
-                f"`bytes_per_pack` must be 0 or more, got {self.bytes_per_pack}."
-            )
-        member = CommunicationImplementation(self.implementation)
-        object.__setattr__(self, "implementation", member)
+        checked = {
+            "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
+            "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
+            "implementation": CommunicationImplementation.read(self.implementation),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
 
     def merge(self, other: CommunicationOptions | None) -> CommunicationOptions:
         """Returns these options with every field that `other` sets put in place.
@@ -100,6 +125,7 @@ class CommunicationOptions:
         """
         if other is None:
             return self
+        check_options(other)
         auto = CommunicationImplementation.AUTO
         return replace(
             self,
@@ -114,3 +140,12 @@ class CommunicationOptions:
 
 
 DEFAULT_OPTIONS = CommunicationOptions()
+
+
+def check_options(options: Any) -> CommunicationOptions:
+    """Returns `options`, or the default ones for None."""
+    if options is None:
+        return DEFAULT_OPTIONS
+    wanted = "a `unisono.experimental.CommunicationOptions` or None"
+    check_instance("options", options, CommunicationOptions, wanted)
+    return cast(CommunicationOptions, options)

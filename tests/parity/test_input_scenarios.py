@@ -23,9 +23,9 @@ from unisono.input import (
 )
 from unisono.reductions import Workers
 
-OFF, FILE = (
-    uo.InputOptions(auto_shard_policy=policy)
-    for policy in (uo.AutoShardPolicy.OFF, uo.AutoShardPolicy.FILE)
+AUTO, OFF, FILE = (
+    uo.InputOptions(auto_shard_policy=policy, split="tensorflow")
+    for policy in (uo.AutoShardPolicy.AUTO, uo.AutoShardPolicy.OFF, uo.AutoShardPolicy.FILE)
 )
 
 
@@ -46,7 +46,7 @@ def steps(dataset: Iterable[Any]) -> list[Any]:
 
 
 def dealt(source: Any) -> Callable[[uo.Strategy], Any]:
-    return lambda strategy: steps(strategy.experimental_distribute_dataset(source))
+    return lambda strategy: steps(strategy.experimental_distribute_dataset(source, AUTO))
 
 
 def without_sharding(source: Any) -> Callable[[uo.Strategy], Any]:
@@ -55,7 +55,9 @@ def without_sharding(source: Any) -> Callable[[uo.Strategy], Any]:
 
 
 def from_function(make: Callable[[], Any]) -> Callable[[uo.Strategy], Any]:
-    return lambda strategy: steps(strategy.distribute_datasets_from_function(lambda _: make()))
+    return lambda strategy: steps(
+        strategy.distribute_datasets_from_function(lambda _: make(), AUTO)
+    )
 
 
 def counting(strategy: uo.Strategy) -> Any:
@@ -70,7 +72,7 @@ def context_of(workers: Workers, num_replicas: int) -> uo.InputContext:
 
 
 def by_two_workers(
-    num_replicas: int, source: Any, options: uo.InputOptions | None = None
+    num_replicas: int, source: Any, options: uo.InputOptions = AUTO
 ) -> Callable[[Any], Any]:
     def on_one(workers: Workers) -> list[Any]:
         context = context_of(workers, num_replicas)
@@ -85,7 +87,10 @@ def by_two_workers(
 def functions_of_two_workers(make: Callable[[uo.InputContext], Any]) -> list[list[Any]]:
     def on_one(workers: Workers) -> list[Any]:
         context = context_of(workers, 1)
-        return steps(DistributedDatasetsFromFunction(make, context, cpu_slots(1), workers=workers))
+        dataset = DistributedDatasetsFromFunction(
+            make, context, cpu_slots(1), AUTO, workers=workers
+        )
+        return steps(dataset)
 
     return on_workers(2, on_one)
 

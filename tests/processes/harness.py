@@ -94,14 +94,16 @@ def run_ranks(size: int, target: Target, *args: Any, timeout: float = 60.0) -> l
     return [results[rank] for rank in range(size)]
 
 
-def strategy_of(rank: int, ports: list[int], num_replicas: int) -> uo.MultiWorkerMirroredStrategy:
+def strategy_of(
+    rank: int, ports: list[int], num_replicas: int, **settings: Any
+) -> uo.MultiWorkerMirroredStrategy:
     """Makes the strategy of one of as many workers as there are ports."""
     resolver = uo.cluster_resolver.SimpleClusterResolver(
         {"worker": [f"127.0.0.1:{port}" for port in ports]}, task_type="worker", task_id=rank
     )
     devices = [f"cpu:{i}" for i in range(num_replicas)]
     options = uo.experimental.CommunicationOptions(timeout_seconds=30)
-    return uo.MultiWorkerMirroredStrategy(resolver, options, devices=devices)
+    return uo.MultiWorkerMirroredStrategy(resolver, options, devices=devices, **settings)
 
 
 def _run(

@@ -101,9 +101,11 @@ KINDS = {
 LAYOUTS = [(2, 1), (2, 2), (3, 1), (3, 2)]
 
 
-def seen(element: Any) -> Step:
+def seen(strategy: uo.Strategy, element: Any) -> Step:
     (value,) = element
-    samples = [part.tolist() for part in value.values]
+    own = value.counts[strategy.extended.first_replica_id :]
+    # A replica without samples has one that counts nothing.
+    samples = [part.tolist() if n else [] for part, n in zip(value.values, own, strict=False)]
     return Step(samples, value.counts, str({part.dtype for part in value.values}))
 
 
@@ -123,7 +125,7 @@ def resumed(strategy: uo.Strategy, rank: int, kind: Kind, *, by_chief: bool) -> 
     for num_steps in sorted({1, 2, 3, length} & {*range(length + 1)}):
         torch.set_rng_state(start)
         dataset = kind.make(strategy, rank)
-        before = [seen(element) for element in itertools.islice(dataset, num_steps)]
+        before = [seen(strategy, element) for element in itertools.islice(dataset, num_steps)]
         state = copied(dataset.state_dict())
         if by_chief:
             state = strategy.extended.workers.gather_objects(state)[0]
@@ -131,7 +133,7 @@ def resumed(strategy: uo.Strategy, rank: int, kind: Kind, *, by_chief: bool) -> 
         torch.manual_seed(1000 + rank)
         another = kind.make(strategy, rank)
         another.load_state_dict(state)
-        put_together.append(before + [seen(element) for element in another])
+        put_together.append(before + [seen(strategy, element) for element in another])
     return put_together
 
 
@@ -145,7 +147,7 @@ def read(
             torch.manual_seed(rank)
             dataset = kind.make(strategy, rank)
             results[name] = {
-                "passes": [[seen(element) for element in dataset] for _ in range(2)],
+                "passes": [[seen(strategy, element) for element in dataset] for _ in range(2)],
                 "resumed by all": resumed(strategy, rank, kind, by_chief=False),
                 "resumed by the chief": resumed(strategy, rank, kind, by_chief=True),
             }

@@ -68,25 +68,35 @@ def train(
         model = make_model()
         optimizers = make_optimizer(model)
 
-    def step(inputs: Tensor, labels: Tensor) -> Tensor:
+    def step(inputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
         for optimizer in optimizers:
             optimizer.zero_grad()
-        # A sum, because a mean over no samples is not a number.
-        loss = nn.functional.cross_entropy(model(inputs), labels, reduction="sum")
-        loss = loss / max(1, len(labels))
+        loss = nn.functional.cross_entropy(model(inputs), labels)
         loss.backward()
         for optimizer in optimizers:
             optimizer.step()
-        return loss.detach()
+        context = uo.get_replica_context()
+        assert context is not None
+        smallest = context.all_reduce("MIN", inputs.double().mean())
+        everything = context.all_gather(labels, axis=0)
+        assert len(everything) == context.all_reduce("SUM", torch.tensor(len(labels)))
+        return {"loss": loss.detach(), "labels": labels, "smallest": smallest}
 
     loader = DataLoader(dataset, batch_size=24, shuffle=True)
     batches = strategy.experimental_distribute_dataset(loader)
-    losses = [
-        strategy.reduce(uo.ReduceOp.MEAN, strategy.run(step, args=batch))
-        for _ in range(num_passes)
-        for batch in batches
-    ]
-    found = {"losses": torch.stack(losses)} | model.state_dict()
+    losses, labels, smallest = [], [], []
+    for _ in range(num_passes):
+        for batch in batches:
+            results = strategy.run(step, args=batch)
+            losses.append(strategy.reduce(uo.ReduceOp.MEAN, results["loss"]))
+            labels.append(strategy.gather(results["labels"], 0))
+            smallest.append(strategy.reduce("MEAN", results["smallest"]))
+    assert len(torch.cat(labels)) == num_passes * len(dataset)
+    found = {
+        "losses": torch.stack(losses),
+        "labels": torch.cat(labels),
+        "smallest": torch.stack(smallest),
+    } | model.state_dict()
     return {name: bits_of(tensor) for name, tensor in found.items()}
 
 
@@ -108,6 +118,13 @@ def images_with_an_uneven_rest(strategy: uo.Strategy) -> dict[str, Bits]:
     return train(strategy, convolutions, make, images(71))
 
 
+def images_with_a_rest_for_two_replicas(strategy: uo.Strategy) -> dict[str, Bits]:
+    def make(model: nn.Module) -> list[torch.optim.Optimizer]:
+        return [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    return train(strategy, convolutions, make, images(26))
+
+
 def words_with_a_rest_for_one_replica(strategy: uo.Strategy) -> dict[str, Bits]:
     def make(model: nn.Module) -> list[torch.optim.Optimizer]:
         assert isinstance(model, Words)
@@ -122,6 +139,7 @@ def words_with_a_rest_for_one_replica(strategy: uo.Strategy) -> dict[str, Bits]:
 CASES: list[Case] = [
     images_with_momentum,
     images_with_an_uneven_rest,
+    images_with_a_rest_for_two_replicas,
     words_with_a_rest_for_one_replica,
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -239,6 +240,43 @@ def test_workers_train_as_one(size: int, num_replicas: int) -> None:
         assert other["has"] == first["has"]
         for name, value in first["state"].items():
             assert np.array_equal(other["state"][name], value), name
+
+
+def saving(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:
+    """The chief saves and evaluates, while the others go on."""
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(context().local_id + rank))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    saved: list[Any] = []
+    for _ in range(3):
+        strategy.run(step)
+        if strategy.is_chief:
+            file = io.BytesIO()
+            torch.save(model.state_dict(), file)
+            saved.append(torch.load(io.BytesIO(file.getvalue())))
+            model.eval()
+            strategy.run(lambda: model(torch.ones(2, 3)))
+            model.train()
+    state = {name: value.numpy() for name, value in model.state_dict().items()}
+    return {"state": state, "saved": [one["1.running_mean"].numpy() for one in saved]}
+
+
+def test_the_chief_alone_saves_and_evaluates_a_model_with_statistics() -> None:
+    first, second = on_workers(2, saving, num_replicas=2)
+
+    for name, value in first["state"].items():
+        assert np.array_equal(second["state"][name], value), name
+    assert second["saved"] == []
+    assert np.array_equal(first["saved"][-1], first["state"]["1.running_mean"])
+    assert not np.array_equal(first["saved"][0], first["saved"][1])
+    assert first["state"]["1.num_batches_tracked"] == 3
 
 
 def properties(strategy: uo.MultiWorkerMirroredStrategy, rank: int) -> Facts:

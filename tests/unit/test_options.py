@@ -20,14 +20,14 @@ BASE = CommunicationOptions(10, 5.0, RING)
 
 
 @pytest.mark.parametrize("op", ReduceOp)
-def test_a_reduce_op_checks_as_itself(op: ReduceOp) -> None:
-    assert ReduceOp.check(op) is op
+def test_a_reduce_op_is_a_member_or_its_name_in_any_case(op: ReduceOp) -> None:
+    assert ReduceOp.read(op) is ReduceOp.read(op.name) is ReduceOp.read(op.name.lower()) is op
 
 
-@pytest.mark.parametrize("wrong", ["sum", "SUM", None, 0, VariableAggregation.SUM])
+@pytest.mark.parametrize("wrong", ["total", "", None, 0, VariableAggregation.SUM])
 def test_what_is_no_reduce_op_is_refused_and_shown(wrong: object) -> None:
     with pytest.raises(UnsupportedError, match=r"one of ReduceOp\.SUM, .*got ") as caught:
-        ReduceOp.check(wrong)
+        ReduceOp.read(wrong)
 
     assert repr(wrong) in str(caught.value)
 

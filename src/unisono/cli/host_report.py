@@ -201,17 +201,20 @@ def _carrier(hosts: str, tuning: Tuning | None, *, has_native_core: bool) -> Cho
 
 
 def _tuned() -> Tuned:
-    path = tuning_path()
     try:
         tuning = current_tuning()
     except TuningError as error:
         return Tuned(None, f"no strategy can be made: {error}")
+    try:
+        path = tuning_path()
+    except TuningError as error:
+        return Tuned(None, str(error))
     if tuning is not None:
         when = f"measured on {tuning.date} by Unisono {tuning.version}"
         return Tuned(tuning, f"{path}, {when}; choices and sizes of packs go by it")
     if os.environ.get(TUNING) == "off":
         return Tuned(None, f"{TUNING}=off is set, so no run reads one")
-    if path.exists():
+    if os.path.exists(path):
         return Tuned(None, f"{path} is of no use here: run `unisono tune`")
     return Tuned(None, "not yet: `unisono tune` measures the links, and choices go by them")
 

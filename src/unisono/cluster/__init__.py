@@ -14,6 +14,7 @@ from unisono.cluster.resolvers import (
     TFConfig,
     TFConfigClusterResolver,
     TorchrunClusterResolver,
+    UnionClusterResolver,
 )
 from unisono.cluster.spec import ClusterSpec
 from unisono.cluster.store import open_store
@@ -30,6 +31,7 @@ __all__ = [
     "TFConfig",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "UnionClusterResolver",
     "WorkerCard",
     "detect",
     "meet",

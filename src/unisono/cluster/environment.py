@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from unisono.arguments import check_optional
 from unisono.errors import ClusterError
 
 
@@ -17,12 +18,13 @@ class LauncherVariables:
     """
 
     def __init__(self, launcher: str, environ: Mapping[str, str] | None = None) -> None:
+        check_optional("environ", environ, Mapping, "a dict of environment variables")
         self._launcher = launcher
         self._environ = os.environ if environ is None else environ
 
     def find(self, *names: str) -> str | None:
         """Returns the first of the variables that is set."""
-        return next((self._environ[name] for name in names if name in self._environ), None)
+        return next((str(self._environ[name]) for name in names if name in self._environ), None)
 
     def text(self, *names: str) -> str:
         """Returns the first of the variables that is set; one must be."""
@@ -65,7 +67,7 @@ class LauncherVariables:
         family = {name.split("_")[0] for name in names} | {"RANK", "WORLD", "MASTER"}
         found = [
             f"{name}={text!r}"
-            for name, text in sorted(self._environ.items())
-            if name.split("_")[0] in family and name not in names
+            for name, text in sorted(self._environ.items(), key=str)
+            if isinstance(name, str) and name.split("_")[0] in family and name not in names
         ]
         return f" (found {', '.join(found[:8])})" if found else ""

@@ -28,6 +28,7 @@ class Membership:
         task_id: Its number there; None for a process alone.
         spec: The cluster.
         coordinator_rank: The rank that serves the store.
+        gpus: The GPUs of its host that this process uses; None means its share of them.
     """
 
     rank: int
@@ -43,6 +44,7 @@ class Membership:
     task_id: int | None
     spec: ClusterSpec
     coordinator_rank: int = 0
+    gpus: tuple[int, ...] | None = None
 
     @staticmethod
     def of(resolver: ClusterResolver) -> Membership:
@@ -64,6 +66,7 @@ class Membership:
             task_type=resolver.task_type,
             task_id=resolver.task_id,
             spec=spec,
+            gpus=launch.gpus,
         )
 
     @property

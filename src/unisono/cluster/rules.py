@@ -97,6 +97,13 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
         )
     if not isinstance(task_id, int) or isinstance(task_id, bool):
         raise ClusterError(f"A task id is a whole number; got {task_id!r}.")
+    for job in ("worker", task_type):
+        if job in spec.jobs and not spec.is_dense(job):
+            raise ClusterError(
+                f"The job {job!r} has the tasks {', '.join(map(str, spec.task_indices(job)))} and "
+                "lacks others. All workers train together, so give the addresses of all, from task "
+                "0 on; None stands for one that is not known."
+            )
     # An evaluator that is not in the spec is the only one.
     num_tasks = max(_count(spec, task_type), 1)
     if not 0 <= task_id < num_tasks:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import TypeAlias
 
+from unisono.arguments import check_int, in_words
 from unisono.cluster.address import Address
 from unisono.errors import ClusterError
+
+Tasks: TypeAlias = "Sequence[str | None] | Mapping[int, str | None]"
 
 
 class ClusterSpec:
@@ -17,16 +21,19 @@ class ClusterSpec:
 
     Args:
         cluster: Addresses by job name, `{"worker": ["host0:2222", "host1:2222"]}`, or another spec.
+            The addresses of a job may also be given by task number, as in
+            `{"worker": {1: "host1:2222"}}`, and then some tasks may be missing. Training needs
+            all of them.
     """
 
-    def __init__(self, cluster: ClusterSpec | Mapping[str, Sequence[str | None]]) -> None:
+    def __init__(self, cluster: ClusterSpec | Mapping[str, Tasks]) -> None:
         if isinstance(cluster, ClusterSpec):
-            self._tasks: dict[str, tuple[str | None, ...]] = dict(cluster._tasks)
+            self._tasks: dict[str, dict[int, str | None]] = dict(cluster._tasks)
             return
         if not isinstance(cluster, Mapping):
             raise ClusterError(
                 "A cluster is a dictionary of addresses by job name, such as "
-                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {cluster!r}."
+                f"{{'worker': ['host0:2222', 'host1:2222']}}; got {in_words(cluster)}."
             )
         self._tasks = {job: _addresses(job, tasks) for job, tasks in cluster.items()}
         _check_that_addresses_differ(self._tasks)
@@ -42,7 +49,7 @@ class ClusterSpec:
 
     def task_indices(self, job_name: str) -> list[int]:
         """Returns the numbers of the tasks of the job `job_name`."""
-        return list(range(self.num_tasks(job_name)))
+        return sorted(self._job(job_name))
 
     def task_address(self, job_name: str, task_index: int) -> str:
         """Returns the address of the task `task_index` of the job `job_name`.
@@ -51,10 +58,11 @@ class ClusterSpec:
             ClusterError: If there is no such task, or its address is not known.
         """
         tasks = self._job(job_name)
-        if not 0 <= task_index < len(tasks):
+        if check_int("task_index", task_index) not in tasks:
+            is_dense = self.is_dense(job_name)
+            known = f"0 to {len(tasks) - 1}" if is_dense else ", ".join(map(str, sorted(tasks)))
             raise ClusterError(
-                f"The job {job_name!r} has the tasks 0 to {len(tasks) - 1}, but task {task_index} "
-                "was asked for."
+                f"The job {job_name!r} has the tasks {known}, but task {task_index} was asked for."
             )
         address = tasks[task_index]
         if address is None:
@@ -65,12 +73,20 @@ class ClusterSpec:
         return address
 
     def job_tasks(self, job_name: str) -> list[str | None]:
-        """Returns the addresses of the job `job_name`, by task number."""
-        return list(self._job(job_name))
+        """Returns the addresses of the job `job_name`, by task number; None for missing tasks."""
+        tasks = self._job(job_name)
+        return [tasks.get(index) for index in range(max(tasks) + 1)]
 
-    def as_dict(self) -> dict[str, list[str | None]]:
-        """Returns the addresses by job name."""
-        return {job: list(tasks) for job, tasks in self._tasks.items()}
+    def is_dense(self, job_name: str) -> bool:
+        """Whether the tasks of the job `job_name` are numbered from 0 without a gap."""
+        return self.task_indices(job_name) == list(range(self.num_tasks(job_name)))
+
+    def as_dict(self) -> dict[str, list[str | None] | dict[int, str | None]]:
+        """Returns the addresses by job name: a list, or a dict by number if tasks are missing."""
+        return {
+            job: self.job_tasks(job) if self.is_dense(job) else dict(sorted(tasks.items()))
+            for job, tasks in self._tasks.items()
+        }
 
     def __bool__(self) -> bool:
         return bool(self._tasks)
@@ -79,31 +95,54 @@ class ClusterSpec:
         return isinstance(other, ClusterSpec) and self._tasks == other._tasks
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._tasks.items()))
+        return hash(
+            frozenset((job, frozenset(tasks.items())) for job, tasks in self._tasks.items())
+        )
 
     def __repr__(self) -> str:
         return f"ClusterSpec({self.as_dict()})"
 
-    def _job(self, name: str) -> tuple[str | None, ...]:
-        if name not in self._tasks:
+    def _job(self, name: str) -> dict[int, str | None]:
+        if not isinstance(name, str) or name not in self._tasks:
             known = ", ".join(map(repr, self._tasks)) or "none"
-            raise ClusterError(f"There is no job {name!r} in the cluster; its jobs are: {known}.")
+            raise ClusterError(
+                f"There is no job {in_words(name)} in the cluster; its jobs are: {known}."
+            )
         return self._tasks[name]
 
 
-def _addresses(job: object, tasks: object) -> tuple[str | None, ...]:
+def _addresses(job: object, tasks: object) -> dict[int, str | None]:
     if not isinstance(job, str) or not job:
-        raise ClusterError(f"The name of a job is a text such as 'worker'; got {job!r}.")
-    if isinstance(tasks, str) or not isinstance(tasks, Sequence) or not tasks:
+        raise ClusterError(f"The name of a job is a text such as 'worker'; got {in_words(job)}.")
+    if isinstance(tasks, str) or not isinstance(tasks, (Sequence, Mapping)) or not tasks:
         raise ClusterError(
             f"The tasks of the job {job!r} are a list of at least one address, such as "
-            f"['host0:2222', 'host1:2222']; got {tasks!r}."
+            "['host0:2222', 'host1:2222'], or a dictionary of addresses by task number; got "
+            f"{in_words(tasks)}."
         )
-    return tuple(None if task is None else str(Address.parse(task)) for task in tasks)
+    if isinstance(tasks, Mapping):
+        numbered = {_number(job, key): task for key, task in tasks.items()}
+    else:
+        numbered = dict(enumerate(tasks))
+    return {
+        index: None if task is None else str(Address.parse(task))
+        for index, task in numbered.items()
+    }
 
 
-def _check_that_addresses_differ(tasks: Mapping[str, Sequence[str | None]]) -> None:
-    counts = Counter(address for job in tasks.values() for address in job if address is not None)
+def _number(job: str, key: object) -> int:
+    """Returns the number of a task; JSON has numbers as keys only in the form of texts."""
+    is_number = isinstance(key, int) and not isinstance(key, bool) and key >= 0
+    if is_number or (isinstance(key, str) and key.isascii() and key.isdigit()):
+        return int(key)  # type: ignore[call-overload, no-any-return]
+    raise ClusterError(
+        f"The tasks of the job {job!r} are numbered with whole numbers of 0 or more; got {key!r}."
+    )
+
+
+def _check_that_addresses_differ(tasks: Mapping[str, Mapping[int, str | None]]) -> None:
+    addresses = (address for job in tasks.values() for address in job.values())
+    counts = Counter(address for address in addresses if address is not None)
     twice = sorted(address for address, count in counts.items() if count > 1)
     if twice:
         raise ClusterError(

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,12 +34,14 @@ class Communicator(ABC):
         rank: Which rank this is.
         size: How many there are.
         cost: What an all-reduce is predicted to cost, where that is known.
+        timeout_seconds: How long a collective may wait for others; None if it never waits.
     """
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
         self.cost: Line | None = None
+        self.timeout_seconds: float | None = None
 
     @property
     @abstractmethod
@@ -109,6 +112,26 @@ class Communicator(ABC):
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
         return torch.empty(num_bytes, dtype=torch.uint8)
+
+    @contextmanager
+    def within(self, seconds: float | None) -> Iterator[None]:
+        """In the block, a collective may wait `seconds` for others; with None, as long as always.
+
+        Every rank must say the same, or some give up before others.
+        """
+        usual = self.timeout_seconds
+        if seconds is None or usual is None or seconds == usual:
+            yield
+            return
+        self.set_timeout(seconds)
+        try:
+            yield
+        finally:
+            self.set_timeout(usual)
+
+    @abstractmethod
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on; see `within`."""
 
     @abstractmethod
     def check_health(self) -> None:

@@ -137,6 +137,11 @@ class Exchange:
         finished = self._transport.broadcast(raw)
         return lambda: self._wait(finished)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long to wait for other ranks."""
+        self.watch.timeout_seconds = seconds
+        self._transport.set_timeout(seconds)
+
     def close(self) -> None:
         """Ends connections and threads. May be called twice."""
         self._end()

@@ -16,7 +16,8 @@ from unisono.communicators.addresses import own_address
 from unisono.communicators.headers import ranks_in_words
 from unisono.errors import UnsupportedError, WorkerTimeoutError
 
-_GRACE_SECONDS = 2.0
+# The watch gives up before Gloo does, and can say for whom it has waited.
+GRACE_SECONDS = 2.0
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
@@ -40,8 +41,7 @@ def make_gloo_group(
     own = own_address(store, rank, size, host=host, timeout_seconds=patience)
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
-    # The watch gives up before Gloo does, and can say for whom it has waited.
-    options._timeout = timedelta(seconds=timeout_seconds + _GRACE_SECONDS)
+    options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
     options._devices = [_device(own)]
     # As many collectives as are under way at a time.
     options._threads = 4

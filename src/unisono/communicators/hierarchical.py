@@ -56,6 +56,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> None:
         assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
         super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
+        self.timeout_seconds = between.timeout_seconds
         self._inside = inside
         self._between = between
         self._layout = layout
@@ -181,6 +182,13 @@ class HierarchicalCommunicator(Communicator):
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes from which collectives inside a host need not copy."""
         return self._inside.allocate(num_bytes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        # Later inside, as it was: the watch, which sees all hosts, is the first to say who is late.
+        grace = (self._inside.timeout_seconds or 0) - (self.timeout_seconds or 0)
+        self._inside.set_timeout(seconds + grace)
+        self._between.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

@@ -58,6 +58,9 @@ class IdentityCommunicator(Communicator):
     def barrier(self) -> None:
         """Returns at once."""
 
+    def set_timeout(self, seconds: float) -> None:
+        """Does nothing: there is nobody to wait for."""
+
     def check_health(self) -> None:
         """Returns: whoever asks is alive."""
 

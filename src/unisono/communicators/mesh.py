@@ -232,6 +232,9 @@ class Mesh:
 
         return finished
 
+    def set_timeout(self, seconds: float) -> None:
+        """Does nothing: a connection never gives up by itself."""
+
     def awaited(self) -> list[int]:
         """Returns the ranks from which something is still to come."""
         return [peer for peer, connection in self._connections.items() if connection.is_awaited]

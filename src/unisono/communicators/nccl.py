@@ -48,7 +48,7 @@ class NcclCommunicator(Communicator):
             )
         super().__init__(on_host.rank, on_host.size)
         self._on_host = on_host
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._sequence = 0
         make: Any = distributed.ProcessGroupNCCL
         options = make.Options()
@@ -116,6 +116,12 @@ class NcclCommunicator(Communicator):
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         self._on_host.barrier()
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may take, and wait for others before they begin."""
+        self._timeout_seconds = seconds
+        self._group._set_default_timeout(timedelta(seconds=seconds))
+        self._on_host.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

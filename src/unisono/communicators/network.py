@@ -84,6 +84,7 @@ class NetworkCommunicator(Communicator):
         joining_seconds: float | None = None,
     ) -> None:
         super().__init__(rank, size)
+        self.timeout_seconds = timeout_seconds
         self._backend = backend
         self._step_bytes = step_bytes
         patience = timeout_seconds if joining_seconds is None else joining_seconds
@@ -221,6 +222,10 @@ class NetworkCommunicator(Communicator):
         header = Header("barrier", self._next())
         with self._exchange.collective(header):
             self._exchange.meet(header, [None] * self.size)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        self._exchange.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

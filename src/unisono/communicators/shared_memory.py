@@ -75,7 +75,7 @@ class SharedMemoryCommunicator(Communicator):
                 f"{rank} and size {size}."
             )
         super().__init__(rank, size)
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._patience = timeout_seconds if joining_seconds is None else joining_seconds
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
@@ -198,6 +198,10 @@ class SharedMemoryCommunicator(Communicator):
                 "of the memory of this host. Allocate once and use it again."
             ) from None
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives may wait for others from now on."""
+        self._group.set_timeout(seconds)
+
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._group.check_health()
@@ -253,7 +257,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
-    ReduceOp.check(op)
+    ReduceOp.read(op)
     if not terms:
         raise UnsupportedError("`terms` must hold at least one tensor, got none.")
     check_replicas(op, terms, "The value")

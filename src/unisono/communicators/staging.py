@@ -19,6 +19,7 @@ class StagedCommunicator(Communicator):
 
     def __init__(self, on_host: Communicator) -> None:
         super().__init__(on_host.rank, on_host.size)
+        self.timeout_seconds = on_host.timeout_seconds
         self._on_host = on_host
 
     @property
@@ -65,6 +66,10 @@ class StagedCommunicator(Communicator):
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
         return self._on_host.allocate(num_bytes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives of the other communicator may wait."""
+        self._on_host.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

@@ -34,6 +34,7 @@ class ThreadCommunicator(Communicator):
 
     def __init__(self, table: _Table, rank: int) -> None:
         super().__init__(rank, table.size)
+        self.timeout_seconds = table.timeout_seconds
         self._table = table
         self._sequence = 0
 
@@ -110,6 +111,10 @@ class ThreadCommunicator(Communicator):
         """Returns when every rank has called it."""
         self._table.meet(self.rank, Header("barrier", self._next()), [], lambda brought: brought)
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long this rank waits for others."""
+        self._table.patience[self.rank] = seconds
+
     def check_health(self) -> None:
         """Raises if a rank has closed its communicator, or a collective has failed."""
         self._table.check_health()
@@ -132,7 +137,9 @@ class _Table:
 
     def __init__(self, size: int, timeout_seconds: float) -> None:
         self.size = size
-        self._timeout_seconds = timeout_seconds
+        self.timeout_seconds = timeout_seconds
+        # How long each rank waits, where it is not as long.
+        self.patience: dict[int, float] = {}
         self._changed = threading.Condition()
         self._headers: dict[int, Header] = {}
         self._brought: dict[int, Sequence[Tensor]] = {}
@@ -151,7 +158,7 @@ class _Table:
             if len(self._headers) == self.size:
                 self._finish(work)
             else:
-                self._wait(header, meeting)
+                self._wait(header, meeting, self.patience.get(rank, self.timeout_seconds))
             return self._results[rank]
 
     def _finish(self, work: Work) -> None:
@@ -164,21 +171,21 @@ class _Table:
         self._num_meetings += 1
         self._changed.notify_all()
 
-    def _wait(self, header: Header, meeting: int) -> None:
-        deadline = time.monotonic() + self._timeout_seconds
+    def _wait(self, header: Header, meeting: int, seconds: float) -> None:
+        deadline = time.monotonic() + seconds
         while self._num_meetings == meeting:
             self._raise_failure()
             missing = [rank for rank in range(self.size) if rank not in self._headers]
             if gone := [rank for rank in missing if rank in self._gone]:
                 self._fail(_left(gone, header))
             if time.monotonic() >= deadline:
-                self._fail(self._late(missing, header))
+                self._fail(self._late(missing, header, seconds))
             self._changed.wait(min(0.5, max(0.0, deadline - time.monotonic())))
         self._raise_failure()
 
-    def _late(self, missing: list[int], header: Header) -> CommunicationError:
+    def _late(self, missing: list[int], header: Header, seconds: float) -> CommunicationError:
         return WorkerTimeoutError(
-            f"Waited {self._timeout_seconds:g} s in {header} for {ranks_in_words(missing)} of "
+            f"Waited {seconds:g} s in {header} for {ranks_in_words(missing)} of "
             f"{self.size}. Every rank must call it; raise `timeout_seconds` if one is slow.",
             missing,
         )

@@ -23,6 +23,7 @@ class TracedCommunicator(Communicator):
     def __init__(self, carrier: Communicator, group: int) -> None:
         super().__init__(carrier.rank, carrier.size)
         self.cost = carrier.cost
+        self.timeout_seconds = carrier.timeout_seconds
         self._carrier = carrier
         self._group = group
         # Counted when nobody records too: workers may start to record at different times.
@@ -82,6 +83,10 @@ class TracedCommunicator(Communicator):
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
         return self._carrier.allocate(num_bytes)
+
+    def set_timeout(self, seconds: float) -> None:
+        """Says how long collectives of the carrier may wait."""
+        self._carrier.set_timeout(seconds)
 
     def check_health(self) -> None:
         """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from unisono.communicators.gloo import break_connections
+from unisono.communicators.gloo import GRACE_SECONDS, break_connections
 
 # Waits for so many seconds, and returns whether what was begun is done.
 Finished = Callable[[float], bool]
@@ -58,6 +58,10 @@ class Transport(Protocol):
         """Begins to overwrite each tensor with that of the rank it stands under."""
         ...
 
+    def set_timeout(self, seconds: float) -> None:
+        """Says for how long who uses it may wait, so that it does not give up before."""
+        ...
+
     def awaited(self) -> list[int]:
         """Returns the ranks from which something is still to come, as far as that is known."""
         ...
@@ -87,6 +91,11 @@ class ProcessGroupTransport:
     def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
         """Begins to overwrite each tensor with that of the rank it stands under."""
         return _finished([self._group.broadcast(tensors[root], root) for root in tensors])
+
+    def set_timeout(self, seconds: float) -> None:
+        """Lets Gloo, which gives up by itself, wait longer; MPI never gives up."""
+        if hasattr(self._group, "recv"):
+            self._group._set_default_timeout(timedelta(seconds=seconds + GRACE_SECONDS))
 
     def awaited(self) -> list[int]:
         """A process group does not tell."""

@@ -8,9 +8,10 @@ from unisono.contexts.current import (
     in_cross_replica_context,
     is_inside_run,
     other_strategy,
+    running_replica,
 )
 from unisono.contexts.replica import CrossReplicaContext, Meeting, ReplicaContext
-from unisono.contexts.stack import Context, current_context, entered, set_outside
+from unisono.contexts.stack import Context, current_context, entered, is_default, set_outside
 
 __all__ = [
     "Context",
@@ -24,7 +25,9 @@ __all__ = [
     "get_strategy",
     "has_strategy",
     "in_cross_replica_context",
+    "is_default",
     "is_inside_run",
     "other_strategy",
+    "running_replica",
     "set_outside",
 ]

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.errors import ReplicaMismatchError
+from unisono.kernels import check_gather
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.values import DistributedValues, PerReplica, is_sparse
+from unisono.values import DistributedValues, PerReplica, is_sparse, weighed
 
 if TYPE_CHECKING:
     from unisono.contexts.replica import ReplicaContext
@@ -40,17 +41,24 @@ def _all_reduce(
     options: CommunicationOptions | None,
 ) -> list[Tensor]:
     extended = context.strategy.extended
+    factors = extended.counting.factors(op)
 
     def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
         lengths = [len(own) for own in given]
         if len(set(lengths)) > 1:
+            counts = enumerate(lengths, extended.first_replica_id)
             raise ReplicaMismatchError(
-                f"The replicas reduce different numbers of tensors, {lengths} by replica. Call "
-                "`all_reduce` with the same structure on every replica."
+                "The replicas reduce different numbers of tensors: "
+                f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Call `all_reduce` "
+                "with the same structure on every replica."
             )
+        by_tensor = zip(*given, strict=True)
         values = [
-            PerReplica.placed(components, extended.worker_devices)
-            for components in zip(*given, strict=True)
+            PerReplica.placed(
+                weighed(op, components, factors) if factors else components,
+                extended.worker_devices,
+            )
+            for components in by_tensor
         ]
         pairs = [(value, value) for value in values]
         results = extended.cross_device_ops.batch_reduce(op, pairs, options)
@@ -102,10 +110,7 @@ def gather_tensors(
     context: ReplicaContext, tensor: Tensor, axis: int, options: CommunicationOptions | None
 ) -> Tensor:
     """Puts the tensors of all replicas end to end."""
-    if is_sparse(tensor):
-        raise UnsupportedError("Sparse tensors cannot be gathered; call `.to_dense()` first.")
-    if tensor.dim() == 0:
-        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    check_gather([tensor], axis)
     apply: Any = _AllGather.apply
     gathered: Tensor = apply(context, options, axis, tensor)
     return gathered
@@ -122,25 +127,33 @@ class _AllGather(torch.autograd.Function):
         axis: int,
         tensor: Tensor,
     ) -> Tensor:
+        extended = context.strategy.extended
+        counting = extended.counting.factors(ReduceOp.SUM) or [1.0] * context.num_local_replicas
+
         def work(given: list[Tensor]) -> list[tuple[Tensor, int]]:
-            workers = context.strategy.extended.workers
-            here = torch.cat([own.detach().to(given[0].device) for own in given], dim=axis)
-            gathered = workers.gather(here)
-            first = sum(other.shape[axis] for other in gathered[: workers.communicator.rank])
+            workers = extended.workers
+            given = [
+                own if counts else own.narrow(axis, 0, 0)
+                for own, counts in zip(given, counting, strict=True)
+            ]
+            with workers.communicator.within(options.timeout_seconds if options else None):
+                total, first = workers.concatenate(given, axis)
             sizes = [own.shape[axis] for own in given]
             starts = [first + sum(sizes[:i]) for i in range(len(sizes))]
-            total = torch.cat(gathered, dim=axis)
             parts = [total, *(total.to(own.device, copy=True) for own in given[1:])]
             return list(zip(parts, starts, strict=True))
 
         replica_id = context.local_id
         what = f"all_gather along {axis}"
         gathered, start = context.meeting.meet(replica_id, what, tensor, work)
-        ctx.arguments = context, options, axis, start, tensor.shape[axis]
+        ctx.arguments = context, options, axis, start, tensor.shape
         return gathered  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        context, options, axis, start, length = ctx.arguments
+        context, options, axis, start, shape = ctx.arguments
         (total,) = _reduce_gradients(context, ReduceOp.SUM, gradients, options)
-        return None, None, None, total.narrow(axis, start, length)
+        if not context.counts:
+            # What it gave is not in the result.
+            return None, None, None, total.new_zeros(shape)
+        return None, None, None, total.narrow(axis, start, shape[axis])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from unisono.contexts.replica import CrossReplicaContext, ReplicaContext
-from unisono.contexts.stack import current_context, stack
+from unisono.contexts.stack import current_context, is_default, stack
 from unisono.values import set_replica_seen
 
 if TYPE_CHECKING:
@@ -54,12 +54,18 @@ def get_strategy() -> Strategy:
 
 def has_strategy() -> bool:
     """Whether the code runs under a strategy other than the default one."""
-    return bool(stack.entered)
+    return not is_default(current_context().strategy)
+
+
+def running_replica() -> ReplicaContext | None:
+    """Returns the replica that this thread runs, in whatever context it is now."""
+    replicas = (one for one in reversed(stack.entered) if isinstance(one, ReplicaContext))
+    return next(replicas, None)
 
 
 def is_inside_run() -> bool:
     """Whether this thread runs a replica, in whatever context it is now."""
-    return any(isinstance(context, ReplicaContext) for context in stack.entered)
+    return running_replica() is not None
 
 
 def other_strategy(strategy: Any) -> Strategy | None:

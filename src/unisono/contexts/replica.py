@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
+from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
-from unisono.errors import ContextError, UnsupportedError
-from unisono.options import CommunicationOptions, ReduceOp
+from unisono.errors import ContextError
+from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.values import as_tensor, flatten
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class ReplicaContext:
         strategy: Whose replica it is.
         local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
-        weight: What this replica's gradients count for in a mean; 1 unless batches are uneven.
+        weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
+            has no samples.
         notes: What the engine remembers of this replica in this run.
     """
 
@@ -59,6 +61,16 @@ class ReplicaContext:
     meeting: Meeting
     weight: float = 1.0
     notes: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def counts(self) -> bool:
+        """Whether what this replica computes counts.
+
+        It does unless a batch has fewer samples than there are replicas and this one got none. It
+        then runs with a copy of a sample, and whatever it computes is left out: gradients, values
+        that are reduced or gathered, and what it writes to variables and modules.
+        """
+        return self.weight != 0.0
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -106,6 +118,7 @@ class ReplicaContext:
             UnequalCallsError: If another replica makes another call, or has returned.
         """
         self._check_current("merge_call()")
+        check_call("merge_fn", merge_fn, args, kwargs)
         return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
@@ -113,8 +126,9 @@ class ReplicaContext:
     ) -> Any:
         """Reduces every tensor of `value` over all replicas; every replica gets the result.
 
-        Gradients flow through sums and means: they are reduced in the same way on their way back.
-        All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing, see `counts`; a mean is over the others. Gradients
+        flow through sums and means: they are reduced in the same way on their way back. All
+        replicas must call it; see `merge_call`.
 
         Args:
             reduce_op: How; a `ReduceOp` or its name.
@@ -126,6 +140,7 @@ class ReplicaContext:
         """
         self._check_current("all_reduce()")
         op = ReduceOp.read(reduce_op)
+        check_options(options)
         leaves, rebuild = flatten(value)
         tensors = [as_tensor(leaf) for leaf in leaves]
         return rebuild(reduce_tensors(self, op, tensors, options))
@@ -133,7 +148,8 @@ class ReplicaContext:
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Puts every tensor of `value` end to end over all replicas, along `axis`.
 
-        Gradients flow through. All replicas must call it; see `merge_call`.
+        A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas
+        must call it; see `merge_call`.
 
         Args:
             value: A tensor, or a nested structure of them, the same on all replicas. The tensors
@@ -148,8 +164,8 @@ class ReplicaContext:
             UnsupportedError: If `axis` is no int, or a tensor is a scalar or sparse.
         """
         self._check_current("all_gather()")
-        if not isinstance(axis, int):
-            raise UnsupportedError(f"`axis` must be an int, got {axis!r}.")
+        axis = check_int("axis", axis)
+        check_options(options)
         leaves, rebuild = flatten(value)
         return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from unisono.contexts.replica import CrossReplicaContext, ReplicaContext
@@ -26,6 +26,11 @@ _outside: list[ReplicaContext] = []
 def set_outside(context: ReplicaContext) -> None:
     """Says what context code is in that has entered none."""
     _outside[:] = [context]
+
+
+def is_default(strategy: Any) -> bool:
+    """Whether `strategy` is that of code that has entered no other."""
+    return strategy is _outside[0].strategy
 
 
 def current_context() -> Context:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from unisono.cluster import ClusterSpec, SimpleClusterResolver
-from unisono.errors import DeviceError
+from unisono.contrib.strategies import local_devices
+from unisono.options import CommunicationImplementation, CommunicationOptions
 from unisono.strategies import MultiWorkerMirroredStrategy
 
 
@@ -14,12 +15,18 @@ class CollectiveAllReduceStrategy(MultiWorkerMirroredStrategy):
 
     Args:
         num_gpus_per_worker: How many GPUs each worker has; 0 means one CPU replica.
+        communication: Who carries a collective between workers; a member of
+            `CommunicationImplementation` or its name.
     """
 
-    def __init__(self, num_gpus_per_worker: int = 0) -> None:
-        if num_gpus_per_worker < 0:
-            raise DeviceError(
-                f"`num_gpus_per_worker` must be 0 or more, got {num_gpus_per_worker}."
-            )
-        gpus = [f"cuda:{index}" for index in range(num_gpus_per_worker)]
-        super().__init__(SimpleClusterResolver(ClusterSpec({})), devices=gpus or ["cpu:0"])
+    def __init__(
+        self,
+        num_gpus_per_worker: int = 0,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        implementation = CommunicationImplementation.read(communication, "communication")
+        super().__init__(
+            SimpleClusterResolver(ClusterSpec({})),
+            CommunicationOptions(implementation=implementation),
+            devices=local_devices(num_gpus_per_worker),
+        )

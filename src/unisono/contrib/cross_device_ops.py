@@ -6,10 +6,13 @@ A list of device names is a destination, and a result is always a `Mirrored`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from unisono.devices import DeviceLike, resolve
-from unisono.errors import DestinationError, UnsupportedError
+from torch import Tensor
+
+from unisono.arguments import check_int, in_words
+from unisono.devices import DeviceLike
+from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
@@ -21,8 +24,10 @@ from unisono.reductions import (
     Pair,
     ReductionToOneDevice,
     Result,
-    destinations_of,
+    always_mirrored,
+    listed_destinations,
     listed_pairs,
+    mirrored,
 )
 from unisono.values import DistributedValues, Mirrored
 
@@ -30,11 +35,23 @@ _ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllRe
 
 
 class ContribOps(CrossDeviceOps):
-    """What the pages of `tf.contrib.distribute` promise of every operation."""
+    """What the pages of `tf.contrib.distribute` promise of every operation.
+
+    A subclass overrides the methods that its page names, or the `*_implementation` methods. If it
+    overrides `reduce` and nothing for batches, a strategy reduces batches with `reduce`, too.
+    """
+
+    # The methods that reduce one value, and those that reduce a batch.
+    _ONE: ClassVar[tuple[str, ...]] = ("reduce",)
+    _BATCH: ClassVar[tuple[str, ...]] = ("batch_reduce", "batch_reduce_implementation")
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """See `CrossDeviceOps.in_strategy`."""
+        return InStrategy(self)
 
     def reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -44,14 +61,14 @@ class ContribOps(CrossDeviceOps):
         Returns:
             A `Mirrored`, also for one device.
         """
-        targets = _listed(destinations)
-        return _always_mirrored(
+        targets = listed_destinations(destinations)
+        return always_mirrored(
             super().reduce(reduce_op, per_replica_value, targets, options), targets
         )
 
     def batch_reduce(  # type: ignore[override]
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Mirrored]:
@@ -60,10 +77,12 @@ class ContribOps(CrossDeviceOps):
         Returns:
             A list of `Mirrored`, in the order of the pairs.
         """
-        pairs = [(value, _listed(to)) for value, to in listed_pairs(value_destination_pairs)]
+        pairs = [
+            (value, listed_destinations(to)) for value, to in listed_pairs(value_destination_pairs)
+        ]
         results = super().batch_reduce(reduce_op, pairs, options)
         return [
-            _always_mirrored(result, targets)
+            always_mirrored(result, targets)
             for result, (_, targets) in zip(results, pairs, strict=True)
         ]
 
@@ -73,8 +92,87 @@ class ContribOps(CrossDeviceOps):
         Returns:
             A `Mirrored`, also for one device.
         """
-        targets = _listed(destinations)
-        return _always_mirrored(super().broadcast(tensor, targets), targets)
+        targets = listed_destinations(destinations)
+        return always_mirrored(super().broadcast(tensor, targets), targets)
+
+
+_PUBLIC = ("reduce", "batch_reduce", "broadcast")
+_IMPLEMENTATIONS = tuple(f"{name}_implementation" for name in _PUBLIC)
+
+
+def is_overridden(ops: CrossDeviceOps, *names: str) -> bool:
+    """Whether a subclass outside this package overrides one of the methods `names`."""
+    methods = (getattr(type(ops), name) for name in names)
+    return any(not method.__module__.startswith(f"{__package__}.") for method in methods)
+
+
+class InStrategy(CrossDeviceOps):
+    """Lets a strategy reduce with operations that are called as their pages say.
+
+    Args:
+        ops: The operations. Their methods are called with the arguments that their pages name.
+    """
+
+    def __init__(self, ops: ContribOps) -> None:
+        self._ops = ops
+
+    def close(self) -> None:
+        """See `CrossDeviceOps.close`."""
+        self._ops.close()
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Result:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        result = self._ops.reduce(reduce_op, per_replica_value, names_of(destinations))
+        return self._taken("reduce", result, destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """See `CrossDeviceOps.batch_reduce_implementation`."""
+        ops = self._ops
+        pairs = [(value, names_of(targets)) for value, targets in value_destination_pairs]
+        if is_overridden(ops, *ops._ONE) and not is_overridden(ops, *ops._BATCH):
+            results = [ops.reduce(reduce_op, value, names) for value, names in pairs]
+        else:
+            results = list(ops.batch_reduce(reduce_op, pairs))
+        if len(results) != len(pairs):
+            raise ReplicaMismatchError(
+                f"`{type(self._ops).__name__}.batch_reduce()` returned {len(results)} results for "
+                f"{len(pairs)} values. Return one for each, in the same order."
+            )
+        return [
+            self._taken("batch_reduce", result, targets)
+            for result, (_, targets) in zip(results, value_destination_pairs, strict=True)
+        ]
+
+    def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
+        """See `CrossDeviceOps.broadcast_implementation`."""
+        result = self._ops.broadcast(tensor, names_of(destinations))
+        return self._taken("broadcast", result, destinations)
+
+    def _taken(self, method: str, result: Any, destinations: Destinations) -> Result:
+        """Returns what a method returned as strategies have it: one device, the tensor itself."""
+        parts = result.values if isinstance(result, DistributedValues) else (result,)
+        if len(parts) != len(destinations.devices) or not all(isinstance(p, Tensor) for p in parts):
+            raise ReplicaMismatchError(
+                f"`{type(self._ops).__name__}.{method}()` must return a `Mirrored` with one tensor "
+                f"for each of {', '.join(names_of(destinations))}, got {result!r}."
+            )
+        return mirrored(tuple(parts), destinations)
+
+
+def names_of(destinations: Destinations) -> list[str]:
+    """Returns destinations as a list of device names, the form that all contrib pages take."""
+    return [str(device) for device in destinations.devices]
 
 
 class DelegatingOps(ContribOps):
@@ -84,6 +182,16 @@ class DelegatingOps(ContribOps):
 
     def __init__(self, ops: CrossDeviceOps) -> None:
         self._ops = ops
+
+    @property
+    def is_tree_sum(self) -> bool:
+        """See `CrossDeviceOps.is_tree_sum`."""
+        return self._ops.is_tree_sum and super().is_tree_sum
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """See `CrossDeviceOps.in_strategy`: the other operation, unless a subclass adds to it."""
+        is_changed = is_overridden(self, *_PUBLIC, *_IMPLEMENTATIONS)
+        return super().in_strategy() if is_changed else self._ops
 
     def close(self) -> None:
         """See `CrossDeviceOps.close`."""
@@ -107,6 +215,10 @@ class DelegatingOps(ContribOps):
     ) -> list[Result]:
         """See `CrossDeviceOps.batch_reduce_implementation`."""
         return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
+
+    def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
+        """See `CrossDeviceOps.broadcast_implementation`."""
+        return self._ops.broadcast(tensor, destinations)
 
 
 class AllReduceCrossDeviceOps(DelegatingOps):
@@ -133,7 +245,15 @@ class AllReduceCrossDeviceOps(DelegatingOps):
     ) -> None:
         if not isinstance(all_reduce_alg, str) or all_reduce_alg not in _ALGORITHMS:
             known = " or ".join(map(repr, _ALGORITHMS))
-            raise UnsupportedError(f"`all_reduce_alg` must be {known}, got {all_reduce_alg!r}.")
+            raise UnsupportedError(
+                f"`all_reduce_alg` must be {known}, got {in_words(all_reduce_alg)}."
+            )
+        for name, value in (
+            ("num_packs", num_packs),
+            ("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
+            ("agg_small_grads_max_group", agg_small_grads_max_group),
+        ):
+            check_int(name, value)
         rule: int | PackingRule = num_packs
         if num_packs == 0 and agg_small_grads_max_bytes > 0 and agg_small_grads_max_group > 0:
             rule = SmallGroups(agg_small_grads_max_bytes, agg_small_grads_max_group)
@@ -149,17 +269,3 @@ class ReductionToOneDeviceCrossDeviceOps(DelegatingOps):
         accumulation_fn: AccumulationFn | None = None,
     ) -> None:
         super().__init__(ReductionToOneDevice(reduce_to_device, accumulation_fn))
-
-
-def _listed(destinations: Any) -> Destinations:
-    if not isinstance(destinations, (list, tuple)) or isinstance(destinations, Destinations):
-        return destinations_of(destinations)
-    if not destinations:
-        raise DestinationError("`destinations` is an empty list, so it names no device.")
-    return Destinations(tuple(resolve(device) for device in destinations))
-
-
-def _always_mirrored(result: Result, destinations: Destinations) -> Mirrored:
-    if isinstance(result, Mirrored):
-        return result
-    return Mirrored.placed((result,), destinations.devices)

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from unisono.contrib.cross_device_ops import (
     AllReduceCrossDeviceOps,
     ContribOps,
+    DelegatingOps,
+    InStrategy,
     ReductionToOneDeviceCrossDeviceOps,
+    is_overridden,
+    names_of,
 )
+from unisono.contrib.per_device import PerDevice
 from unisono.errors import UnsupportedError
-from unisono.options import ReduceOp, VariableAggregation
-from unisono.values import Mirrored
+from unisono.options import CommunicationOptions, ReduceOp, VariableAggregation
+from unisono.reductions import (
+    CrossDeviceOps,
+    Destinations,
+    Pair,
+    Result,
+    always_mirrored,
+    listed_destinations,
+    listed_pairs,
+)
+from unisono.values import DistributedValues, Mirrored
 
 _REDUCE_OPS = {
     VariableAggregation.SUM: ReduceOp.SUM,
     VariableAggregation.MEAN: ReduceOp.MEAN,
 }
+_AGGREGATIONS = {op: aggregation for aggregation, op in _REDUCE_OPS.items()}
+_HOOKS = ("reduce", "batch_reduce", "broadcast", "_reduce", "_batch_reduce", "_broadcast")
 
 
 class CrossTowerOps(ContribOps):
     """The base of cross-tower reductions: `aggregation` for the operation, `PerDevice` values.
 
-    A subclass overrides `reduce_implementation`, as one of `unisono.CrossDeviceOps` does.
+    A subclass overrides `reduce`, `batch_reduce` and `broadcast`; or the methods that do their work
+    in TensorFlow 1.12, `_reduce`, `_batch_reduce` and `_broadcast`, which have the same arguments
+    and are given values as `PerDevice` and destinations as lists of device names; or
+    `reduce_implementation`, as a subclass of `unisono.CrossDeviceOps` does. A strategy calls
+    whichever it overrides. Without a method for batches, values are reduced one by one.
     """
+
+    _ONE = ("reduce", "_reduce")
+    _BATCH = ("batch_reduce", "_batch_reduce", "batch_reduce_implementation")
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """See `CrossDeviceOps.in_strategy`."""
+        is_changed = is_overridden(self, *_HOOKS) or not isinstance(self, DelegatingOps)
+        return TowersInStrategy(self) if is_changed else super().in_strategy()
 
     def reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, per_device_value: Any, destinations: Any
@@ -43,7 +72,10 @@ class CrossTowerOps(ContribOps):
         Raises:
             ValueError: If `aggregation` is neither SUM nor MEAN, or the value cannot be reduced.
         """
-        return super().reduce(_reduce_op(aggregation), per_device_value, destinations)
+        _reduce_op(aggregation)
+        targets = listed_destinations(destinations)
+        value = _per_device(per_device_value)
+        return always_mirrored(self._reduce(aggregation, value, names_of(targets)), targets)
 
     def batch_reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, value_destination_pairs: Any
@@ -57,7 +89,70 @@ class CrossTowerOps(ContribOps):
         Returns:
             A list of `Mirrored`, in the order of the pairs.
         """
+        _reduce_op(aggregation)
+        pairs = [
+            (_per_device(value), names_of(listed_destinations(to)))
+            for value, to in listed_pairs(value_destination_pairs)
+        ]
+        return list(self._batch_reduce(aggregation, pairs))
+
+    def broadcast(self, tensor: Any, destinations: Any) -> Mirrored:
+        """Copies a tensor to the destinations.
+
+        Args:
+            tensor: A tensor, or anything that can be read as one.
+            destinations: Where the copies go; see `reduce`.
+
+        Returns:
+            A `Mirrored`, also for one device.
+        """
+        targets = listed_destinations(destinations)
+        return always_mirrored(self._broadcast(tensor, names_of(targets)), targets)
+
+    def _reduce(
+        self, aggregation: VariableAggregation, per_device_value: PerDevice, destinations: list[str]
+    ) -> Mirrored:
+        return super().reduce(_reduce_op(aggregation), per_device_value, destinations)
+
+    def _batch_reduce(
+        self,
+        aggregation: VariableAggregation,
+        value_destination_pairs: list[tuple[PerDevice, list[str]]],
+    ) -> list[Mirrored]:
+        if is_overridden(self, *self._ONE) and not isinstance(self, DelegatingOps):
+            return [self.reduce(aggregation, value, to) for value, to in value_destination_pairs]
         return super().batch_reduce(_reduce_op(aggregation), value_destination_pairs)
+
+    def _broadcast(self, tensor: Any, destinations: list[str]) -> Mirrored:
+        return super().broadcast(tensor, destinations)
+
+
+class TowersInStrategy(InStrategy):
+    """Lets a strategy reduce with `CrossTowerOps`, which it calls as TensorFlow 1.12 did."""
+
+    _ops: Any
+
+    def reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        per_replica_value: DistributedValues,
+        destinations: Destinations,
+        options: CommunicationOptions,
+    ) -> Result:
+        """See `CrossDeviceOps.reduce_implementation`."""
+        value = _per_device(per_replica_value)
+        result = self._ops.reduce(_aggregation(reduce_op), value, names_of(destinations))
+        return self._taken("reduce", result, destinations)
+
+    def batch_reduce_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """See `CrossDeviceOps.batch_reduce_implementation`."""
+        pairs = [(_per_device(value), targets) for value, targets in value_destination_pairs]
+        return super().batch_reduce_implementation(_aggregation(reduce_op), pairs, options)  # type: ignore[arg-type]
 
 
 class AllReduceCrossTowerOps(CrossTowerOps, AllReduceCrossDeviceOps):
@@ -68,8 +163,22 @@ class ReductionToOneDeviceCrossTowerOps(CrossTowerOps, ReductionToOneDeviceCross
     """`ReductionToOneDevice` in the spelling of `CrossTowerOps`."""
 
 
+def _per_device(value: Any) -> Any:
+    """Returns a distributed value as a `PerDevice`; anything else is the value of one device."""
+    if isinstance(value, DistributedValues) and not isinstance(value, PerDevice):
+        return PerDevice.placed(value.values, value.devices)
+    return value
+
+
 def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
-    if aggregation not in _REDUCE_OPS:
+    if not isinstance(aggregation, VariableAggregation) or aggregation not in _REDUCE_OPS:
         known = " or ".join(map(str, _REDUCE_OPS))
         raise UnsupportedError(f"`aggregation` must be {known}, got {aggregation!r}.")
     return _REDUCE_OPS[aggregation]
+
+
+def _aggregation(op: ReduceOp) -> VariableAggregation:
+    if op not in _AGGREGATIONS:
+        known = " and ".join(map(str, _AGGREGATIONS))
+        raise UnsupportedError(f"`CrossTowerOps` know {known}, not {op}. Use `CrossDeviceOps`.")
+    return _AGGREGATIONS[op]

@@ -71,9 +71,11 @@ class Tuning:
             rate = content["sum_rate"]
             if not (isinstance(rate, float) and 0 < rate < math.inf):
                 raise ValueError(f"a rate of sums of {rate!r} B/s")
+            if not isinstance(content["machine"], dict):
+                raise ValueError(f"the machine {content['machine']!r}")
             made = {name: None if one is None else Link(**one) for name, one in links.items()}
             return Tuning(**made, **content)  # type: ignore[arg-type]
-        except (ValueError, TypeError, KeyError, AttributeError, TuningError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise TuningError(
                 f"{where} is no tuning that `unisono tune` has written: {type(error).__name__}: "
                 f"{error}. Write it anew with `unisono tune`, or set {TUNING}=off."
@@ -84,19 +86,32 @@ LINKS = ("memory", "devices", "inside", "loopback", "between")
 
 
 def tuning_path() -> Path:
-    """Returns where the file is: where UNISONO_TUNING says, or in the user's cache."""
+    """Returns where the file is: where UNISONO_TUNING says, or in the user's cache.
+
+    Raises:
+        TuningError: If the user has no home folder.
+    """
     named = os.environ.get(TUNING)
     if named and named != "off":
         return Path(named)
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise TuningError(
+            f"There is no home folder that could hold a tuning: {error} Name the file with "
+            f"{TUNING}=PATH, or set {TUNING}=off."
+        ) from error
     return Path(cache) / "unisono" / "tuning.json"
 
 
 def read_tuning(path: Path) -> Tuning:
     """Reads a file, wherever it was measured."""
     try:
+        # A pipe, for one, would wait for a writer.
+        if path.exists() and not path.is_file():
+            raise OSError("it is no regular file")
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise TuningError(
             f"The tuning {path} cannot be read: {error}. Write it with `unisono tune --output "
             f"{path}`, or set {TUNING}=off."
@@ -107,14 +122,17 @@ def read_tuning(path: Path) -> Tuning:
 def current_tuning() -> Tuning | None:
     """Returns the constants of this machine, or None if it was not tuned.
 
-    A file that UNISONO_TUNING names must be one of this machine. One in the cache that is broken,
-    or of another machine, is left alone with a line in the log.
+    A file that UNISONO_TUNING names must be one of this machine. The one in the user's cache never
+    stops a strategy: if it is broken, of another machine or cannot be read, this logs one line.
     """
     named = os.environ.get(TUNING)
-    path = tuning_path()
-    if named == "off" or not (named or path.exists()):
+    if named == "off":
         return None
     try:
+        path = tuning_path()
+        # Unlike the method of a path, False also where a folder on the way cannot be read.
+        if not named and not os.path.exists(path):
+            return None
         tuning = read_tuning(path)
         if differing := _differences(tuning.machine, this_machine_in_words()):
             raise TuningError(
@@ -145,7 +163,10 @@ def library_version() -> str:
 
 def _processor() -> str:
     file = Path("/proc/cpuinfo")
-    lines = file.read_text().splitlines() if file.exists() else []
+    try:
+        lines = file.read_text().splitlines()
+    except OSError:
+        lines = []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
 

@@ -7,6 +7,7 @@ from unisono.devices.machine import (
     as_recorded,
     default_devices,
     pretend,
+    replica_devices,
     resolve,
     this_machine,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "linked_groups",
     "near_groups",
     "pretend",
+    "replica_devices",
     "resolve",
     "this_machine",
 ]

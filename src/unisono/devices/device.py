@@ -8,6 +8,7 @@ from typing import ClassVar, TypeAlias
 
 import torch
 
+from unisono.arguments import in_words
 from unisono.errors import DeviceError
 
 DeviceLike: TypeAlias = "Device | str | torch.device"
@@ -45,8 +46,16 @@ class Device:
         cls, type: str, index: int, job: str | None = None, task: int | None = None
     ) -> Device:
         """Returns the one `Device` of that name; `Device.parse` reads a spelling."""
-        if type not in _TYPES or index < 0:
-            raise DeviceError(f"A device is a 'cpu' or 'cuda' and an index, got {type!r}, {index}.")
+        if not isinstance(type, str) or type not in _TYPES or not _is_number(index):
+            raise DeviceError(
+                "A device is a 'cpu' or 'cuda' and an index, got "
+                f"{in_words(type)}, {in_words(index)}."
+            )
+        if not (job is None or isinstance(job, str)) or not (task is None or _is_number(task)):
+            raise DeviceError(
+                "The job of a device is a text or None, and its task a number or None, got "
+                f"{in_words(job)}, {in_words(task)}."
+            )
         name = _TYPES[type], index, job, task
         device = super().__new__(cls)
         for slot, part in zip(("type", "index", "job", "task"), name, strict=True):
@@ -79,7 +88,7 @@ class Device:
         else:
             raise DeviceError(
                 f"A device is a name such as {_EXAMPLES} or a `torch.device`, "
-                f"got {spec!r} of type {type(spec).__name__}."
+                f"got {in_words(spec)} of type {type(spec).__name__}."
             )
         if default is None or device.job is not None:
             return device
@@ -96,6 +105,10 @@ class Device:
         return Device, (self.type, self.index, self.job, self.task)
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 @functools.lru_cache(maxsize=4096)
 def _parse(spec: str) -> Device:
     kind: str | None = None
@@ -109,7 +122,8 @@ def _parse(spec: str) -> Device:
             kind, index = _TYPES[match[1].lower()], int(match[2] or 0)
         else:
             raise DeviceError(
-                f"Cannot read {part!r} in the device name {spec!r}. Write {_EXAMPLES}."
+                f"Cannot read {in_words(part)} in the device name {in_words(spec)}. Write "
+                f"{_EXAMPLES}."
             )
     if task is not None and job is None:
         raise DeviceError(f"The device name {spec!r} has a task but no job. Write {_EXAMPLES}.")

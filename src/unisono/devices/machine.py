@@ -7,9 +7,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from unisono.arguments import in_words
 from unisono.devices.device import Device, DeviceLike
 from unisono.devices.reading import read_topology
 from unisono.devices.topology import Link, LinkKind, Topology
@@ -109,6 +111,44 @@ def resolve(spec: DeviceLike) -> Device:
     if device.type != "cpu":
         this_machine().torch_device(device)
     return device
+
+
+def replica_devices(devices: Any) -> tuple[Device, ...]:
+    """Reads the devices of the replicas, one per replica; a single device means one replica.
+
+    Raises:
+        DeviceError: If it cannot be read, or has no device or one of them twice.
+    """
+    if isinstance(devices, (str, torch.device, Device)):
+        _check_one_meant(devices)
+        devices = [devices]
+    try:
+        iterator = iter(devices)
+    except (TypeError, RuntimeError):
+        num_replicas = devices if type(devices) is int and 0 < devices <= 8 else 2
+        kind = "cuda" if this_machine().gpus else "cpu"
+        names = ", ".join(f"'{kind}:{index}'" for index in range(num_replicas))
+        raise DeviceError(
+            f"`devices` must be a list with one device per replica, got {in_words(devices)}. Write "
+            f"`devices=[{names}]` for {num_replicas} replicas, or None for all GPUs."
+        ) from None
+    resolved = tuple(map(resolve, iterator))
+    if not resolved:
+        raise DeviceError("`devices` is empty; a strategy needs at least one device.")
+    if len(set(resolved)) < len(resolved):
+        names = ", ".join(map(str, resolved))
+        raise DeviceError(f"Each device can have one replica, got {names}.")
+    return resolved
+
+
+def _check_one_meant(device: DeviceLike) -> None:
+    """Refuses `"cuda"`, which torch reads as the current GPU, but which may mean all of them."""
+    num_gpus = len(this_machine().gpus)
+    if num_gpus > 1 and str(device).strip("/").lower() in ("cuda", "gpu"):
+        raise DeviceError(
+            f"`devices={device!r}` may mean one GPU or all {num_gpus} of this host. Write "
+            "`devices=None` for all of them, or `devices=['cuda:0']` for one."
+        )
 
 
 def default_devices() -> tuple[Device, ...]:

@@ -1,20 +1,23 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
+from unisono.engines.generators import RunGenerators
+from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.replica_mode import ReplicaMode, draw_seed
+from unisono.engines.replica_mode import ReplicaMode
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
+    "GlobalRandomness",
     "Guard",
     "OneByOne",
     "ReplicaMeeting",
     "ReplicaMode",
     "ReplicaStopped",
     "ReplicaThreads",
+    "RunGenerators",
     "Turns",
-    "draw_seed",
 ]

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from unisono.engines.caller_modes import CallerModes
+
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
@@ -17,7 +19,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Ambient:
-    """The modes, default device, context variables and CUDA streams of a thread."""
+    """The modes, hooks, default device, context variables and CUDA streams of a thread."""
 
     is_grad_enabled: bool
     is_inference: bool
@@ -25,6 +27,8 @@ class Ambient:
     default_device: torch.device | None
     variables: contextvars.Context
     streams: dict[torch.device, torch.cuda.Stream]
+    # Modes for operators and functions, such as `FlopCounterMode`, and hooks for saved tensors.
+    modes: CallerModes | None
 
     @classmethod
     def of_this_thread(cls, places: Sequence[torch.device]) -> Ambient:
@@ -45,6 +49,7 @@ class Ambient:
             default_device if default_device.type != "cpu" else None,
             contextvars.copy_context(),
             {place: torch.cuda.current_stream(place) for place in places if place.type == "cuda"},
+            CallerModes.of_this_thread(),
         )
 
     def call(self, fn: Callable[[], T], place: torch.device) -> T:
@@ -70,7 +75,7 @@ class Ambient:
 
     @property
     def _is_plain(self) -> bool:
-        return not (self.is_inference or self.autocasts or self.default_device)
+        return not (self.is_inference or self.autocasts or self.default_device or self.modes)
 
     def _others(self, place: torch.device) -> list[torch.cuda.Stream]:
         others = (stream for gpu, stream in self.streams.items() if gpu != place)
@@ -94,4 +99,6 @@ class Ambient:
                 enter(torch.autocast(kind, dtype, cache_enabled=is_cached))
             if self.default_device is not None:
                 enter(self.default_device)
+            if self.modes is not None:
+                enter(self.modes.entered())
             yield

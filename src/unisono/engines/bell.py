@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Protocol
 
+from unisono.engines.cores import process_cores
 from unisono.kernels import native_core
 
 # About 200 us. To wake a thread that sleeps takes 25 us or more, and most waits are shorter.
@@ -52,4 +52,4 @@ def make_bell(num_threads: int) -> Bell:
     make = native_core().bell
     if make is None:
         return PythonBell()
-    return make(_LOOKS if num_threads <= len(os.sched_getaffinity(0)) else 0)
+    return make(_LOOKS if num_threads <= len(process_cores()) else 0)

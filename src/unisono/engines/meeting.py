@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -11,7 +12,7 @@ import torch
 from unisono.devices import Trail, lend
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
-from unisono.errors import UnequalCallsError
+from unisono.errors import ContextError, UnequalCallsError
 from unisono.tracing import span
 from unisono.values import tensors_of
 
@@ -30,7 +31,8 @@ class ReplicaMeeting:
     Replicas wait in `meet` until all have come. Replica 0 then does the work, so it does not
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
-    Work on `gpus` is in the order of the meetings, whatever streams the replicas use.
+    Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
+    the replicas by their `names`.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class ReplicaMeeting:
         turns: Turns,
         gpus: Sequence[torch.device] = (),
         guards: Sequence[Guard] | None = None,
+        names: Sequence[str] | None = None,
     ) -> None:
         self._num_replicas = num_replicas
         self._turns = turns
@@ -46,6 +49,7 @@ class ReplicaMeeting:
         # The streams on which replicas had started what they gave, and replica 0 its work.
         self._given, self._done = Trail(), Trail()
         self._guards = guards or [Guard() for _ in range(num_replicas)]
+        self._names = names or [f"replica {i}" for i in range(num_replicas)]
         self._lock = threading.Lock()
         self._arrivals: dict[int, _Arrival] = {}
         self._shares: dict[int, Any] = {}
@@ -53,6 +57,7 @@ class ReplicaMeeting:
         self._answers: dict[int, Any] = {}
         self._returned: set[int] = set()
         self.failure: BaseException | None = None
+        self._process = os.getpid()
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
         """Runs a replica from its beginning to its end; user code in it is to be `exposed`."""
@@ -61,9 +66,7 @@ class ReplicaMeeting:
             if self.failure is not None:
                 raise ReplicaStopped
             result = body()
-            with self._lock:
-                self._returned.add(replica_id)
-                self._check_calls()
+            self._leave(replica_id)
         except BaseException as error:
             # Before the turn passes on: nobody is to begin after a failure.
             self._guards[replica_id].cover_surely()
@@ -79,6 +82,11 @@ class ReplicaMeeting:
         if self._num_replicas == 1:
             with span("merge", what):
                 return work([given])[0]
+        if self._process != os.getpid():
+            raise ContextError(
+                f"{what} was called in a process that was forked in the middle of a step. The "
+                "other replicas do not exist there. Leave the step before the fork."
+            )
         self._guards[replica_id].cover()
         self._note(self._given)
         with self._lock:
@@ -94,7 +102,9 @@ class ReplicaMeeting:
 
         Replica 0, which does the work, makes its call too.
         """
-        inner = ReplicaMeeting(self._num_replicas, self._turns, self._gpus, self._guards)
+        inner = ReplicaMeeting(
+            self._num_replicas, self._turns, self._gpus, self._guards, self._names
+        )
         if self._num_replicas == 1:
             return [calls[0](inner)]
         self._note(self._done)
@@ -119,6 +129,11 @@ class ReplicaMeeting:
         self._turns.free()
         for guard in self._guards:
             guard.stop()
+
+    def take_failure(self) -> BaseException | None:
+        """After the end of all replicas: returns the first error, and forgets it."""
+        failure, self.failure = self.failure, None
+        return failure
 
     def stop_again(self) -> None:
         """Stops replicas that are still in user code although the step has failed."""
@@ -171,6 +186,11 @@ class ReplicaMeeting:
                 return share
             call()
 
+    def _leave(self, replica_id: int) -> None:
+        with self._lock:
+            self._returned.add(replica_id)
+            self._check_calls()
+
     def _note(self, trail: Trail) -> None:
         for gpu in self._gpus:
             trail.note(gpu)
@@ -181,6 +201,7 @@ class ReplicaMeeting:
         def make() -> None:
             try:
                 answer = self.exposed(replica_id, lambda: call(inner))
+                inner._leave(replica_id)
             except BaseException as error:
                 inner.fail(error)
                 self.fail(inner.failure or error)
@@ -201,8 +222,9 @@ class ReplicaMeeting:
         """Ends the step where replicas can no longer meet: calls differ, or one has returned."""
         names = {arrival.what for arrival in self._arrivals.values()}
         if self.failure is None and (len(names) > 1 or (names and self._returned)):
-            waiting = [f"replica {i} is in {a.what}" for i, a in sorted(self._arrivals.items())]
-            returned = [f"replica {i} has returned" for i in sorted(self._returned)]
+            called, arrivals = self._names, sorted(self._arrivals.items())
+            waiting = [f"{called[i]} is in {arrival.what}" for i, arrival in arrivals]
+            returned = [f"{called[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
                 f"{', '.join(waiting + returned)}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 
 from unisono.engines.bell import make_bell
+from unisono.engines.cores import use_all_cores
 from unisono.engines.meeting import ReplicaMeeting
 from unisono.tracing import span
 
@@ -58,6 +60,7 @@ class ReplicaThreads:
         self._board = _Board(num_replicas)
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
+        self._process = os.getpid()
 
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
@@ -81,16 +84,31 @@ class ReplicaThreads:
         finally:
             # What a thread sets is also the number for every new thread.
             torch.set_num_threads(num_threads)
-        if meeting.failure is not None:
-            raise meeting.failure
+        failure = meeting.take_failure()
+        if failure is not None:
+            # An error leads to this frame. Nothing here may lead back to it, or what the step used
+            # would wait for the garbage collector.
+            outcomes.clear()
+            try:
+                raise failure
+            finally:
+                del failure
         return [outcomes[i] for i in range(self._num_replicas)]
 
     def close(self, timeout_s: float | None = None) -> None:
         """Ends the threads."""
+        if self._process != os.getpid():
+            self.abandon()
         if self._finalizer is not None:
             self._finalizer()
             for thread in self._threads:
                 thread.join(timeout_s)
+            self._finalizer = None
+
+    def abandon(self) -> None:
+        """In a forked child, which has none of the threads: leaves what they waited for alone."""
+        if self._finalizer is not None:
+            self._finalizer.detach()
             self._finalizer = None
 
     def _collect(self, outcomes: Outcomes, meeting: ReplicaMeeting) -> None:
@@ -153,6 +171,7 @@ def _end_with_the_program() -> None:
 
 
 def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
+    use_all_cores()
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop)
     torch.get_num_threads()

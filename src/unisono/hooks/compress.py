@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.arguments import check_bool, in_words
 from unisono.communicators import Communicator
 from unisono.errors import UnsupportedError
 from unisono.hooks.bucket import GradBucket
@@ -45,10 +46,12 @@ class Compress:
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, *, error_feedback: bool = False
     ) -> None:
-        if dtype not in _NARROW:
+        if not isinstance(dtype, torch.dtype) or dtype not in _NARROW:
             raise UnsupportedError(
-                f"Gradients are compressed to torch.bfloat16 or torch.float16, got {dtype}."
+                "Gradients are compressed to torch.bfloat16 or torch.float16, got "
+                f"{in_words(dtype)}."
             )
+        check_bool("error_feedback", error_feedback)
         self._dtype = dtype
         self._has_feedback = error_feedback
         # By the number of the bucket: what was lost of this worker's share, and of the sums that it
@@ -98,9 +101,23 @@ class Compress:
         return {"shares": _copied(self._shares), "sums": _copied(self._sums)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of the same worker returned."""
-        self._shares = _copied(state_dict["shares"])
-        self._sums = _copied(state_dict["sums"])
+        """Takes over what `state_dict` of the same worker returned.
+
+        Raises:
+            UnsupportedError: If it is something else.
+        """
+        parts = {}
+        for name in ("shares", "sums"):
+            found = state_dict.get(name) if isinstance(state_dict, Mapping) else None
+            if not isinstance(found, Mapping) or not all(
+                isinstance(one, Tensor) for one in found.values()
+            ):
+                raise UnsupportedError(
+                    f"The state of a `Compress` holds `{name}`, a dict of tensors, got "
+                    f"{in_words(state_dict)}. Load what its `state_dict()` returned."
+                )
+            parts[name] = _copied(found)
+        self._shares, self._sums = parts["shares"], parts["sums"]
 
 
 def _copied(residuals: Mapping[int, Tensor]) -> dict[int, Tensor]:

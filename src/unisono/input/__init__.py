@@ -8,17 +8,18 @@ from unisono.input.context import (
     InputReplicationMode,
     ValueContext,
 )
+from unisono.input.counts import counts_of
 from unisono.input.dataset import DistributedDataset
+from unisono.input.element_spec import TensorSpec
 from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
 from unisono.input.iterator import DistributedIterator, OptionalElement
 from unisono.input.sharding import (
     AutoShardPolicy,
+    even_sizes,
     filled_slices,
     fixed_sizes,
     legacy_sizes,
-    legacy_slices,
 )
-from unisono.input.splitting import counts_of
 
 __all__ = [
     "DEFAULT_INPUT_OPTIONS",
@@ -31,12 +32,13 @@ __all__ = [
     "InputOptions",
     "InputReplicationMode",
     "OptionalElement",
+    "TensorSpec",
     "ValueContext",
     "counts_of",
+    "even_sizes",
     "filled_slices",
     "fixed_sizes",
     "legacy_sizes",
-    "legacy_slices",
     "numpy_dataset",
     "values_from_function",
 ]

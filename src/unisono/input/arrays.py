@@ -7,8 +7,9 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.structure import take_apart
-from unisono.values import as_tensor
+from unisono.input.layout import is_column
+from unisono.kernels import check_layout
+from unisono.values import as_tensor, take_apart
 
 
 class ArrayDataset(TensorDataset):
@@ -18,8 +19,10 @@ class ArrayDataset(TensorDataset):
     """
 
     def __init__(self, arrays: Any) -> None:
-        self._tree, leaves = take_apart(arrays)
+        self._tree, leaves = take_apart(arrays, is_column)
         tensors = [as_tensor(leaf) for leaf in leaves]
+        for tensor in tensors:
+            check_layout(tensor, "An array of a dataset")
         sizes = {
             path or "the array": len(tensor) if tensor.dim() else "no rows"
             for path, tensor in zip(self._tree.paths, tensors, strict=True)

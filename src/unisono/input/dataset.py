@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import DataLoader
 
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.context import (
-    DEFAULT_INPUT_OPTIONS,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    check_input_options,
 )
-from unisono.input.deals import FixedSplit, LegacySplit, WholeBatches
+from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
+from unisono.input.element_spec import specs_of
 from unisono.input.files import of_own_files
 from unisono.input.iterator import Deal, Dealt, DistributedIterator
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placement
 from unisono.input.readers import Readers, readers_of
+from unisono.input.samplers import check_share, of_all_samples
 from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import as_source
+from unisono.input.splitting import Splitter
 from unisono.reductions import Workers
+from unisono.values import PerReplica
 
 
 class DealtDataset(Dealt):
@@ -31,6 +37,7 @@ class DealtDataset(Dealt):
 
     Args:
         sources: What batches are drawn from, all of them at each step.
+        given: What the sources were made of.
         devices: The devices of this host's replicas.
         input_context: Which worker of how many this is.
         options: How batches are fetched.
@@ -40,12 +47,14 @@ class DealtDataset(Dealt):
     def __init__(
         self,
         sources: Sequence[Source],
+        given: Sequence[Any],
         devices: Sequence[Device],
         input_context: InputContext,
         options: InputOptions,
         readers: Readers,
     ) -> None:
         self._sources = tuple(sources)
+        self._given = tuple(given)
         self._context = input_context
         self._options = options
         self._readers = readers
@@ -74,6 +83,28 @@ class DealtDataset(Dealt):
     def is_wrapped(self) -> bool:
         """See `Dealt.is_wrapped`."""
         return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
+
+    @property
+    def element_spec(self) -> Any:
+        """The structure of an element, with a `TensorSpec` in the place of each tensor.
+
+        As in an element, they are in `PerReplica` values unless there is only one replica. The
+        size of the batch is None unless incomplete batches are dropped, so that it never differs.
+
+        Raises:
+            UnsupportedError: If the input gives its batches once, or is split by a function.
+        """
+        tree, specs = specs_of(self._sources[0], self._options, self.static_batch_size)
+        if not self.is_wrapped:
+            return tree.build(specs)
+        devices = self._placement.devices
+        return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
+
+    @property
+    def static_batch_size(self) -> int | None:
+        """The number of samples that each replica gets in every step, if that is always so."""
+        source = self._sources[0]
+        return source.batch_size if source.drops_rest else None
 
     @property
     def batches_per_step(self) -> int:
@@ -125,6 +156,24 @@ class DealtDataset(Dealt):
         latest = None if self._latest is None else self._latest()
         if latest is not None and any(source.has_one_pass for source in self._sources):
             latest.close()
+
+    if TYPE_CHECKING:
+        dataset: Any
+        batch_size: int | None
+        sampler: Any
+        batch_sampler: Any
+        drop_last: bool
+    else:
+
+        def __getattr__(self, name: str) -> Any:
+            """What programs ask a `DataLoader` for: `dataset`, `batch_size`, `sampler` and so on.
+
+            It is that of the loader, with the batch size that it was made with.
+            """
+            loader = self.__dict__.get("_given", (None,))[0]
+            if name.startswith("_") or not isinstance(loader, DataLoader):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(loader, name)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns how far the latest pass is: its steps, and the random state that it began with.
@@ -180,7 +229,7 @@ class DistributedDataset(DealtDataset):
         input_context: InputContext | None = None,
         workers: Workers | None = None,
     ) -> None:
-        options = options or DEFAULT_INPUT_OPTIONS
+        options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
                 "A dataset is split over the replicas, so there is one a worker: "
@@ -193,10 +242,15 @@ class DistributedDataset(DealtDataset):
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
         self._num_workers = context.num_input_pipelines
+        given = source
         if policy is AutoShardPolicy.FILE and self._num_workers > 1:
             source = of_own_files(source, context)
+        elif self._is_fixed:
+            check_share(source, context)
+        else:
+            source = of_all_samples(source)
         readers = readers_of(workers, own_data=self._is_fixed)
-        super().__init__([as_source(source)], devices, context, options, readers)
+        super().__init__([as_source(source)], [given], devices, context, options, readers)
 
     @property
     def steps_per_batch(self) -> int:
@@ -207,12 +261,19 @@ class DistributedDataset(DealtDataset):
         """
         return self._num_workers if self._is_fixed else 1
 
+    @property
+    def static_batch_size(self) -> int | None:
+        """See `DealtDataset.static_batch_size`."""
+        size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
+        return None if size is None or size % num_replicas else size // num_replicas
+
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""
+        splitter = Splitter(self.options, opened.sources[0].batch_size)
         if not self.is_wrapped:
-            return WholeBatches(opened)
-        kind = FixedSplit if self._is_fixed else LegacySplit
-        return kind(opened, len(self.placement.devices), self._context)
+            return WholeBatches(opened, splitter)
+        kind = OwnBatches if self._is_fixed else SharedBatches
+        return kind(opened, splitter, len(self.placement.devices), self._context)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

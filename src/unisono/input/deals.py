@@ -5,8 +5,8 @@ from __future__ import annotations
 from unisono.input.context import InputContext
 from unisono.input.iterator import Deal
 from unisono.input.passes import Pass
-from unisono.input.sharding import filled_slices, fixed_sizes, legacy_slices
-from unisono.input.splitting import Parts, split, whole
+from unisono.input.sharding import filled_slices, fixed_sizes, slices_of
+from unisono.input.splitting import Parts, Splitter
 
 
 class WholeBatches(Deal):
@@ -14,32 +14,36 @@ class WholeBatches(Deal):
 
     def draw(self) -> Parts:
         """See `Deal.draw`."""
-        return whole(next(self.opened.batches[0]))
+        return self.splitter.whole(next(self.opened.batches[0]))
 
 
-class LegacySplit(Deal):
+class SharedBatches(Deal):
     """All workers draw the same batches, and each keeps the parts of its replicas."""
 
-    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
-        super().__init__(opened)
+    def __init__(
+        self, opened: Pass, splitter: Splitter, num_replicas: int, context: InputContext
+    ) -> None:
+        super().__init__(opened, splitter)
         first = context.input_pipeline_id * num_replicas
         self._own = slice(first, first + num_replicas)
         self._num_parts = context.num_input_pipelines * num_replicas
 
     def draw(self) -> Parts:
         """See `Deal.draw`."""
-        batch = next(self.opened.batches[0])
-        return split(batch, lambda n: legacy_slices(n, self._num_parts), self._own)
+        return self.splitter.split(next(self.opened.batches[0]), self._num_parts, self._own)
 
 
-class FixedSplit(Deal):
+class OwnBatches(Deal):
     """A worker's own batches, each of which lasts for as many steps as there are workers.
 
-    The first batch of the first pass says what a full one is, unless the source does.
+    As TensorFlow splits, all batches are split as a full one is, and a shorter one fills its parts
+    in order. The first batch of the first pass says what a full one is, unless the source does.
     """
 
-    def __init__(self, opened: Pass, num_replicas: int, context: InputContext) -> None:
-        super().__init__(opened)
+    def __init__(
+        self, opened: Pass, splitter: Splitter, num_replicas: int, context: InputContext
+    ) -> None:
+        super().__init__(opened, splitter)
         self._num_replicas = num_replicas
         self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
         progress = opened.progress
@@ -50,6 +54,8 @@ class FixedSplit(Deal):
         self._left: list[Parts] = []
 
     def _slices(self, num_samples: int) -> tuple[slice, ...]:
+        if not self.splitter.leaves_empty:
+            return slices_of(fixed_sizes(num_samples, *self._place))
         progress = self.opened.progress
         progress.batch_size = progress.batch_size or num_samples
         full = max(progress.batch_size, num_samples)
@@ -58,9 +64,11 @@ class FixedSplit(Deal):
     def draw(self) -> Parts:
         """See `Deal.draw`."""
         if not self._left:
-            parts = split(next(self.opened.batches[0]), self._slices)
-            step = self._num_replicas
-            firsts = range(0, len(parts.counts), step)
+            step, num_workers = self._num_replicas, self._place[0]
+            num_parts = step * num_workers
+            batch = next(self.opened.batches[0])
+            parts = self.splitter.split(batch, num_parts, slices=self._slices)
+            firsts = range(0, num_parts, step)
             self._left = [parts.of(slice(first, first + step)) for first in firsts]
             del self._left[: self._to_skip]
             self._to_skip = 0

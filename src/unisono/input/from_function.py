@@ -5,37 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
+from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.context import (
-    DEFAULT_INPUT_OPTIONS,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
+    check_input_options,
 )
 from unisono.input.dataset import DealtDataset
 from unisono.input.iterator import Deal
 from unisono.input.passes import Pass
 from unisono.input.readers import readers_of
+from unisono.input.samplers import check_share
 from unisono.input.sharding import AutoShardPolicy
 from unisono.input.source import Source
 from unisono.input.sources import FunctionSource, as_source
-from unisono.input.splitting import Parts, empty_like, join
+from unisono.input.splitting import MISSING, Parts, Splitter, grouped
 from unisono.reductions import Workers
+from unisono.values import take_apart
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
-
-_END: Any = object()
 
 
 class DistributedDatasetsFromFunction(DealtDataset):
     """Batches of per-replica size that `dataset_fn` makes, dealt whole: one a replica and step.
 
-    In the last step the replicas that are left without a batch get an empty one. The step is
-    dropped if its elements have no batch dimension, or if the `DataLoader` drops incomplete
-    batches too. Of many workers, those that come to their end sooner get empty batches until all
-    are done; elements without a batch dimension end for all with the first.
+    In the last step the replicas that are left without a batch get a sample of another one, which
+    counts nothing. The step is dropped if the `DataLoader` drops incomplete batches, too. Of many
+    workers, those that come to their end sooner get such samples until all are done. With
+    `InputOptions(split="tensorflow")` these batches are empty; elements without a batch dimension
+    then end with the last full step, and for all workers with the first that has no more.
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
@@ -55,7 +57,8 @@ class DistributedDatasetsFromFunction(DealtDataset):
         *,
         workers: Workers | None = None,
     ) -> None:
-        options = options or DEFAULT_INPUT_OPTIONS
+        check_callable("dataset_fn", dataset_fn)
+        options = check_input_options(options)
         if options.auto_shard_policy is not AutoShardPolicy.AUTO:
             raise UnsupportedError(
                 "What a function makes is shared by the function, which is told which pipeline it "
@@ -65,9 +68,13 @@ class DistributedDatasetsFromFunction(DealtDataset):
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             contexts = _replica_contexts(input_context, len(devices))
         self._batches_per_step = len(devices) // len(contexts)
-        sources = [_called(dataset_fn, context) for context in contexts]
+        given = [dataset_fn(context) for context in contexts]
+        for one, context in zip(given, contexts, strict=True):
+            check_share(one, context)
         readers = readers_of(workers, own_data=True)
-        super().__init__(sources, devices, input_context, options, readers)
+        super().__init__(
+            [_source(one) for one in given], given, devices, input_context, options, readers
+        )
 
     @property
     def batches_per_step(self) -> int:
@@ -76,7 +83,7 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     def deal(self, opened: Pass) -> Deal:
         """See `DealtDataset.deal`."""
-        return _WholeSteps(opened)
+        return _WholeSteps(opened, Splitter(self.options))
 
     def __len__(self) -> int:
         per_step = self.batches_per_step
@@ -88,16 +95,15 @@ class DistributedDatasetsFromFunction(DealtDataset):
 class _WholeSteps(Deal):
     def draw(self) -> Parts:
         per_step = self.opened.progress.batches_per_step
-        drawn = [next(batches, _END) for batches in self.opened.batches for _ in range(per_step)]
-        found = [batch for batch in drawn if batch is not _END]
-        if not found:
+        drawn = [next(batches, MISSING) for batches in self.opened.batches for _ in range(per_step)]
+        num_missing = sum(batch is MISSING for batch in drawn)
+        drops_rest = any(source.drops_rest for source in self.opened.sources)
+        if num_missing == len(drawn) or (num_missing and drops_rest):
             raise StopIteration
-        if len(found) < len(drawn):
-            nothing = empty_like(found[0])
-            if nothing is None or any(source.drops_rest for source in self.opened.sources):
-                raise StopIteration
-            drawn = [nothing if batch is _END else batch for batch in drawn]
-        return join(drawn)
+        parts = self.splitter.join(drawn)
+        if parts is None:
+            raise StopIteration
+        return parts
 
 
 def values_from_function(
@@ -114,8 +120,12 @@ def values_from_function(
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
-    parts = join([value_fn(context) for context in value_contexts])
-    return parts.tree.build_distributed(parts.leaves, tuple(devices))
+    check_callable("value_fn", value_fn)
+    values = [value_fn(context) for context in value_contexts]
+    tree, *others = (take_apart(value)[0] for value in values)
+    # Every leaf is taken by itself, unless lists have different lengths.
+    is_one_tree = all(other == tree for other in others)
+    return grouped(values, tree=tree if is_one_tree else None).distributed(tuple(devices))
 
 
 def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputContext]:
@@ -127,8 +137,7 @@ def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputCon
     ]
 
 
-def _called(dataset_fn: DatasetFn, context: InputContext) -> Source:
-    made = dataset_fn(context)
+def _source(made: Any) -> Source:
     if callable(made) and not isinstance(made, Iterable):
         return FunctionSource(made)
     try:

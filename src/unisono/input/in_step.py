@@ -1,6 +1,6 @@
 """Workers that read data of their own are kept in step, and end together.
 
-worker 0   0 1   .     .        a worker that has no more gets batches without samples
+worker 0   0 1   .     .        a worker that has no more gets samples that count nothing
 worker 1   0 1   2 3   4        until nobody has any
 """
 
@@ -17,16 +17,16 @@ from unisono.errors import CommunicationError
 from unisono.input.passes import Progress
 from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn
-from unisono.input.splitting import Parts, join
-from unisono.input.structure import take_apart
+from unisono.input.splitting import MISSING, Splitter, grouped
 from unisono.reductions import Workers
+from unisono.values import Tree, map_leaves
 
 
 class _State(enum.IntEnum):
     """What a worker has for the next step."""
 
     STEP = 0
-    # Elements without a batch dimension: there is no empty one.
+    # A step that must be replaced by an empty one, and cannot be.
     WHOLE_STEP = 1
     END = 2
     # The end, and it does not know what a batch looks like.
@@ -44,7 +44,6 @@ class _Round:
 
     states: list[_State]
     counts: tuple[int, ...]
-    is_counted: bool
 
     @property
     def is_last(self) -> bool:
@@ -63,20 +62,29 @@ class InStep(Drawn[Placed]):
     Args:
         steps: What this worker reads. It may be drawn ahead.
         workers: All workers.
-        placement: Where empty batches go.
+        placement: Where batches go that count nothing.
         progress: Counts the steps that are left out.
+        splitter: Makes them.
     """
 
     def __init__(
-        self, steps: Drawn[Placed], workers: Workers, placement: Placement, progress: Progress
+        self,
+        steps: Drawn[Placed],
+        workers: Workers,
+        placement: Placement,
+        progress: Progress,
+        splitter: Splitter,
     ) -> None:
         self._steps = steps
         self._workers = workers
         self._placement = placement
         self._progress = progress
+        self._splitter = splitter
         self._num_replicas = len(placement.devices)
         self._has_ended = False
-        self._empty: Parts | None = None
+        # What a replica gets in a step for which this worker has no samples.
+        self._spare: Any = MISSING
+        self._tree: Tree | None = None
 
     def __next__(self) -> Placed:
         while True:
@@ -91,7 +99,7 @@ class InStep(Drawn[Placed]):
         self._steps.close()
 
     def _agreed(self) -> Placed:
-        """Returns the next step of this worker, empty if it has none but others have."""
+        """Returns the next step of this worker, which counts nothing if only others have one."""
         failure: Exception | None = None
         placed: Placed | None = None
         try:
@@ -106,10 +114,9 @@ class InStep(Drawn[Placed]):
         if _State.END_UNSEEN in told.states:
             self._show()
         if placed is None:
-            assert self._empty is not None
-            placed = self._placement.place(self._empty)
-        parts = replace(placed.parts, counts=told.counts, is_counted=told.is_counted)
-        return replace(placed, parts=parts)
+            spares = [self._splitter.spare(self._spare) for _ in range(self._num_replicas)]
+            placed = self._placement.place(grouped(spares, told.counts, self._tree))
+        return replace(placed, parts=replace(placed.parts, counts=told.counts))
 
     def _own(self) -> Placed | None:
         if self._has_ended:
@@ -119,8 +126,9 @@ class InStep(Drawn[Placed]):
         except StopIteration:
             self._has_ended = True
             return None
-        if self._empty is None:
-            self._empty = self._placement.hand_out(placed).emptied(self._num_replicas)
+        if self._spare is MISSING:
+            parts = self._placement.hand_out(placed)
+            self._spare, self._tree = self._splitter.spare(parts.part(0)), parts.tree
         return placed
 
     def _tell(self, placed: Placed | None, failure: Exception | None) -> _Round:
@@ -129,18 +137,17 @@ class InStep(Drawn[Placed]):
             counts, is_counted = placed.parts.counts, placed.parts.is_counted
         own = torch.tensor([self._state(placed, failure), is_counted, *counts])
         rows = [row.tolist() for row in self._workers.gather(own)]
-        return _Round(
-            [_State(row[0]) for row in rows],
-            tuple(count for row in rows for count in row[2:]),
-            all(row[1] for row in rows),
-        )
+        counts = tuple(count for row in rows for count in row[2:])
+        if not all(row[1] for row in rows):
+            counts = tuple(min(count, 1) for count in counts)
+        return _Round([_State(row[0]) for row in rows], counts)
 
     def _state(self, placed: Placed | None, failure: Exception | None) -> _State:
         if failure is not None:
             return _State.FAILED
         if placed is None:
-            return _State.END_UNSEEN if self._empty is None else _State.END
-        return _State.WHOLE_STEP if self._empty is None else _State.STEP
+            return _State.END_UNSEEN if self._spare is MISSING else _State.END
+        return _State.WHOLE_STEP if self._spare is MISSING else _State.STEP
 
     def _fail(self, failure: Exception | None, told: _Round) -> None:
         """Raises on every worker if one cannot read: the others would wait for it in vain."""
@@ -153,16 +160,12 @@ class InStep(Drawn[Placed]):
 
     def _show(self) -> None:
         """Shows those who have never seen a batch what one looks like."""
-        shown = self._workers.gather_objects(_on_host(self._empty))
-        if self._empty is None:
-            batch = next(batch for batch in shown if batch is not None)
-            parts = join([batch[0]] * self._num_replicas)
-            self._empty = replace(parts, counts=(0,) * self._num_replicas)
+        # In a tuple, because None may be a batch, too.
+        own = None if self._spare is MISSING else (map_leaves(_on_host, self._spare),)
+        shown = self._workers.gather_objects(own)
+        if self._spare is MISSING:
+            (self._spare,) = next(batch for batch in shown if batch is not None)
 
 
-def _on_host(empty: Parts | None) -> tuple[Any] | None:
-    """Returns an empty batch as it can be sent, in a tuple because None may be a batch too."""
-    if empty is None:
-        return None
-    tree, leaves = take_apart(empty.tree.build([leaf[0] for leaf in empty.leaves]))
-    return (tree.build([leaf.cpu() if isinstance(leaf, Tensor) else leaf for leaf in leaves]),)
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -14,7 +14,7 @@ from unisono.input.in_step import InStep
 from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placed, Placement
 from unisono.input.prefetch import Drawn, ReadAhead
-from unisono.input.splitting import Parts
+from unisono.input.splitting import Parts, Splitter
 from unisono.tracing import span
 
 
@@ -36,10 +36,16 @@ class OptionalElement:
 
 
 class Deal(ABC):
-    """One pass, dealt step by step."""
+    """One pass, dealt step by step.
 
-    def __init__(self, opened: Pass) -> None:
+    Args:
+        opened: The pass.
+        splitter: Makes the parts of the replicas.
+    """
+
+    def __init__(self, opened: Pass, splitter: Splitter) -> None:
         self.opened = opened
+        self.splitter = splitter
 
     @abstractmethod
     def draw(self) -> Parts:
@@ -63,6 +69,11 @@ class Dealt(ABC):
     @abstractmethod
     def is_wrapped(self) -> bool:
         """Whether elements hold `PerReplica` values. They do unless there is only one replica."""
+
+    @property
+    @abstractmethod
+    def element_spec(self) -> Any:
+        """What its elements look like."""
 
     @abstractmethod
     def begin(self) -> Deal:
@@ -95,8 +106,16 @@ class DistributedIterator(Iterator[Any]):
         self._has_ended = False
 
     @property
+    def element_spec(self) -> Any:
+        """What the elements look like; see `DistributedDataset.element_spec`."""
+        return self._dataset.element_spec
+
+    @property
     def last_counts(self) -> tuple[int, ...]:
-        """How many samples each replica, of all workers, got in the step handed out last."""
+        """How many samples each replica, of all workers, got in the step handed out last.
+
+        Where batches do not show how many samples they hold, each counts as one.
+        """
         return self._counts
 
     @property
@@ -128,10 +147,7 @@ class DistributedIterator(Iterator[Any]):
         placement = self._dataset.placement
         parts = placement.hand_out(placed)
         self._counts = parts.counts
-        if self._dataset.is_wrapped:
-            counts = parts.counts if parts.is_counted else None
-            return parts.tree.build_distributed(parts.leaves, placement.devices, counts)
-        return parts.tree.build([leaf[0] for leaf in parts.leaves])
+        return parts.distributed(placement.devices) if self._dataset.is_wrapped else parts.part(0)
 
     def get_next(self) -> Any:
         """Returns the next step's input.
@@ -202,5 +218,6 @@ def _steps(deal: Deal, dataset: Dealt) -> Drawn[Placed]:
     is_ahead = size > 1 or (size == 1 and is_alone)
     steps = ReadAhead(draw, size) if is_ahead else Drawn(draw)
     if opened.readers.are_apart:
-        return InStep(steps, opened.readers.workers, placement, opened.progress)
+        workers = opened.readers.workers
+        return InStep(steps, workers, placement, opened.progress, deal.splitter)
     return steps

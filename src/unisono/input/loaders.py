@@ -21,14 +21,14 @@ from torch.utils.data import (
 from unisono.input.source import Skip, Source, drop
 
 # These draw what they need from the global generators before they give their first index.
-_DRAW_AT_ONCE = (
+_DRAW_AT_ONCE: set[type] = {
     BatchSampler,
     DistributedSampler,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-)
+}
 _COPIED = (
     "collate_fn",
     "dataset",
@@ -42,6 +42,11 @@ _COPIED = (
     "timeout",
     "worker_init_fn",
 )
+
+
+def draws_at_once(kind: type) -> None:
+    """Says of a sampler that it draws all random numbers before it gives its first index."""
+    _DRAW_AT_ONCE.add(kind)
 
 
 def copied_settings(loader: DataLoader[Any]) -> dict[str, Any]:
@@ -69,6 +74,11 @@ class LoaderSource(Source):
         self.has_one_pass = loader.persistent_workers
         self.drops_rest = bool(getattr(batch_sampler, "drop_last", loader.drop_last))
         self.batch_size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
+
+    @property
+    def loader(self) -> DataLoader[Any]:
+        """The loader."""
+        return self._loader
 
     @property
     def is_running(self) -> bool:

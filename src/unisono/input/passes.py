@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from unisono.arguments import check_int
 from unisono.errors import UnsupportedError
-from unisono.input.random_state import RandomState, replayed
+from unisono.input.random_state import RandomState, check_random_states, replayed
 from unisono.input.readers import Readers
 from unisono.input.source import Source
 
@@ -63,14 +64,30 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Progress:
-        """Reads what `state_dict` returned."""
+        """Reads what `state_dict` returned.
+
+        Raises:
+            UnsupportedError: If it is something else, or damaged.
+        """
         names = {field.name for field in fields(cls)}
         if not isinstance(state, Mapping) or set(state) != names:
-            found = sorted(state) if isinstance(state, Mapping) else repr(state)
+            found = list(state) if isinstance(state, Mapping) else repr(state)
             raise UnsupportedError(
                 f"The state of an input holds {sorted(names)}, got {found}. Load what its "
                 "`state_dict()` returned."
             )
+        for name in ("num_steps", "num_left_out"):
+            check_int(name, state[name], least=0)
+        for name in ("batches_per_step", "steps_per_batch"):
+            check_int(name, state[name], least=1)
+        if state["batch_size"] is not None:
+            check_int("batch_size", state["batch_size"], least=1)
+        running = state["was_running"]
+        if not isinstance(running, (list, tuple)) or not all(type(one) is bool for one in running):
+            raise UnsupportedError(f"`was_running` must be a tuple of bools, got {running!r}.")
+        for name in ("at_start", "at_first"):
+            if state[name] is not None:
+                check_random_states(name, state[name])
         return cls(**state)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from unisono.devices import Device, cpu_slots, this_machine
 from unisono.input.splitting import Parts
+from unisono.values import map_leaves, tensors_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class Placement:
             _wait_for_gpu_tensors(stream, parts)
         leaves = [
             tuple(
-                self._copied(component, target)
+                component if target.type != "cuda" else self._copied(component, target)
                 for component, target in zip(leaf, self._targets, strict=True)
             )
             for leaf in parts.leaves
@@ -58,7 +60,10 @@ class Placement:
         return Placed(replace(parts, leaves=leaves), copied)
 
     def _copied(self, component: Any, target: torch.device) -> Any:
-        if not isinstance(component, Tensor) or target.type != "cuda":
+        if isinstance(component, (list, tuple)):
+            # One tensor per sample.
+            return map_leaves(functools.partial(self._copied, target=target), component)
+        if not isinstance(component, Tensor):
             return component
         if component.device.type == "cpu" and component.numel() and not component.is_pinned():
             component = component.pin_memory()
@@ -70,22 +75,16 @@ class Placement:
         for gpu, event in placed.copied.items():
             current = torch.cuda.current_stream(gpu)
             current.wait_event(event)
-            for leaf in placed.parts.leaves:
-                for component in leaf:
-                    if isinstance(component, Tensor) and component.device == gpu:
-                        # Its memory came from the copying stream, which must not take it back
-                        # while this one still reads it.
-                        component.record_stream(current)
+            for tensor in tensors_of(placed.parts.leaves):
+                if tensor.device == gpu:
+                    # Its memory came from the copying stream, which must not take it back while
+                    # this one still reads it.
+                    tensor.record_stream(current)
         return placed.parts
 
 
 def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: Parts) -> None:
     """Input that was made on a GPU may still be in the making, on the stream of this thread."""
-    made_on = {
-        component.device
-        for leaf in parts.leaves
-        for component in leaf
-        if isinstance(component, Tensor) and component.is_cuda
-    }
+    made_on = {tensor.device for tensor in tensors_of(parts.leaves) if tensor.is_cuda}
     for gpu in made_on:
         stream.wait_stream(torch.cuda.current_stream(gpu))

@@ -1,10 +1,10 @@
 """Which samples of a batch go to which replica: W workers, of which this is w, with R replicas.
 
-legacy   a batch of n becomes W R sub-batches of ceil(n / (W R)), the later ones shorter or
-         empty; worker w keeps the sub-batches w R to w R + R - 1, which the same replicas
-         would get if one worker had them all
-fixed    a batch of G becomes W R sub-batches of fixed sizes that differ by at most one; a
-         shorter batch fills them in order
+even     a batch of n becomes W R sub-batches whose sizes differ by at most one, the larger ones
+         first; worker w keeps the sub-batches w R to w R + R - 1, which the same replicas would
+         get if one worker had them all
+legacy   the same with TensorFlow's sizes: ceil(n / (W R)), the later ones shorter or empty
+fixed    a batch of a worker's own becomes W R sub-batches, which last for W steps
 """
 
 from __future__ import annotations
@@ -32,6 +32,16 @@ class AutoShardPolicy(enum.IntEnum):
     HINT = 3
 
 
+def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns sizes that differ by at most one; the first replicas get the larger parts.
+
+    >>> even_sizes(13, 4), even_sizes(4, 3), even_sizes(2, 3)
+    ((4, 3, 3, 3), (2, 1, 1), (1, 1, 0))
+    """
+    share, num_larger = divmod(num_samples, num_replicas)
+    return tuple(share + (i < num_larger) for i in range(num_replicas))
+
+
 def legacy_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     """Returns the sizes of the sub-batches: the rounded-up share until nothing is left.
 
@@ -40,15 +50,6 @@ def legacy_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     """
     share = -(-num_samples // num_replicas)
     return tuple(min(share, max(0, num_samples - i * share)) for i in range(num_replicas))
-
-
-def legacy_slices(num_samples: int, num_replicas: int) -> tuple[slice, ...]:
-    """Returns the samples of each replica of all workers.
-
-    >>> legacy_slices(7, num_replicas=4)
-    (slice(0, 2, None), slice(2, 4, None), slice(4, 6, None), slice(6, 7, None))
-    """
-    return _slices(legacy_sizes(num_samples, num_replicas))
 
 
 def fixed_sizes(
@@ -63,11 +64,9 @@ def fixed_sizes(
     ((2, 2, 2, 1), (2, 1, 2, 2))
     """
     _check(num_workers, worker_id, num_replicas)
-    num_parts = num_workers * num_replicas
-    share, num_larger = divmod(batch_size, num_parts)
-    sizes = [share + (i < num_larger) for i in range(num_parts)]
+    sizes = even_sizes(batch_size, num_workers * num_replicas)
     first = worker_id * num_replicas
-    return tuple(sizes[first:] + sizes[:first])
+    return sizes[first:] + sizes[:first]
 
 
 def filled_slices(num_samples: int, sizes: Iterable[int]) -> tuple[slice, ...]:
@@ -77,11 +76,17 @@ def filled_slices(num_samples: int, sizes: Iterable[int]) -> tuple[slice, ...]:
     (slice(0, 4, None), slice(4, 6, None))
     """
     return tuple(
-        slice(min(part.start, num_samples), min(part.stop, num_samples)) for part in _slices(sizes)
+        slice(min(part.start, num_samples), min(part.stop, num_samples))
+        for part in slices_of(sizes)
     )
 
 
-def _slices(sizes: Iterable[int]) -> tuple[slice, ...]:
+def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Returns the samples of parts of `sizes`, one after another.
+
+    >>> slices_of((2, 1))
+    (slice(0, 2, None), slice(2, 3, None))
+    """
     ends = itertools.accumulate(sizes, initial=0)
     return tuple(itertools.starmap(slice, itertools.pairwise(ends)))
 

@@ -1,35 +1,45 @@
-"""One host batch becomes a part for each replica: views of it, along the first dimension."""
+"""One host batch becomes a part for each replica: views of it, along its batch dimension."""
 
 from __future__ import annotations
 
-import numbers
-from collections.abc import Callable, Sequence, Sized
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from unisono.devices import Device
 from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.input.structure import Tree, has_rows, take_apart
-from unisono.values import PerReplica, as_tensor
-
-# What torch has a dtype for: bool, signed, unsigned, float and complex.
-_NUMERIC = "biufc"
+from unisono.input.context import DEFAULT_INPUT_OPTIONS, InputOptions
+from unisono.input.layout import (
+    Layout,
+    Reader,
+    is_column,
+    is_inner_list,
+    is_list,
+    lay_out,
+    taken_apart,
+)
+from unisono.input.sharding import even_sizes, legacy_sizes, slices_of
+from unisono.values import PerReplica, Tree, map_leaves
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
+
+# The batch of a replica for which there is none.
+MISSING: Any = object()
 
 
 @dataclass(frozen=True)
 class Parts:
-    """One step's input, dealt.
+    """The input of one step.
 
     Attributes:
         tree: The structure.
         leaves: For each leaf its parts, by replica id.
-        counts: How many samples each replica got: of all workers if `split` has dealt for all.
-        is_counted: Whether the leaves agree on the counts, so that they are those of samples.
+        counts: How many samples each replica got: of all workers if they share the batch. A
+            replica that got none has a part all the same. Empty if they are not counted.
+        is_counted: Whether the counts are those of samples; otherwise each part counts as one.
     """
 
     tree: Tree
@@ -43,169 +53,182 @@ class Parts:
             self, leaves=[leaf[replicas] for leaf in self.leaves], counts=self.counts[replicas]
         )
 
-    def emptied(self, num_replicas: int) -> Parts | None:
-        """Returns a step of this structure without samples, or None if it cannot be without."""
-        firsts = _emptied([leaf[0] for leaf in self.leaves])
-        if firsts is None:
-            return None
-        leaves = [(first,) * num_replicas for first in firsts]
-        return Parts(self.tree, leaves, (0,) * num_replicas)
+    def part(self, replica_id: int) -> Any:
+        """Returns what one replica got."""
+        return self.tree.build([leaf[replica_id] for leaf in self.leaves])
+
+    def distributed(self, devices: tuple[Device, ...]) -> Any:
+        """Returns the structure with a `PerReplica` for every leaf but None."""
+
+        def joined(part: tuple[Any, ...]) -> Any:
+            if all(component is None for component in part):
+                return None
+            return PerReplica.placed(part, devices, self.counts or None, is_input=True)
+
+        return self.tree.build([joined(part) for part in self.leaves])
 
 
-def whole(batch: Any) -> Parts:
-    """Gives all of `batch` to the one replica there is."""
-    tree, leaves = take_apart(batch)
-    leaves = [_read(leaf) for leaf in leaves]
-    return Parts(tree, [(leaf,) for leaf in leaves], (_num_samples(leaves),))
+class Splitter:
+    """Splits batches as the options say.
 
-
-def split(batch: Any, slices: Slices, own: slice = slice(None)) -> Parts:
-    """Splits `batch` as `slices` says for its number of samples.
-
-    Leaves without a batch dimension, such as numbers, text and None, are given to every replica.
+    A replica without samples gets a copy of a sample of the batch, which counts nothing: some
+    models cannot take an empty batch. As TensorFlow splits, it gets an empty part.
 
     Args:
-        batch: A host batch.
-        slices: Returns the samples of each replica of all workers.
-        own: Which of these replicas are here. The parts are theirs, the counts those of all.
+        options: The options of the input.
+        batch_size: The size of a full batch, if the source says so.
+
+    Attributes:
+        leaves_empty: Whether a part without samples is left empty.
     """
-    tree, leaves = take_apart(batch)
-    leaves = [_read(leaf) for leaf in leaves]
-    num_samples = _agreed(tree, leaves)
-    shares = slices(num_samples)
-    counts = tuple(share.stop - share.start for share in shares)
-    shares = shares[own]
-    parts = [
-        tuple(_rows(leaf, share) for share in shares) if has_rows(leaf) else (leaf,) * len(shares)
-        for leaf in leaves
-    ]
-    return Parts(tree, parts, counts)
 
+    def __init__(
+        self, options: InputOptions = DEFAULT_INPUT_OPTIONS, batch_size: int | None = None
+    ) -> None:
+        self._given = options.split if callable(options.split) else None
+        self._count_samples = options.count_samples
+        self.leaves_empty = options.split == "tensorflow"
+        self._sizes = legacy_sizes if self.leaves_empty else even_sizes
+        self._batch_dim = options.batch_dim
+        self._reader = Reader(options.batch_dim, batch_size)
 
-def join(batches: Sequence[Any]) -> Parts:
-    """Gives each replica a whole batch of its own; all must be of one structure."""
-    opened = [take_apart(batch) for batch in batches]
-    tree = opened[0][0]
-    for replica_id, (other, _) in enumerate(opened):
-        if other.paths != tree.paths:
-            raise ReplicaMismatchError(
-                f"The batch of replica {replica_id} holds {_listed(other)}, that of replica 0 "
-                f"{_listed(tree)}. Make all batches of one structure."
-            )
-    by_replica = [[_read(leaf) for leaf in leaves] for _, leaves in opened]
-    counts = tuple(_num_samples(leaves) for leaves in by_replica)
-    is_counted = all(
-        len(leaf) == count
-        for leaves, count in zip(by_replica, counts, strict=True)
-        for leaf in leaves
-        if has_rows(leaf)
-    )
-    return Parts(tree, list(zip(*by_replica, strict=True)), counts, is_counted)
+    def whole(self, batch: Any) -> Parts:
+        """Gives all of `batch` to the one replica there is."""
+        if self._given is not None:
+            return self.split(batch, 1)
+        layout = lay_out(batch, self._batch_dim)
+        num_samples = 1 if layout.num_samples is None else layout.num_samples
+        return Parts(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
 
+    def split(
+        self,
+        batch: Any,
+        num_parts: int,
+        own: slice = slice(None),
+        slices: Slices | None = None,
+    ) -> Parts:
+        """Splits `batch` over the replicas of all workers.
 
-def empty_like(batch: Any) -> Any | None:
-    """Returns `batch` without its samples, or None if no leaf has a batch dimension."""
-    tree, leaves = take_apart(batch)
-    firsts = _emptied(leaves)
-    return None if firsts is None else tree.build(firsts)
+        Leaves without a batch dimension, such as numbers, text and None, are given to every
+        replica.
 
+        Args:
+            batch: A host batch.
+            num_parts: The number of replicas.
+            own: The replicas of this worker. The parts are theirs, the counts those of all.
+            slices: Returns the samples of each replica for a number of samples. None leaves that to
+                the options.
+        """
+        if self._given is not None:
+            parts = self._split_by_user(self._given(batch, num_parts), num_parts)
+            return replace(parts.of(own), counts=parts.counts)
+        layout = self._reader.read(batch)
+        num_samples = layout.num_samples or 0
+        shares = slices(num_samples) if slices else slices_of(self._sizes(num_samples, num_parts))
+        counts = tuple(share.stop - share.start for share in shares)
+        parts_of = [self._part(layout, share) for share in shares[own]]
+        return Parts(layout.tree, list(zip(*parts_of, strict=True)), counts)
 
-def _emptied(leaves: Sequence[Any]) -> list[Any] | None:
-    if not any(has_rows(leaf) for leaf in leaves):
-        return None
-    return [_without_rows(leaf) if has_rows(leaf) else leaf for leaf in leaves]
+    def _part(self, layout: Layout, share: slice) -> list[Any]:
+        if share.start < share.stop or self.leaves_empty or not layout.num_samples:
+            return layout.part(share)
+        return [_copied(leaf) for leaf in layout.part(slice(0, 1))]
 
-
-def _without_rows(leaf: Any) -> Any:
-    nothing = _rows(leaf, slice(0, 0))
-    # A view would keep the samples in memory.
-    return nothing.clone() if isinstance(nothing, Tensor) else nothing
-
-
-def counts_of(structure: Any) -> tuple[int, ...] | None:
-    """Returns how many samples each replica got, or None where the leaves do not agree on it.
-
-    What input was dealt with says so itself, for the replicas of all workers. Other values are
-    measured, which are those of this worker; a structure without a `PerReplica` counts as that
-    of the only replica.
-    """
-    leaves = _leaves(structure)
-    distributed = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
-    found = {leaf.counts for leaf in distributed if leaf.counts is not None}
-    if not found:
-        parts = [leaf.values for leaf in distributed] or [(leaf,) for leaf in leaves]
-        found = {counts for components in parts if (counts := _counts(components)) is not None}
-    return found.pop() if len(found) == 1 else None
-
-
-def _leaves(structure: Any) -> list[Any]:
-    if type(structure) is tuple and all(type(one) in (PerReplica, Tensor) for one in structure):
-        return list(structure)
-    return take_apart(structure)[1]
-
-
-def _counts(components: Sequence[Any]) -> tuple[int, ...] | None:
-    sizes: list[int] = []
-    for component in components:
-        if type(component) is Tensor and component.dim() > 0:
-            sizes.append(component.shape[0])
-            continue
-        tree, leaves = take_apart(component)
-        rows = {len(leaf) for leaf in leaves if has_rows(leaf)}
-        if not tree.paths:
-            rows = {0}  # A column that ran out of entries.
-        if len(rows) != 1:
-            return None
-        sizes.extend(rows)
-    return tuple(sizes)
-
-
-def _read(leaf: Any) -> Any:
-    if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMERIC:
-        return as_tensor(leaf)
-    return leaf
-
-
-def _rows(leaf: Any, share: slice) -> Any:
-    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
-        return leaf.narrow_copy(0, share.start, share.stop - share.start)
-    return leaf[share]
-
-
-def _num_samples(leaves: Sequence[Any]) -> int:
-    return next((len(leaf) for leaf in leaves if has_rows(leaf)), 1)
-
-
-def _agreed(tree: Tree, leaves: Sequence[Any]) -> int:
-    """Returns the number of samples, on which all leaves with a batch dimension must agree."""
-    sizes: dict[str, int] = {}
-    for path, leaf in zip(tree.paths, leaves, strict=True):
-        if has_rows(leaf):
-            sizes[path or "the batch"] = len(leaf)
-        elif isinstance(leaf, Sized) and not _is_given_whole(leaf):
+    def _split_by_user(self, made: Any, num_parts: int) -> Parts:
+        if not isinstance(made, (list, tuple)) or len(made) != num_parts:
+            found = f"{len(made)} parts" if isinstance(made, (list, tuple)) else repr(type(made))
             raise UnsupportedError(
-                f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
-                "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
-                "dataclasses."
+                f"The `split` of `InputOptions` must return a list of {num_parts} parts, one per "
+                f"replica of all workers, got {found}. A part may be None: its replica then has no "
+                "samples."
             )
-    if not sizes:
-        raise UnsupportedError(
-            f"Cannot split {leaves[0] if leaves else 'nothing'!r} over the replicas: it has no "
-            "batch dimension. Distribute batches: wrap the dataset in a `DataLoader` with the "
-            "global batch size."
-        )
-    if len(set(sizes.values())) > 1:
-        listed = ", ".join(f"{path} has {size}" for path, size in sizes.items())
-        raise UnsupportedError(
-            "All tensors, arrays and lists of a batch must have one number of samples in their "
-            f"first dimension, got: {listed}. Pad them in `collate_fn`, or deal whole batches "
-            "with `distribute_datasets_from_function`."
-        )
-    return next(iter(sizes.values()))
+        if all(part is None for part in made):
+            raise UnsupportedError(
+                "The `split` of `InputOptions` has returned parts that are all None."
+            )
+        parts = self.join([MISSING if part is None else part for part in made])
+        if parts is None or not parts.is_counted:
+            raise UnsupportedError(
+                "Cannot tell how many samples there are in each part that `split` has returned, so "
+                "it is not known how much the loss of each replica counts. Give `InputOptions` a "
+                "function `count_samples`, which returns the number of samples of one part."
+            )
+        return parts
+
+    def join(self, batches: Sequence[Any]) -> Parts | None:
+        """Gives each replica a whole batch of its own; all must be of one structure.
+
+        A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
+        and there is no such thing, it returns None.
+        """
+        found = [0 if batch is MISSING else self._count(batch) for batch in batches]
+        is_counted = None not in found
+        counts = tuple(n if is_counted and n is not None else int(n != 0) for n in found)
+        pairs = list(zip(batches, counts, strict=True))
+        # The first with samples, if there is one.
+        some, num_samples = max((p for p in pairs if p[0] is not MISSING), key=lambda p: p[1] > 0)
+        can_lend = num_samples > 0 and not self.leaves_empty
+        filled = [
+            self.spare(some) if batch is MISSING or (n == 0 and can_lend) else batch
+            for batch, n in pairs
+        ]
+        if any(batch is MISSING for batch in filled):
+            return None
+        return replace(grouped(filled, counts), is_counted=is_counted)
+
+    def _count(self, batch: Any) -> int | None:
+        if self._count_samples is None:
+            return self._reader.count(batch)
+        count = self._count_samples(batch)
+        if not isinstance(count, int) or count < 0:
+            raise UnsupportedError(
+                "The `count_samples` of `InputOptions` must return the number of samples of a "
+                f"batch, got {count!r}."
+            )
+        return count
+
+    def spare(self, batch: Any) -> Any:
+        """Returns what a replica without samples gets where others get `batch`.
+
+        It is a copy of a sample or, if it is not plain where the samples lie, of the batch. Where
+        it has to be empty and cannot be, it is `MISSING`.
+        """
+        if not self.leaves_empty:
+            return _copied(self._reader.some_of(batch, slice(0, 1)))
+        layout = lay_out(batch, self._batch_dim)
+        if not layout.sizes:
+            return MISSING
+        return _copied(layout.tree.build(layout.part(slice(0, 0))))
 
 
-def _is_given_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (str, bytes, numbers.Number, Tensor, np.ndarray, np.generic))
+def _copied(structure: Any) -> Any:
+    """Returns a structure that shares no memory: replicas may change their input in place."""
+    return map_leaves(_clone, structure)
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def grouped(
+    batches: Sequence[Any], counts: tuple[int, ...] = (), tree: Tree | None = None
+) -> Parts:
+    """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
+    if tree is not None:
+        leaves = [tree.leaves_of(batch) for batch in batches]
+        return Parts(tree, list(zip(*leaves, strict=True)), counts)
+    # Lists with an entry per sample may have different lengths.
+    for is_leaf in (is_column, is_inner_list, is_list):
+        apart = [taken_apart(batch, is_leaf) for batch in batches]
+        first = apart[0][0]
+        if all(tree.paths == first.paths for tree, _ in apart):
+            return Parts(first, list(zip(*(leaves for _, leaves in apart), strict=True)), counts)
+    trees = [taken_apart(batch, is_column)[0] for batch in batches]
+    other = next(i for i, tree in enumerate(trees) if tree.paths != trees[0].paths)
+    raise ReplicaMismatchError(
+        f"The batch of replica {other} holds {_listed(trees[other])}, that of replica 0 "
+        f"{_listed(trees[0])}. Make all batches of one structure."
+    )
 
 
 def _listed(tree: Tree) -> str:

@@ -22,23 +22,90 @@ _REAL = frozenset(
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 
 
-def check_replicas(op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value") -> None:
-    """Raises unless `tensors`, one a replica, can be combined with `op`.
+def check_replicas(
+    op: ReduceOp, tensors: Sequence[Tensor], what: str = "The value", first_id: int = 0
+) -> None:
+    """Raises unless `tensors`, one per replica, can be combined with `op`.
 
-    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted.
+    Shapes and dtypes must be the same on every replica: nothing is broadcast or promoted. The
+    error numbers the replicas from `first_id` on.
     """
     first = tensors[0]
     for tensor in tensors:
+        check_layout(tensor, what)
         if tensor.dtype != first.dtype:
-            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype)
+            raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id)
         if tensor.shape != first.shape:
-            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape))
-        if tensor.layout not in _LAYOUTS:
-            raise UnsupportedError(
-                f"{what} has the layout {tensor.layout}; dense and sparse COO tensors can be "
-                "reduced. Call `.to_dense()` or `.to_sparse()` first."
-            )
+            raise _mismatch(what, "shape", tensors, lambda t: tuple(t.shape), first_id)
     _check_dtype(op, first.dtype, what)
+
+
+def check_layout(
+    tensor: Tensor,
+    what: str = "The value",
+    action: str = "reduced",
+    layouts: Sequence[torch.layout] = _LAYOUTS,
+) -> None:
+    """Raises unless `tensor` has one of some layouts, and holds numbers."""
+    if tensor.is_nested:
+        raise UnsupportedError(
+            f"{what} is a nested tensor, which cannot be {action}. Call `.to_padded_tensor(0.0)` "
+            "first."
+        )
+    if tensor.is_meta:
+        raise UnsupportedError(f"{what} is on the device 'meta', without numbers.")
+    if tensor.layout not in layouts:
+        raise UnsupportedError(
+            f"{what} has the layout {tensor.layout} and cannot be {action}. Call `.to_dense()` "
+            "first."
+        )
+
+
+def check_axes(tensor: Tensor, axes: Sequence[int]) -> None:
+    """Raises unless `tensor` can be reduced along the dimensions `axes`, each given once."""
+    check_layout(tensor)
+    if tensor.is_quantized:
+        raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
+    for axis in axes:
+        _check_axis(axis, tensor.dim())
+    if len({axis % tensor.dim() for axis in axes}) < len(axes):
+        raise UnsupportedError(f"`axis` must name each dimension once, got {tuple(axes)}.")
+
+
+def _check_axis(axis: int, num_dims: int) -> None:
+    if not -num_dims <= axis < num_dims:
+        if not num_dims:
+            raise UnsupportedError(f"`axis` is {axis}, but a scalar has no dimension. Use None.")
+        raise UnsupportedError(
+            f"`axis` must be from {-num_dims} to {num_dims - 1}, the dimensions of the value, got "
+            f"{axis}."
+        )
+
+
+def check_gather(
+    tensors: Sequence[Tensor], axis: int, first_id: int = 0, holder: str = "replica"
+) -> None:
+    """Raises unless `tensors`, one per `holder`, can be put end to end along `axis`."""
+    what, action = "The value", "gathered"
+    for tensor in tensors:
+        check_layout(tensor, what, action, (torch.strided,))
+    first = tensors[0]
+    if any(tensor.dtype != first.dtype for tensor in tensors):
+        raise _mismatch(what, "dtype", tensors, lambda t: t.dtype, first_id, action, holder)
+    if any(tensor.dim() != first.dim() for tensor in tensors):
+        raise _mismatch(
+            what, "number of dimensions", tensors, lambda t: t.dim(), first_id, action, holder
+        )
+    if first.dim() == 0:
+        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+    _check_axis(axis, first.dim())
+
+    def others(tensor: Tensor) -> tuple[int, ...]:
+        return tuple(size for i, size in enumerate(tensor.shape) if i != axis % first.dim())
+
+    if any(others(tensor) != others(first) for tensor in tensors):
+        trait = f"shape but for dimension {axis}"
+        raise _mismatch(what, trait, tensors, others, first_id, action, holder)
 
 
 def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
@@ -56,12 +123,18 @@ def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
 
 
 def _mismatch(
-    what: str, trait: str, tensors: Sequence[Tensor], read: Callable[[Tensor], Hashable]
+    what: str,
+    trait: str,
+    tensors: Sequence[Tensor],
+    read: Callable[[Tensor], Hashable],
+    first_id: int,
+    action: str = "reduced",
+    holder: str = "replica",
 ) -> ReplicaMismatchError:
     traits = [read(tensor) for tensor in tensors]
     usual, _ = Counter(traits).most_common(1)[0]
-    odd = ", ".join(f"replica {i} has {t}" for i, t in enumerate(traits) if t != usual)
+    odd = ", ".join(f"{holder} {i} has {t}" for i, t in enumerate(traits, first_id) if t != usual)
     return ReplicaMismatchError(
-        f"{what} must have one {trait} on all {len(tensors)} replicas: {odd}, the others have "
-        f"{usual}. Nothing was reduced."
+        f"{what} must have one {trait} on all {len(tensors)} {holder}s: {odd}, the others have "
+        f"{usual}. Nothing was {action}."
     )

@@ -2,8 +2,16 @@
 
 from unisono.reductions.across_workers import AcrossWorkers, replicas_in_a_term
 from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, listed_pairs, mirrored
-from unisono.reductions.destinations import Destinations, destinations_of
+from unisono.reductions.cross_device_ops import (
+    CrossDeviceOps,
+    Pair,
+    Result,
+    always_mirrored,
+    check_ops,
+    listed_pairs,
+    mirrored,
+)
+from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
@@ -29,9 +37,12 @@ __all__ = [
     "Result",
     "ScheduledOps",
     "Workers",
+    "always_mirrored",
+    "check_ops",
     "choose_cross_device_ops",
     "destinations_of",
     "is_all_reduce",
+    "listed_destinations",
     "listed_pairs",
     "mirrored",
     "packing_of",

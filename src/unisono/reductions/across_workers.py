@@ -15,7 +15,7 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
-from unisono.values import PerReplica, as_tensor, concatenate, is_sparse
+from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
 
 # Large enough that there are few collectives, small enough to be gone from no cache in between.
 _BYTES_PER_PACK = 16 << 20
@@ -64,11 +64,12 @@ class AcrossWorkers(CrossDeviceOps):
         values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
         results: dict[int, Tensor] = {}
         dense = [i for i, tensors in enumerate(values) if not all(map(is_sparse, tensors))]
-        for members in self._packs(values, dense, options):
-            results.update(zip(members, self._reduce(reduce_op, values, members), strict=True))
-        for i, tensors in enumerate(values):
-            if i not in results:
-                results[i] = self._reduce_sparse(reduce_op, tensors)
+        with self.communicator.within(options.timeout_seconds):
+            for members in self._packs(values, dense, options):
+                results.update(zip(members, self._reduce(reduce_op, values, members), strict=True))
+            for i, tensors in enumerate(values):
+                if i not in results:
+                    results[i] = self._reduce_sparse(reduce_op, tensors)
         return [
             self._deliver(results[i], destinations)
             for i, (_, destinations) in enumerate(value_destination_pairs)
@@ -80,7 +81,8 @@ class AcrossWorkers(CrossDeviceOps):
 
     def _read(self, op: ReduceOp, value: Any) -> list[Tensor]:
         tensors = tuple(as_tensor(component).detach() for component in value.values)
-        check_replicas(op, tensors, "The value")
+        rank = self.communicator.rank
+        check_replicas(op, tensors, f"The value of worker {rank}", rank * len(tensors))
         if any(map(is_sparse, tensors)) and not all(map(is_sparse, tensors)):
             return [tensor.to_dense() for tensor in tensors]
         return list(tensors)
@@ -124,7 +126,7 @@ class AcrossWorkers(CrossDeviceOps):
         Replicas are combined here as far as they are whole subtrees of the sum over all workers.
         """
         num_replicas = len(tensors[0])
-        together = replicas_in_a_term(num_replicas)
+        together = self.replicas_in_a_term(num_replicas)
         dtype = tensors[0][0].dtype
         place = self.place(tensors[0][0].device)
         terms = []
@@ -138,13 +140,72 @@ class AcrossWorkers(CrossDeviceOps):
             terms.append([own[0].to(place, copy=not is_own).contiguous() for own in parts])
         return terms
 
+    def replicas_in_a_term(self, num_replicas: int) -> int:
+        """Returns how many replicas are combined before anything is sent.
+
+        A user's own reduction is given all replicas of its worker.
+        """
+        return replicas_in_a_term(num_replicas) if self.is_tree_sum else num_replicas
+
+    @property
+    def is_tree_sum(self) -> bool:
+        """Whether what reduces between the devices of this worker adds up in that order."""
+        return self._local.is_tree_sum and not self._local.wants_all_gradients
+
+    def combine_here(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
+        """Lets a user's own reduction combine a value of this worker's replicas."""
+        return self._combine(op, [list(tensors)])[0]
+
+    @property
+    def wants_all_gradients(self) -> bool:
+        """Whether what reduces between the devices of this worker wants them."""
+        return self._local.wants_all_gradients
+
+    def reduce_gradients_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """See `CrossDeviceOps.reduce_gradients_implementation`."""
+        values = [list(value.values) for value, _ in value_destination_pairs]
+        totals = self.combine_gradients(reduce_op, values)
+        self._reduce_between(reduce_op, totals)
+        return [
+            self._deliver(total, destinations)
+            for total, (_, destinations) in zip(totals, value_destination_pairs, strict=True)
+        ]
+
+    def combine_gradients(self, op: ReduceOp, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Lets a user's own reduction combine all gradients of this worker's replicas.
+
+        The sum over all workers follows, and for a mean the division by the number of all replicas.
+        """
+        target = Destinations(self._devices[:1])
+        pairs = [(PerReplica.placed(tuple(own), self._devices), target) for own in values]
+        results = self._local.reduce_gradients(_undivided(op), pairs)
+        return [_only(result) for result in results]
+
+    def _reduce_between(self, op: ReduceOp, totals: list[Tensor]) -> None:
+        """Reduces what this worker has combined with what the others have, in place."""
+        for i, total in enumerate(totals):
+            count = len(self._devices) * self.communicator.size
+            if is_sparse(total):
+                sent = total.to(self.place(total.device))
+                totals[i] = all_reduce_sparse(self.communicator, op, sent, count)
+            else:
+                sent = total.to(self.place(total.device)).contiguous()
+                is_mean = op is ReduceOp.MEAN
+                self.communicator.all_reduce(op, [sent.view(-1)], count if is_mean else None)
+                totals[i] = sent
+
     def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
         """Combines replicas of this worker without rounding to a narrow dtype."""
         devices = self._devices[: len(values[0])]
         target = Destinations(devices[:1])
         pairs = [(PerReplica.placed(tuple(own), devices), target) for own in values]
         results = self._local.batch_reduce(_undivided(op), pairs)
-        return [result for result in results if isinstance(result, Tensor)]
+        return [_only(result) for result in results]
 
     def mean_here(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the mean of this worker's replicas, as what reduces between them gives it."""
@@ -178,6 +239,12 @@ def replicas_in_a_term(num_replicas: int) -> int:
     [1, 2, 1, 4, 2]
     """
     return num_replicas & -num_replicas
+
+
+def _only(result: Result) -> Tensor:
+    """Returns the tensor of a result for one device, which may be wrapped all the same."""
+    tensor: Tensor = result.values[0] if isinstance(result, DistributedValues) else result
+    return tensor
 
 
 def _undivided(op: ReduceOp) -> ReduceOp:

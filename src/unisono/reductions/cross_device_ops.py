@@ -7,10 +7,11 @@ from typing import Any, ClassVar, TypeAlias
 
 from torch import Tensor
 
+from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import BatchError, ReplicaMismatchError
-from unisono.kernels import check_replicas, tree_reduce
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.kernels import check_layout, check_replicas, tree_reduce
+from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.reductions.destinations import Destinations, destinations_of
 from unisono.tracing import span
 from unisono.values import (
@@ -34,6 +35,9 @@ class CrossDeviceOps:
     `batch_reduce_implementation` and `broadcast_implementation`. Arguments reach them checked and
     in one form: values as `PerReplica` of tensors that go together, destinations as `Destinations`.
     A value that is already alone on its only destination never reaches them.
+
+    One that needs all gradients of a backward pass at once overrides
+    `reduce_gradients_implementation`.
     """
 
     # Whether the implementation itself reads and checks the values that it is given.
@@ -51,7 +55,7 @@ class CrossDeviceOps:
 
     def reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         per_replica_value: Any,
         destinations: Any,
         options: CommunicationOptions | None = None,
@@ -59,7 +63,7 @@ class CrossDeviceOps:
         """Combines the components of a value and puts the result on the destinations.
 
         Args:
-            reduce_op: How to combine them.
+            reduce_op: How to combine them; a `ReduceOp` or its name.
             per_replica_value: A distributed value; or a tensor, or anything that can be read as
                 one, which counts as the value of a single replica.
             destinations: Where the result goes: a device name, a tensor or variable (its devices;
@@ -74,7 +78,7 @@ class CrossDeviceOps:
         Raises:
             ValueError: If an argument is none of the above, or the components do not go together.
         """
-        op = ReduceOp.check(reduce_op)
+        op = ReduceOp.read(reduce_op)
         value = _distributed(per_replica_value)
         targets = destinations_of(destinations)
         if not self.reads_values:
@@ -82,11 +86,11 @@ class CrossDeviceOps:
             if _is_alone(value, targets):
                 return _copy_alone(op, value)
         with span("reduce", "reduce", op=op):
-            return self.reduce_implementation(op, value, targets, options or DEFAULT_OPTIONS)
+            return self.reduce_implementation(op, value, targets, check_options(options))
 
     def batch_reduce(
         self,
-        reduce_op: ReduceOp,
+        reduce_op: ReduceOp | str,
         value_destination_pairs: Iterable[tuple[Any, Any]],
         options: CommunicationOptions | None = None,
     ) -> list[Result]:
@@ -104,16 +108,16 @@ class CrossDeviceOps:
             ValueError: If `value_destination_pairs` is not an iterable of `(value, destinations)`
                 tuples, or for any reason of `reduce`. Then nothing has been reduced.
         """
-        op = ReduceOp.check(reduce_op)
+        op = ReduceOp.read(reduce_op)
         pairs = [
             (_distributed(value), destinations_of(targets))
             for value, targets in listed_pairs(value_destination_pairs)
         ]
-        options = options or DEFAULT_OPTIONS
+        options = check_options(options)
         with span("reduce", "batch_reduce", op=op, values=len(pairs)):
-            return self._batch_reduce(op, pairs, options)
+            return self._checked_batch(op, pairs, options)
 
-    def _batch_reduce(
+    def _checked_batch(
         self, op: ReduceOp, pairs: list[Pair], options: CommunicationOptions
     ) -> list[Result]:
         if self.reads_values:
@@ -125,6 +129,43 @@ class CrossDeviceOps:
         rest = [pair for pair in pairs if not _is_alone(*pair)]
         reduced = iter(self.batch_reduce_implementation(op, rest, options) if rest else [])
         return [_copy_alone(op, pair[0]) if _is_alone(*pair) else next(reduced) for pair in pairs]
+
+    def reduce_gradients(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Result]:
+        """Reduces all gradients of a backward pass. Strategies call it if `wants_all_gradients`.
+
+        Args:
+            reduce_op: How gradients become one; a `ReduceOp` or its name.
+            value_destination_pairs: The gradients of each parameter and where they go.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
+
+        Raises:
+            ValueError: As `batch_reduce` does.
+        """
+        op = ReduceOp.read(reduce_op)
+        pairs = [
+            (_checked(op, _distributed(value), f"Gradient {index}"), destinations_of(targets))
+            for index, (value, targets) in enumerate(listed_pairs(value_destination_pairs))
+        ]
+        options = check_options(options)
+        with span("reduce", "reduce_gradients", op=op, values=len(pairs)):
+            return self.reduce_gradients_implementation(op, pairs, options)
+
+    @property
+    def wants_all_gradients(self) -> bool:
+        """Whether the gradients of a backward pass are to come in one batch, when it has ended.
+
+        Otherwise they come in packs, each as soon as all replicas have its gradients.
+        """
+        own = type(self).reduce_gradients_implementation
+        return own is not CrossDeviceOps.reduce_gradients_implementation
 
     def broadcast(self, tensor: Any, destinations: Any) -> Result:
         """Copies a tensor to the destinations.
@@ -140,13 +181,21 @@ class CrossDeviceOps:
             ValueError: If `tensor` differs from replica to replica, or an argument is none of the
                 above.
         """
-        if isinstance(tensor, DistributedValues) and not isinstance(tensor, TensorLike):
+        is_one = isinstance(tensor, TensorLike) and not isinstance(tensor, PerReplica)
+        if isinstance(tensor, DistributedValues) and not is_one:
             raise ReplicaMismatchError(
                 f"Only one tensor can be broadcast, got a {type(tensor).__name__} of "
                 f"{len(tensor.values)} values. Reduce it, or pass one of its `values`."
             )
+        given = as_tensor(tensor)
+        check_layout(given, "The tensor")
         with span("copy", "broadcast"):
-            return self.broadcast_implementation(as_tensor(tensor), destinations_of(destinations))
+            return self.broadcast_implementation(given, destinations_of(destinations))
+
+    @property
+    def is_tree_sum(self) -> bool:
+        """Whether it adds up in the order of all sums, so that others may do so in its place."""
+        return self.reads_values
 
     def close(self) -> None:
         """Gives back what is kept for the next call, such as NCCL's communicators.
@@ -154,6 +203,14 @@ class CrossDeviceOps:
         A strategy that is closed closes its operations; they can be used again. Here nothing is
         kept.
         """
+
+    def in_strategy(self) -> CrossDeviceOps:
+        """Returns the operations that a strategy calls when it is given these: itself.
+
+        Operations whose methods have the arguments or results of an older version return an
+        adapter.
+        """
+        return self
 
     def reduce_implementation(
         self,
@@ -199,6 +256,27 @@ class CrossDeviceOps:
             for value, destinations in value_destination_pairs
         ]
 
+    def reduce_gradients_implementation(
+        self,
+        reduce_op: ReduceOp,
+        value_destination_pairs: Sequence[Pair],
+        options: CommunicationOptions,
+    ) -> list[Result]:
+        """Reduces all gradients of a backward pass, if it is overridden.
+
+        Unless overridden it is not called: gradients are then reduced in packs, as other batches.
+
+        Args:
+            reduce_op: How gradients become one.
+            value_destination_pairs: The gradients of each parameter that a replica has used, and
+                where they go. There may be one replica.
+            options: Hints for this batch.
+
+        Returns:
+            The results, in the order of the pairs.
+        """
+        return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
+
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
         """Does the work of `broadcast`: unless overridden, a copy to each device.
 
@@ -239,11 +317,29 @@ _IMPLEMENTATIONS = frozenset(
 )
 
 
+def check_ops(cross_device_ops: Any) -> None:
+    """Raises unless it can reduce between devices, or is None."""
+    if cross_device_ops is not None:
+        check_instance(
+            "cross_device_ops",
+            cross_device_ops,
+            CrossDeviceOps,
+            "a `CrossDeviceOps`, such as `unisono.ReductionToOneDevice()`",
+        )
+
+
 def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
     """Returns one tensor as it is, and several as a `Mirrored` on the destinations."""
     if len(tensors) == 1:
         return tensors[0]
     return Mirrored.placed(tensors, destinations.devices)
+
+
+def always_mirrored(result: Result, destinations: Destinations) -> Mirrored:
+    """Returns a result as a `Mirrored`, also where there is one destination."""
+    if isinstance(result, Mirrored):
+        return result
+    return Mirrored.placed((result,), destinations.devices)
 
 
 def _distributed(value: Any) -> DistributedValues:
@@ -259,16 +355,17 @@ def _distributed(value: Any) -> DistributedValues:
 def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns a batch as a list, if it is an iterable of pairs."""
     try:
-        given = list(pairs)
-    except TypeError as error:
+        iterator = iter(pairs)
+    except (TypeError, RuntimeError) as error:
         raise BatchError(
-            f"A batch is an iterable of (value, destinations) tuples, got {pairs!r}."
+            f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}."
         ) from error
+    given = list(iterator)
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise BatchError(
-                f"A batch is an iterable of (value, destinations) tuples, got {pair!r} of type "
-                f"{type(pair).__name__} as number {index}."
+                "A batch is an iterable of (value, destinations) tuples, got "
+                f"{in_words(pair)} of type {type(pair).__name__} as number {index}."
             )
     return given
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.arguments import in_words
 from unisono.devices import Device, resolve
 from unisono.errors import DestinationError
 from unisono.values import DistributedValues
@@ -50,6 +51,15 @@ def destinations_of(destinations: Any) -> Destinations:
         return Destinations((device,))
     raise DestinationError(
         "`destinations` must be a device name, a tensor, a distributed value or a variable, got "
-        f"{destinations!r} of type {type(destinations).__name__}. To reduce to several devices, "
-        "pass a value that lives on them: the value itself for an all-reduce."
+        f"{in_words(destinations)} of type {type(destinations).__name__}. To reduce to several "
+        "devices, pass a value that lives on them: the value itself for an all-reduce."
     )
+
+
+def listed_destinations(destinations: Any) -> Destinations:
+    """Returns the devices that `destinations` means, which may be a list of device names, too."""
+    if not isinstance(destinations, (list, tuple)) or isinstance(destinations, Destinations):
+        return destinations_of(destinations)
+    if not destinations:
+        raise DestinationError("`destinations` is an empty list, so it names no device.")
+    return Destinations(tuple(resolve(device) for device in destinations))

@@ -40,6 +40,11 @@ class ReductionToOneDevice(ScheduledOps):
         self._reduce_to = None if reduce_to_device is None else resolve(reduce_to_device)
         self._accumulate = accumulation_fn
 
+    @property
+    def is_tree_sum(self) -> bool:
+        """See `CrossDeviceOps.is_tree_sum`."""
+        return self._accumulate is None and super().is_tree_sum
+
     def root(self, ends: Ends) -> Device:
         """See `ScheduledOps.root`."""
         return self._reduce_to or ends.destinations[0]

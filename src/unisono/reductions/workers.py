@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
-from unisono.options import ReduceOp
+from unisono.kernels import check_gather
 from unisono.values import is_sparse
 
 # Small and seldom, so it travels through the memory that every communicator takes.
@@ -67,6 +69,42 @@ class Workers:
         gathered = self.communicator.all_gather(tensor.detach().to(_HOST))
         return [one.to(tensor.device) for one in gathered]
 
+    def concatenate(self, tensors: Sequence[Tensor], axis: int) -> tuple[Tensor, int]:
+        """Puts the tensors of all replicas of all workers end to end along `axis`.
+
+        Args:
+            tensors: Those of this worker's replicas, which may differ in length along `axis`.
+            axis: The dimension along which they are put together.
+
+        Returns:
+            One tensor, where the first of `tensors` is, and where those of this worker begin in it.
+
+        Raises:
+            ReplicaMismatchError: If they differ in anything else. All workers raise it.
+            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
+        """
+        check_gather(tensors, axis, len(tensors) * self.communicator.rank)
+        place = tensors[0].device
+        here = torch.cat([tensor.detach().to(place) for tensor in tensors], dim=axis)
+        gathered = self.gather(here)
+        check_gather(gathered, axis, holder="worker")
+        first = sum(other.shape[axis] for other in gathered[: self.communicator.rank])
+        return (torch.cat(gathered, dim=axis) if len(gathered) > 1 else here), first
+
+    def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Returns the lists of tensors of all workers, in host memory.
+
+        They may differ in their length, and tensors in their shape and dtype.
+        """
+        kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
+        header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
+        packs = [one.detach().to(_HOST).contiguous().flatten().view(torch.uint8) for one in tensors]
+        headers = [json.loads(one.numpy().tobytes()) for one in self.gather(header)]
+        if not any(headers):
+            return [[] for _ in headers]
+        packs = self.gather(torch.cat([header[:0], *packs]))
+        return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
+
     def gather_objects(self, thing: Any) -> list[Any]:
         """Returns the objects of all workers, which are pickled: all are of one trusted job."""
         if not self.are_many:
@@ -75,10 +113,15 @@ class Workers:
         gathered = self.communicator.all_gather(data.to(_HOST))
         return [pickle.loads(one.cpu().numpy().tobytes()) for one in gathered]
 
-    def any_of(self, flags: Sequence[bool]) -> list[bool]:
-        """Returns for each flag whether it is set on some worker."""
-        if not self.are_many or not flags:
-            return list(flags)
-        given = torch.tensor(flags, dtype=torch.uint8)
-        self.communicator.all_reduce(ReduceOp.MAX, [given])
-        return [bool(flag) for flag in given]
+
+def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:
+    """Returns the tensors of these dtypes and shapes whose bytes are in `pack`."""
+    dtypes = [getattr(torch, name) for name, *_ in kinds]
+    sizes = [
+        math.prod(kind[1:]) * dtype.itemsize for kind, dtype in zip(kinds, dtypes, strict=True)
+    ]
+    # Copied, because a tensor begins where its numbers may.
+    return [
+        part.clone().view(dtype).view(kind[1:])
+        for part, kind, dtype in zip(pack.split(sizes), kinds, dtypes, strict=True)
+    ]

@@ -1,6 +1,6 @@
 """Strategies: how a training program is spread over devices."""
 
-from unisono.strategies.config import ConfigProto
+from unisono.strategies.config import ConfigProto, RunOptions
 from unisono.strategies.default import DefaultStrategy
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
@@ -15,6 +15,7 @@ __all__ = [
     "MultiStepContext",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "RunOptions",
     "Strategy",
     "StrategyExtended",
 ]

@@ -4,52 +4,61 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_bool, check_call, check_instance, check_optional, in_words
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
     ReplicaContext,
     entered,
     is_inside_run,
+    running_replica,
 )
 from unisono.costs import Tuning
-from unisono.devices import Device, this_machine
-from unisono.engines import ReplicaMode
+from unisono.devices import Device, replica_devices, this_machine
+from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.input import ArrayDataset, DistributedIterator, counts_of, numpy_dataset
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import (
     AcrossWorkers,
     CrossDeviceOps,
     Workers,
     destinations_of,
+    listed_pairs,
     predicted_cost,
 )
-from unisono.strategies.runner import Runner
-from unisono.strategies.steps import MultiStepContext
+from unisono.strategies.counting import Counting
+from unisono.strategies.own_process import OwnProcess
+from unisono.strategies.runner import Runner, unpack
+from unisono.strategies.steps import StepMethods
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten, regroup, select_replica
+from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
+    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
     creating,
+    merge,
+    synchronized_batch_norm,
+    undone,
+    watch_torch,
 )
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(VariableMethods):
+class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -82,6 +91,15 @@ class StrategyExtended(VariableMethods):
         communicator: Communicator | None = None,
         tuning: Tuning | None = None,
     ) -> None:
+        super().__init__()
+        devices = replica_devices(devices)
+        check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
+        reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
+        options = check_options(options)
+        check_bool("is_serial", is_serial)
+        check_bool("synchronize_batch_norm", synchronize_batch_norm)
+        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
+        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
         self._duplicate = functools.partial(
             StrategyExtended,
             devices,
@@ -104,8 +122,13 @@ class StrategyExtended(VariableMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        cross_device_ops = cross_device_ops.in_strategy()
+        # A single replica, too, has its gradients pass through a reduction that wants all of them.
+        self.mirrors.is_single &= not cross_device_ops.wants_all_gradients
+        if not self.mirrors.is_single:
+            watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
-        self._gradients = GradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             devices,
             cross_device_ops,
@@ -116,13 +139,14 @@ class StrategyExtended(VariableMethods):
         if self.workers.are_many:
             across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
             self.cross_device_ops = across
-            self._gradients = WorkerGradientReducer(
+            self.gradients = WorkerGradientReducer(
                 self.mirrors, devices, across, reduce_gradients, options
             )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, is_serial=is_serial)
-        self._current_weights = [1.0] * len(devices)
+        self._runner = Runner(devices, self.workers, is_serial=is_serial)
+        self.current_weights = [1.0] * len(devices)
+        self.counting = Counting(devices, self.workers)
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
@@ -180,7 +204,7 @@ class StrategyExtended(VariableMethods):
         """
         self.mirrors.add(leaves)
         if is_inside_run():
-            self._gradients.begin(self._current_weights)
+            self.gradients.begin(self.current_weights)
 
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
@@ -204,7 +228,7 @@ class StrategyExtended(VariableMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self._gradients = WorkerGradientReducer(
+        self.gradients = WorkerGradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
@@ -216,28 +240,31 @@ class StrategyExtended(VariableMethods):
                 f"worker {communicator.rank} of {communicator.size}",
             ),
         )
+        watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
 
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self._gradients.close()
-        self._runner.close()
-        self.cross_device_ops.close()
-
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`."""
+        """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`.
+
+        If `args` is one distributed value, each replica unpacks its own component, as TensorFlow
+        does: a tensor, along its first dimension.
+        """
         self.strategy._check_cross_replica("call_for_each_replica()")
-        if is_inside_run():
-            raise ContextError("`run()` was called within `run()`; replicas cannot be nested.")
+        is_unpacked = isinstance(args, DistributedValues)
+        check_call("fn", fn, () if is_unpacked else args, kwargs)
+        if is_unpacked:
+            fn, args = functools.partial(unpack, fn), (args,)
         kwargs = kwargs or {}
+        running = running_replica()
+        if running is not None:
+            results = self._runner.run_again(running, fn, args, kwargs)
+            return self.counting.regrouped(results)
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
             self._num_runs += 1
@@ -245,72 +272,38 @@ class StrategyExtended(VariableMethods):
                 return self._run(fn, args, kwargs)
 
     def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weights = self._weights((*args, *kwargs.values()))
+        weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
         self.mirrors.refresh()
-        self._gradients.begin(weights)
-        self._current_weights = weights
-        return self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+        self.gradients.begin(weights)
+        self.current_weights = weights
+        if self.mirrors.is_single:
+            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            return self.counting.regrouped(results)
+        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
+        try:
+            with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            self.mirrors.watch.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.buffers.end(weights)
+        self.mirrors.metrics.end(weights)
+        return self.counting.regrouped(results)
 
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: DistributedIterator,
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> MultiStepContext:
-        """Calls `fn(context, inputs)` with one element of the input after another.
-
-        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
-        caller to `context`.
-
-        Args:
-            fn: One step.
-            iterator: Where the elements come from.
-            iterations: How many steps there are.
-            initial_loop_values: What `last_step_outputs` are if there is no step.
-
-        Returns:
-            The context, with what the last step gave.
-
-        Raises:
-            UnsupportedError: If `iterations` is negative.
-        """
-        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        if iterations < 0:
-            raise UnsupportedError(f"`iterations` must be 0 or more, got {iterations}.")
-        steps = MultiStepContext(initial_loop_values)
-        with entered(CrossReplicaContext(self.strategy)):
-            for _ in range(iterations):
-                fn(steps, iterator.get_next())
-        return steps
-
-    def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: object = None
-    ) -> ArrayDataset:
-        """See `Strategy.experimental_make_numpy_dataset`."""
-        return numpy_dataset(numpy_input)
-
-    def _mode(self, context: ReplicaContext, seed: int) -> ReplicaMode:
+    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
-        return ReplicaMode(
-            seed,
+        mirrors = self.mirrors
+        mode = context.notes["mode"] = ReplicaMode(
+            generators,
             context.replica_id_in_sync_group,
-            self.mirrors.stand_ins[context.local_id],
-            functools.partial(self._gradients.after_backward, context),
+            mirrors.stand_ins[context.local_id],
+            functools.partial(self.gradients.after_backward, context),
+            Outsiders(mirrors, context),
+            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
         )
-
-    def _weights(self, inputs: Any) -> list[float]:
-        """Returns what each replica's gradients count for: its share of the samples.
-
-        A loss that is a mean over the replica's batch makes the mean over replicas that of all
-        samples only if the batches are even, or are weighted so.
-        """
-        counts = counts_of(inputs) if self.reduce_gradients is ReduceOp.MEAN else None
-        num_replicas = self.num_replicas_in_sync
-        if counts is None or len(counts) != num_replicas or len(set(counts)) == 1:
-            return [1.0] * len(self._devices)
-        own = slice(self.first_replica_id, self.first_replica_id + len(self._devices))
-        return [count * num_replicas / sum(counts) for count in counts[own]]
+        return mode
 
     def merge_call(
         self,
@@ -320,14 +313,7 @@ class StrategyExtended(VariableMethods):
         kwargs: dict[str, Any],
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
-
-        def work(given: list[Any]) -> list[Any]:
-            all_args, all_kwargs = regroup(given, self._devices)
-            with entered(CrossReplicaContext(self.strategy)):
-                result = merge_fn(self.strategy, *all_args, **all_kwargs)
-            return [select_replica(i, result) for i in range(len(self._devices))]
-
-        return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+        return merge(context, merge_fn, args, kwargs)
 
     def reduce_to(
         self,
@@ -338,7 +324,8 @@ class StrategyExtended(VariableMethods):
     ) -> Any:
         """Reduces a value, or every distributed value of a nested structure, to devices.
 
-        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. A mirrored `value` is its own mean,
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
+        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
         and has no sum: that is an `UnsupportedError`.
         """
         self.strategy._check_cross_replica("reduce_to()")
@@ -356,6 +343,7 @@ class StrategyExtended(VariableMethods):
                     "no meaning. Use MEAN, or multiply it by the number of replicas."
                 )
             return self.broadcast_to(value, destinations)
+        value = self.counting.counted(op, value)
         return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
 
     def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
@@ -363,7 +351,7 @@ class StrategyExtended(VariableMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{value!r} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is one value and not one a replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)
@@ -377,10 +365,9 @@ class StrategyExtended(VariableMethods):
         """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
         self.strategy._check_cross_replica("batch_reduce_to()")
         op = ReduceOp.read(reduce_op)
-        results = self.cross_device_ops.batch_reduce(
-            op, value_destination_pairs, self._merged(options)
-        )
-        return list(results)
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_callable, check_optional, in_words
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input import (
@@ -44,8 +45,10 @@ class InputMethods:
         """Splits the batches of a `DataLoader`, or of any iterable, over the replicas.
 
         The batch size is the global one. Each step gives the structure of a batch with `PerReplica`
-        leaves; with one replica, the batch itself. A last batch that does not divide is split as it
-        is: some replicas get fewer samples, or none, and no sample is lost or seen twice.
+        leaves; with one replica, the batch itself. A batch that does not divide is split as evenly
+        as possible. If it has fewer samples than there are replicas, the last replicas get a copy
+        of a sample that counts nothing; see `InputOptions.split`. The result has the attributes of
+        the `DataLoader`, such as `dataset` and `batch_size`.
 
         Args:
             dataset: A `DataLoader`, or any iterable of batches.
@@ -134,8 +137,9 @@ class InputMethods:
         if replication_mode is not InputReplicationMode.PER_WORKER:
             raise UnsupportedError(
                 f"`replication_mode` must be {InputReplicationMode.PER_WORKER}, got "
-                f"{replication_mode!r}."
+                f"{in_words(replication_mode)}."
             )
+        check_callable("input_fn", input_fn)
         return iter(self.distribute_datasets_from_function(input_fn))
 
     def experimental_run(
@@ -146,6 +150,8 @@ class InputMethods:
         Without an iterator it has no argument. See `run`.
         """
         self._check_cross_replica("experimental_run()")
+        wanted = "a distributed iterator"
+        check_optional("input_iterator", input_iterator, DistributedIterator, wanted)
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
 

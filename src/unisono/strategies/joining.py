@@ -22,7 +22,7 @@ from unisono.communicators import (
     translated_store_errors,
 )
 from unisono.costs import Tuning, current_tuning
-from unisono.devices import Device, default_devices
+from unisono.devices import Device, cpu_slots, default_devices, resolve
 from unisono.errors import WorkerTimeoutError
 from unisono.options import CommunicationOptions
 from unisono.tracing import join_workers
@@ -173,6 +173,8 @@ def led_by(membership: Membership, rank: int) -> Membership:
 
 def local_devices(membership: Membership) -> tuple[Device, ...]:
     """Returns the devices of this worker: all GPUs, shared with the other workers of its host."""
+    if membership.gpus is not None:
+        return tuple(resolve(f"cuda:{index}") for index in membership.gpus) or cpu_slots(1)
     devices = default_devices()
     if membership.local_size == 1 or devices[0].type == "cpu":
         return devices

@@ -7,12 +7,13 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
+from unisono.arguments import check_bool
 from unisono.cluster import Membership, detect
 from unisono.costs import current_tuning
-from unisono.devices import DeviceLike, default_devices, resolve
-from unisono.errors import ClusterError, DeviceError
+from unisono.devices import DeviceLike, default_devices, replica_devices, resolve
+from unisono.errors import ClusterError
 from unisono.options import ReduceOp
-from unisono.reductions import CrossDeviceOps, select_cross_device_ops
+from unisono.reductions import CrossDeviceOps, check_ops, select_cross_device_ops
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy
 
@@ -23,8 +24,9 @@ class MirroredStrategy(Strategy):
     """Trains on all devices of a host, one replica a device, from one process.
 
     Args:
-        devices: One device a replica. None means all GPUs, or one CPU replica without any. CPU
-            devices are replica slots: `["cpu:0", "cpu:1"]` makes two replicas.
+        devices: One device per replica. None means all GPUs, or one CPU replica without any. CPU
+            devices are replica slots: `["cpu:0", "cpu:1"]` makes two replicas. A single device
+            makes one replica.
         cross_device_ops: What reduces between the devices; chosen by the devices if None.
         serial: Runs replicas one after another, so that a debugger can stand in one of them. The
             environment variable UNISONO_SERIAL=1 does the same.
@@ -32,33 +34,29 @@ class MirroredStrategy(Strategy):
             replica's batch, as torch's losses are; `SUM` one that is divided by the global batch.
         synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas. If
             not, each replica normalises its own batch, and the running statistics are averaged
-            when they are read.
+            at the end of every `run`.
     """
 
     def __init__(
         self,
-        devices: Sequence[DeviceLike] | None = None,
+        devices: DeviceLike | Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         *,
         serial: bool = False,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        resolved = default_devices() if devices is None else tuple(map(resolve, devices))
-        if not resolved:
-            raise DeviceError("`devices` is empty; a strategy needs at least one device.")
-        if len(set(resolved)) < len(resolved):
-            names = ", ".join(map(str, resolved))
-            raise DeviceError(f"Each device can have one replica, got {names}.")
+        resolved = default_devices() if devices is None else replica_devices(devices)
+        check_ops(cross_device_ops)
         _warn_of_other_workers()
         tuning = current_tuning()
         super().__init__(
             StrategyExtended(
                 resolved,
                 cross_device_ops or select_cross_device_ops(resolved, tuning),
-                reduce_gradients=ReduceOp.check(reduce_gradients),
-                is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
-                synchronize_batch_norm=synchronize_batch_norm,
+                reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
+                is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
+                synchronize_batch_norm=check_bool("synchronize_batch_norm", synchronize_batch_norm),
                 tuning=tuning,
             )
         )

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from unisono.arguments import check_bool
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
 from unisono.cluster.rules import collective_leader
-from unisono.devices import Device, DeviceLike, resolve
+from unisono.devices import Device, DeviceLike, replica_devices
 from unisono.errors import ClusterError, DeviceError, UnsupportedError
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
-from unisono.reductions import CrossDeviceOps, select_cross_device_ops
+from unisono.reductions import CrossDeviceOps, check_ops, select_cross_device_ops
 from unisono.strategies.config import ConfigProto
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.joining import join, leave, led_by, local_devices
@@ -72,8 +72,8 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: Says which workers there are; found out if None.
         communication_options: How collectives travel, and how long they may take.
-        devices: One device a replica of this worker. None means its share of the host's GPUs, or
-            one CPU replica. All workers have as many.
+        devices: One device per replica of this worker. None means its share of the host's GPUs,
+            or one CPU replica. Every worker must have the same number of devices.
         cross_device_ops: What reduces between the devices of one worker.
         serial: See `MirroredStrategy`.
         reduce_gradients: See `MirroredStrategy`.
@@ -85,10 +85,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         cluster_resolver: ClusterResolver | None = None,
         communication_options: CommunicationOptions | None = None,
         *,
-        devices: Sequence[DeviceLike] | None = None,
+        devices: DeviceLike | Sequence[DeviceLike] | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         serial: bool = False,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
@@ -96,19 +96,20 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "`cluster_resolver` must be one of `unisono.cluster_resolver`, got "
                 f"{cluster_resolver!r}."
             )
-        options = communication_options or DEFAULT_OPTIONS
+        options = DEFAULT_OPTIONS if communication_options is None else communication_options
         if not isinstance(options, CommunicationOptions):
             raise UnsupportedError(
                 "`communication_options` must be `unisono.experimental.CommunicationOptions`, got "
                 f"{communication_options!r}."
             )
-        chosen = None if devices is None else tuple(map(resolve, devices))
+        chosen = None if devices is None else replica_devices(devices)
+        check_ops(cross_device_ops)
         maker = _Maker(
             chosen,
             cross_device_ops,
-            is_serial=serial or os.environ.get("UNISONO_SERIAL") == "1",
-            reduce_gradients=ReduceOp.check(reduce_gradients),
-            synchronize_batch_norm=synchronize_batch_norm,
+            is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
+            reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
+            synchronize_batch_norm=check_bool("synchronize_batch_norm", synchronize_batch_norm),
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))
         super().__init__(maker(resolver, options, ConfigProto()))
@@ -117,11 +118,6 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """Says which workers there are."""
         return self._worker.resolver
-
-    @property
-    def is_chief(self) -> bool:
-        """Whether this worker is the one that writes checkpoints and summaries."""
-        return self._worker.membership.is_chief
 
     def configure(
         self,
@@ -170,7 +166,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a copy of `config_proto` that says where this worker is in its cluster."""
-        changed = copy.deepcopy(config_proto)
+        changed = super().update_config_proto(config_proto)
         membership = self._worker.membership
         if isinstance(changed, ConfigProto) and membership.task_type is not None:
             task = (membership.task_type, membership.task_id)
@@ -180,10 +176,6 @@ class MultiWorkerMirroredStrategy(Strategy):
             if changed.timeout_seconds is None:
                 changed.timeout_seconds = self._worker.options.timeout_seconds
         return changed
-
-    def check_health(self) -> None:
-        """Raises a `CommunicationError` if another worker is lost; the others need not ask."""
-        self._worker.workers.communicator.check_health()
 
     @property
     def _worker(self) -> MultiWorkerExtended:

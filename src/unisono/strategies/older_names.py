@@ -7,14 +7,23 @@ import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from unisono.errors import UnsupportedError
+from unisono.input import DistributedDatasetsFromFunction, DistributedIterator
+from unisono.options import ReduceOp, VariableAggregation
+from unisono.reductions import always_mirrored, listed_destinations, listed_pairs
+from unisono.values import DistributedValues, Mirrored, PerReplica
+
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
+_REDUCE_OPS = {
+    VariableAggregation.SUM: ReduceOp.SUM,
+    VariableAggregation.MEAN: ReduceOp.MEAN,
+}
+
 # Where the same thing, with the same arguments, is found today.
 _MOVED = {
-    "batch_reduce": "extended.batch_reduce_to",
     "between_graph": "extended.experimental_between_graph",
-    "broadcast": "extended.broadcast_to",
     "colocate_vars_with": "extended.colocate_vars_with",
     "experimental_run_v2": "run",
     "finalize": "experimental_finalize",
@@ -57,18 +66,99 @@ def _update_non_slot(strategy: Strategy) -> Callable[..., Any]:
     return update_non_slot
 
 
+class PerDeviceDataset(DistributedDatasetsFromFunction):
+    """What `distribute_dataset` returned: each replica gets a whole batch of the dataset."""
+
+    def make_one_shot_iterator(self) -> DistributedIterator:
+        """Returns an iterator."""
+        return iter(self)
+
+    make_initializable_iterator = make_one_shot_iterator
+
+
 def _distribute_dataset(strategy: Strategy) -> Callable[..., Any]:
-    return lambda dataset_fn: strategy.experimental_distribute_dataset(dataset_fn())
+    def distribute_dataset(dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+        return PerDeviceDataset(
+            lambda _: dataset_fn(),
+            strategy._input_context,
+            strategy.extended.worker_devices,
+            workers=strategy.extended.workers,
+        )
+
+    return distribute_dataset
+
+
+def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
+    """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`.
+
+    Args:
+        strategy: Whose replicas have the value.
+        aggregation: A `VariableAggregation`, or what `extended.reduce_to` takes.
+        value: The value of the replicas.
+        destinations: Devices as `extended.reduce_to` takes them, a list of names, or None for the
+            devices of the value.
+    """
+    extended = strategy.extended
+    if destinations is None:
+        is_here = isinstance(value, DistributedValues)
+        destinations = value if is_here else extended.worker_devices
+    targets = listed_destinations(destinations)
+    if aggregation is VariableAggregation.ONLY_FIRST_REPLICA:
+        first = extended.workers.of_chief(strategy.experimental_local_results(value)[0])
+        return always_mirrored(extended.broadcast_to(first, targets), targets)
+    if aggregation is VariableAggregation.NONE:
+        raise UnsupportedError(f"`aggregation` must say how, got {aggregation}. Use SUM or MEAN.")
+    op = _REDUCE_OPS.get(aggregation, aggregation)
+    return always_mirrored(extended.reduce_to(op, value, targets), targets)
+
+
+def _broadcast(strategy: Strategy) -> Callable[..., Any]:
+    def broadcast(tensor: Any, destinations: Any = None) -> Mirrored:
+        targets = listed_destinations(
+            strategy.extended.worker_devices if destinations is None else destinations
+        )
+        return always_mirrored(strategy.extended.broadcast_to(tensor, targets), targets)
+
+    return broadcast
+
+
+def _batch_reduce(strategy: Strategy) -> Callable[..., Any]:
+    def batch_reduce(aggregation: Any, value_destination_pairs: Any) -> list[Mirrored]:
+        given = listed_pairs(value_destination_pairs)
+        pairs = [(value, listed_destinations(to)) for value, to in given]
+        op = _REDUCE_OPS.get(aggregation, aggregation)
+        results = strategy.extended.batch_reduce_to(op, pairs)
+        return [always_mirrored(r, to) for r, (_, to) in zip(results, pairs, strict=True)]
+
+    return batch_reduce
+
+
+def _worker_device_index(strategy: Strategy) -> Any:
+    devices = strategy.extended.worker_devices
+    return 0 if len(devices) == 1 else PerReplica(range(len(devices)), devices)
 
 
 # What has other arguments today, or another meaning.
 _CHANGED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "batch_reduce": ("extended.batch_reduce_to", _batch_reduce),
+    "broadcast": ("extended.broadcast_to", _broadcast),
     "call_for_each_tower": ("run", _call_for_each_tower),
-    "distribute_dataset": ("experimental_distribute_dataset", _distribute_dataset),
+    "distribute_dataset": ("distribute_datasets_from_function", _distribute_dataset),
     "is_single_tower": ("num_replicas_in_sync == 1", lambda s: s.num_replicas_in_sync == 1),
     "update": ("extended.update", _update),
     "update_non_slot": ("extended.update_non_slot", _update_non_slot),
+    "worker_device_index": ("extended.worker_devices", _worker_device_index),
 }
+
+
+def warn_of_older_form() -> None:
+    """Says how values are reduced to devices today."""
+    warnings.warn(
+        "`strategy.reduce(aggregation, value, destinations)` is an older form; write "
+        "`strategy.extended.reduce_to(reduce_op, value, destinations)`.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
 
 
 def older_name(strategy: Strategy, name: str) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -10,36 +12,45 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
-from unisono.contexts import ReplicaContext, entered
+from unisono.arguments import check_iterable
+from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
+    GlobalRandomness,
     OneByOne,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
+    RunGenerators,
     Turns,
-    draw_seed,
 )
 from unisono.errors import add_note
+from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.values import regroup, select_replica
+from unisono.values import select_replica
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
 class Runner:
-    """One thread a replica, or the caller's own where there is one replica."""
+    """One thread per replica, or the caller's own where there is one replica."""
 
-    def __init__(self, devices: tuple[Device, ...], *, is_serial: bool) -> None:
+    def __init__(self, devices: tuple[Device, ...], workers: Workers, *, is_serial: bool) -> None:
         self._devices = devices
+        self._workers = workers
+        rank = workers.communicator.rank
+        # Replicas are numbered over all workers.
+        where = f" of worker {rank}" if workers.are_many else ""
+        self._names = [f"replica {rank * len(devices) + i}{where}" for i in range(len(devices))]
         self._places = [this_machine().torch_device(device) for device in devices]
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
         self._all_at_once = Turns(len(devices))
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
+        self._global_randomness = GlobalRandomness()
 
     def run(
         self,
@@ -48,23 +59,40 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
-        make_mode: Callable[[ReplicaContext, int], ReplicaMode],
-    ) -> Any:
-        """Calls `fn` on each replica with its part of the arguments, and regroups the results."""
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+    ) -> Sequence[Any]:
+        """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        places = self._places
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
-        meeting = ReplicaMeeting(num_replicas, turns, self._gpus)
+        meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
         ]
-        if strategy.extended.mirrors.is_single:
+        try:
+            return self._run_on(contexts, meeting, fn, args, kwargs, make_mode)
+        finally:
+            # They refer back to the contexts. Only the garbage collector would free the step.
+            for context in contexts:
+                context.notes.clear()
+
+    def _run_on(
+        self,
+        contexts: list[ReplicaContext],
+        meeting: ReplicaMeeting,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+    ) -> Sequence[Any]:
+        places = self._places
+        if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
-                return fn(*select_replica(0, args), **select_replica(0, kwargs))
-        seed = draw_seed()
-        if num_replicas == 1:
-            return self._run_alone(contexts[0], make_mode(contexts[0], seed), fn, args, kwargs)
+                return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
+        generators = RunGenerators()
+        if len(contexts) == 1:
+            mode = make_mode(contexts[0], generators)
+            return (self._run_alone(contexts[0], mode, fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -73,14 +101,14 @@ class Runner:
 
             def body() -> Any:
                 own = select_replica(replica_id, (tuple(args), kwargs))
-                with entered(context), make_mode(context, seed):
+                with entered(context), make_mode(context, generators):
                     return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
 
             def on_device() -> Any:
                 try:
                     return ambient.call(body, places[replica_id])
                 except Exception as error:
-                    add_note(error, self._origin(replica_id))
+                    add_note(error, self._origin(context))
                     raise
 
             def traced() -> Any:
@@ -90,8 +118,11 @@ class Runner:
             return traced
 
         with self._lock:
+            before = self._global_randomness.before()
             results = self._threads.run([call(context) for context in contexts], meeting)
-        return regroup(results, self._devices)
+            self._global_randomness.after(before)
+        generators.settle()
+        return results
 
     def _run_alone(
         self,
@@ -113,16 +144,45 @@ class Runner:
             ):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         except Exception as error:
-            add_note(error, self._origin(0))
+            add_note(error, self._origin(context))
             raise
 
-    def _origin(self, replica_id: int) -> str:
-        return f"Raised on replica {replica_id} ({self._devices[replica_id]})."
+    def run_again(
+        self,
+        running: ReplicaContext,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> list[Any]:
+        """From within a `merge_call`: calls `fn` on each of the replicas that wait there."""
+
+        def call(replica_id: int, meeting: Meeting) -> Any:
+            own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs))
+            waiting = running_replica()
+            assert waiting is not None
+            with entered(dataclasses.replace(waiting, meeting=meeting)):
+                return fn(*own_args, **own_kwargs)
+
+        calls = [functools.partial(call, i) for i in range(len(self._devices))]
+        return running.meeting.call_waiting(calls)
+
+    def _origin(self, context: ReplicaContext) -> str:
+        return f"Raised on {self._names[context.local_id]} ({context.device})."
 
     def close(self) -> None:
         """Ends the threads."""
         self._threads.close()
 
+    def restarted(self) -> Runner:
+        """In a forked child: returns a runner with threads of its own."""
+        self._threads.abandon()
+        return Runner(self._devices, self._workers, is_serial=self._is_serial)
+
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
+    """Calls `fn` with the items of `own`."""
+    return fn(*check_iterable("args", own), **kwargs)

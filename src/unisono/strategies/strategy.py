@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
-from unisono.errors import ContextError, UnsupportedError
+from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
+from unisono.contexts import (
+    CrossReplicaContext,
+    current_replica,
+    entered,
+    other_strategy,
+)
+from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.options import ReduceOp
+from unisono.kernels import check_gather
+from unisono.options import ReduceOp, VariableAggregation
+from unisono.strategies.axes import read_axes, reduce_leaf
+from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
-from unisono.strategies.older_names import older_name
-from unisono.values import DistributedValues, PerReplica, as_tensor, flatten, select_replica
+from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
+from unisono.values import DistributedValues, as_tensor, flatten, select_replica
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
@@ -36,6 +45,7 @@ class Strategy(InputMethods):
     """
 
     def __init__(self, extended: StrategyExtended) -> None:
+        check_instance("extended", extended, StrategyExtended, "a `StrategyExtended`")
         self._extended = extended
         extended.bind(self)
 
@@ -54,6 +64,21 @@ class Strategy(InputMethods):
         """The cluster this strategy runs in; None for a strategy of one worker."""
         return None
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this worker is the one that writes checkpoints and summaries.
+
+        A strategy of one worker always is.
+        """
+        return self._extended.should_checkpoint
+
+    def check_health(self) -> None:
+        """Raises a `CommunicationError` if another worker is lost; the others need not call it.
+
+        A strategy of one worker has no other to lose.
+        """
+        self._extended.workers.communicator.check_health()
+
     @contextmanager
     def scope(self) -> Iterator[Strategy]:
         """Makes this the current strategy; models and optimizers made within belong to it.
@@ -69,7 +94,7 @@ class Strategy(InputMethods):
         fn: Callable[..., Any],
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
-        options: object = None,
+        options: RunOptions | None = None,
     ) -> Any:
         """Calls `fn` on every replica at the same time.
 
@@ -81,77 +106,116 @@ class Strategy(InputMethods):
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
             kwargs: Its keyword arguments, likewise.
-            options: Taken for the sake of `tf.distribute`, and left alone.
+            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
             same object on all of them, and everything where there is one replica, comes as it is.
 
         Raises:
-            UnsupportedError: If `args` is no list or tuple.
+            UnsupportedError: If `fn` cannot be called, `args` is no list or tuple, `kwargs` no
+                dict, or `options` no `RunOptions`.
             ContextError: If it is called on a replica, or under another strategy.
         """
-        if not isinstance(args, (list, tuple)):
-            raise UnsupportedError(
-                f"`args` must be a list or tuple, got {type(args).__name__}. Write `args=(x,)` for "
-                "a single argument."
-            )
+        check_call("fn", fn, args, kwargs)
+        check_optional("options", options, RunOptions, "`unisono.RunOptions`")
         self._check_cross_replica("run()")
         return self._extended.call_for_each_replica(fn, args, kwargs)
 
     def reduce(
-        self, reduce_op: ReduceOp | str, value: Any, axis: int | Sequence[int] | None = None
+        self,
+        reduce_op: ReduceOp | VariableAggregation | str,
+        value: Any,
+        axis: int | Sequence[int] | Any = None,
     ) -> Any:
         """Reduces a value over the replicas, to one tensor.
 
+        What `run` returned for an uneven batch knows how many samples each replica had. A mean of
+        it is weighted by them: the mean of losses that are means over the samples of a replica is
+        the mean over all samples. A replica without samples is left out of every reduction. Other
+        values count alike, also bare Python numbers that the only replica of a worker returned.
+
         Args:
             reduce_op: How; a `ReduceOp` or its name.
-            value: A `PerReplica` value, or a nested structure of them.
+            value: A `PerReplica` value, or a nested structure of them. None stays None.
             axis: Also reduce over these dimensions of each component. A mean is then over all
-                elements of all replicas, which is right for uneven and empty batches.
+                elements of all replicas, which is right for uneven and empty batches. If
+                `reduce_op` is a `VariableAggregation`, this is the form of TensorFlow 1.12: the
+                devices to reduce to, None for those of the value, and the result is a `Mirrored`.
 
         Returns:
             The structure of `value` with tensors, on the first replica's device.
         """
         self._check_cross_replica("reduce()")
+        if isinstance(reduce_op, VariableAggregation):
+            warn_of_older_form()
+            return aggregate(self, reduce_op, value, axis)
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
-        return rebuild([self._reduce_leaf(op, leaf, _axes(axis)) for leaf in leaves])
+        axes = read_axes(axis)
+        return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Puts the components of a value end to end along `axis`, in replica order.
 
-        On many workers all of them call it, and all get the components of all replicas.
+        On many workers all of them call it, and all get the components of all replicas. What a
+        replica without samples has returned is left out.
 
         Args:
-            value: A `PerReplica` of tensors, whose lengths along `axis` may differ.
+            value: A `PerReplica` of dense tensors, whose lengths along `axis` may differ.
             axis: The dimension along which they are put together.
 
         Returns:
             One tensor, on the first replica's device.
+
+        Raises:
+            ReplicaMismatchError: If the components differ in dtype, or in shape but for `axis`, or
+                are not one per replica.
+            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
+        check_int("axis", axis)
         workers = self._extended.workers
-        if not isinstance(value, DistributedValues):
-            return torch.cat(workers.gather(as_tensor(value)), axis) if workers.are_many else value
-        tensors = [as_tensor(component).detach().to_dense() for component in value.values]
-        here = torch.cat([tensor.to(tensors[0].device) for tensor in tensors], dim=axis)
-        return torch.cat(workers.gather(here), dim=axis)
+        is_distributed = isinstance(value, DistributedValues)
+        components = value.values if is_distributed else (value,)
+        num_local = len(self._extended.worker_devices)
+        if not components or (is_distributed and len(components) != num_local):
+            raise ReplicaMismatchError(
+                f"Cannot gather a value of {len(components)} components: the strategy has "
+                f"{num_local} replicas on this worker. Gather what its `run` has returned."
+            )
+        tensors = [as_tensor(component).detach() for component in components]
+        for tensor in tensors:
+            check_gather([tensor], axis)
+        if not is_distributed and not workers.are_many:
+            return value
+        if is_distributed or len(self._extended.worker_devices) == 1:
+            are_counted = self._extended.counting.are_counted(value)
+            tensors = [
+                tensor if is_counted else tensor.narrow(axis, 0, 0)
+                for tensor, is_counted in zip(tensors, are_counted, strict=True)
+            ]
+        return workers.concatenate(tensors, axis)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns what each replica of this worker has of `value`, always as a tuple.
+
+        What a replica without samples has returned is left out, so that sums and lists of these
+        results hold every sample once.
 
         Args:
             value: A distributed value, or a nested structure of them; anything else is the one
                 entry of the tuple.
         """
         leaves, _ = flatten(value)
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return (value,)
+        are_counted = self._extended.counting.are_counted(*leaves)
         if isinstance(value, DistributedValues):
-            return value.values
-        num_replicas = len(self._extended.worker_devices)
-        return tuple(select_replica(i, value) for i in range(num_replicas))
+            has_all = all(are_counted)
+            return value.values if has_all else tuple(itertools.compress(value.values, are_counted))
+        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            return (value,) if any(are_counted) else ()
+        local_ids = range(len(self._extended.worker_devices))
+        return tuple(select_replica(i, value) for i in itertools.compress(local_ids, are_counted))
 
     unwrap = experimental_local_results
 
@@ -163,8 +227,18 @@ class Strategy(InputMethods):
 
         Returns:
             The same object, which now belongs to the strategy as if it had been made in its scope.
+
+        Raises:
+            UnsupportedError: If it is something else.
         """
         self._check_cross_replica("mirror()")
+        is_stepped = callable(getattr(target, "step", None))
+        if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
+            raise UnsupportedError(
+                "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
+                f"{in_words(target)} of type {type(target).__name__}. Bring in what a "
+                "container holds one by one."
+            )
         self._extended.bring_in(target)
         return target
 
@@ -240,13 +314,23 @@ class Strategy(InputMethods):
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} is a strategy of one host, got {cluster_spec=}, "
-                f"{task_type=}, {task_id=}. Use a strategy of several workers."
+                f"{type(self).__name__} is a strategy of one host, got "
+                f"`cluster_spec={in_words(cluster_spec)}`, `task_type={in_words(task_type)}`, "
+                f"`task_id={in_words(task_id)}`. Use a strategy of several workers."
             )
 
     def update_config_proto(self, config_proto: T) -> T:
-        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all."""
-        return copy.deepcopy(config_proto)
+        """Returns a copy of `config_proto`, changed for this strategy: on one host, not at all.
+
+        Raises:
+            UnsupportedError: If it cannot be copied.
+        """
+        try:
+            return copy.deepcopy(config_proto)
+        except Exception as error:
+            raise UnsupportedError(
+                f"`config_proto` cannot be copied: {type(error).__name__}: {error}"
+            ) from error
 
     def close(self) -> None:
         """Ends the threads of the replicas; they start again with the next `run`.
@@ -275,31 +359,8 @@ class Strategy(InputMethods):
         Strategy.__init__(duplicate, copy.deepcopy(self._extended, memo))
         return duplicate
 
-    def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
-        if axes is None:
-            return self._extended.reduce_to(op, value, self._extended.host)
-        num_local = len(self._extended.worker_devices)
-        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
-        tensors = [as_tensor(part) for part in parts]
-        if op is ReduceOp.SUM:
-            return self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        if op is not ReduceOp.MEAN:
-            raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
-        total = self._sum([tensor.sum(dim=axes) for tensor in tensors])
-        counts = [tensor.sum(dim=axes).numel() for tensor in tensors]
-        sizes = [
-            torch.tensor(tensor.numel() // max(1, count))
-            for tensor, count in zip(tensors, counts, strict=True)
-        ]
-        num_elements = self._sum(sizes).to(total.device)
-        is_real = total.is_floating_point() or total.is_complex()
-        return (total if is_real else total.double()) / num_elements
-
-    def _sum(self, tensors: Sequence[Tensor]) -> Any:
-        value = PerReplica.placed(tuple(tensors), self._extended.worker_devices)
-        return self._extended.reduce_to(ReduceOp.SUM, value, self._extended.host)
-
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
+        self._extended.check_process()
         other = other_strategy(self)
         if other is not None:
             raise ContextError(
@@ -315,13 +376,3 @@ class Strategy(InputMethods):
     def __repr__(self) -> str:
         devices = ", ".join(map(str, self._extended.worker_devices))
         return f"{type(self).__name__}({devices})"
-
-
-def _axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
-    if axis is None:
-        return None
-    if isinstance(axis, int):
-        return (axis,)
-    if isinstance(axis, (list, tuple)) and all(isinstance(one, int) for one in axis):
-        return tuple(axis)
-    raise UnsupportedError(f"`axis` must be an int, a sequence of ints or None, got {axis!r}.")

@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import check_bool, check_call, check_instance, check_iterable, in_words
 from unisono.contexts import CrossReplicaContext, current_replica, entered, get_strategy
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
-from unisono.values import Mirrored, flatten, select_replica
-from unisono.variables import Mirrors, Variable, variable_of
+from unisono.values import DistributedValues, Mirrored, flatten, select_replica
+from unisono.variables import Component, Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
@@ -44,7 +45,8 @@ class VariableMethods:
 
         Args:
             var: A variable of this strategy.
-            fn: Changes the component, a tensor, in place.
+            fn: Changes the component, in place. It is a tensor that also has the methods of a
+                variable: `assign`, `assign_add`, `assign_sub` and `scatter_*`.
             args: Its further arguments. Of distributed ones it gets the component of the replica.
             kwargs: Its keyword arguments, likewise.
             group: Whether the results become one `Mirrored`.
@@ -57,6 +59,8 @@ class VariableMethods:
             UnsupportedError: If `var` is no `Variable`.
             ContextError: If it was made under another strategy.
         """
+        check_call("fn", fn, args, kwargs)
+        check_bool("group", group)
         if not isinstance(var, Variable):
             raise UnsupportedError(
                 f"`update()` is for a `Variable` of the strategy, got {type(var).__name__}."
@@ -86,7 +90,7 @@ class VariableMethods:
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
             with entered(CrossReplicaContext(self.strategy, owner)):
-                results.append(fn(var.values[owner].detach(), *own_args, **own_kwargs))
+                results.append(fn(Component.of(var.values[owner]), *own_args, **own_kwargs))
         if not is_grouped:
             return tuple(results)
         leaves = [flatten(result)[0] for result in results]
@@ -116,13 +120,15 @@ class VariableMethods:
             UnsupportedError: If a device is none of this strategy's.
         """
         self.strategy._check_cross_replica("update_non_slot()")
-        devices = tuple(colocate_with)
+        check_call("fn", fn, args, kwargs)
+        check_bool("group", group)
+        devices = tuple(check_iterable("colocate_with", colocate_with))
         results = []
         for device in devices:
-            if device not in self.worker_devices:
+            if not isinstance(device, Device) or device not in self.worker_devices:
                 raise UnsupportedError(
-                    f"`update_non_slot()` is for devices of {self.strategy!r}, got {device}. Take "
-                    "them from `non_slot_devices()`."
+                    f"`update_non_slot()` is for devices of {self.strategy!r}, got "
+                    f"{in_words(device)}. Take them from `non_slot_devices()`."
                 )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))
@@ -134,10 +140,14 @@ class VariableMethods:
 
     def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[Device, ...]:
         """Returns the devices of all variables of `var_list`; those of none are `cpu:0`."""
-        return tuple(dict.fromkeys(d for var in var_list for d in var.devices)) or cpu_slots(1)
+        variables = check_iterable("var_list", var_list)
+        for var in variables:
+            check_instance("var_list", var, DistributedValues, "a list of variables")
+        return tuple(dict.fromkeys(d for var in variables for d in var.devices)) or cpu_slots(1)
 
     def read_var(self, v: Variable) -> Any:
         """Reads the variable `v`; one that is `ON_READ`, as its aggregation says."""
+        check_instance("v", v, Variable, "a `Variable` of the strategy")
         return v.value()
 
     def value_container(self, value: Any) -> Any:
@@ -172,6 +182,6 @@ class VariableMethods:
         if not self.variable_created_in_scope(colocate_with_variable):
             raise UnsupportedError(
                 f"`colocate_vars_with()` takes a variable of {self.strategy!r}, got "
-                f"{colocate_with_variable!r}."
+                f"{in_words(colocate_with_variable)}."
             )
         yield

@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from unisono.tracing.files import Thread, WorkerTrace
+from unisono.tracing.files import Thread, WorkerTrace, check_workers
 
 # In these nobody leaves before everybody has come.
 _MEETINGS = ("all_reduce", "all_gather", "barrier")
@@ -37,6 +37,7 @@ class Difference(NamedTuple):
 
 def align(workers: Sequence[WorkerTrace]) -> list[WorkerTrace]:
     """Returns the traces of `workers` with all times on the clock of the first."""
+    check_workers(workers)
     first = workers[0]
     return [first, *(_shifted(other, difference(first, other)) for other in workers[1:])]
 

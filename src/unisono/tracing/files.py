@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unisono.arguments import check_instance, in_words
 from unisono.errors import TraceError
 from unisono.tracing.recorder import Clock, Lane
 from unisono.tracing.spans import Place
@@ -114,8 +115,11 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
     Raises:
         TraceError: If there are none, or they do not go together.
     """
-    folder = Path(folder)
-    found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
+    folder = check_folder(folder)
+    try:
+        found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
+    except OSError as error:
+        raise TraceError(f"The folder cannot be read: {error}.") from error
     if not found:
         raise TraceError(
             f"There is no trace in {folder}: it has no file worker-0.jsonl. Record one with "
@@ -129,6 +133,26 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
             "Record each run into a folder of its own."
         )
     return workers
+
+
+def check_folder(folder: Any) -> Path:
+    """Returns the path of a folder."""
+    wanted = "the path of a folder"
+    check_instance("folder", folder, (str, os.PathLike), wanted)
+    path = Path(folder)
+    if "\0" in str(path):
+        raise TraceError(f"A path has no NUL character, got {path!r}.")
+    return path
+
+
+def check_workers(workers: Any) -> None:
+    """Raises unless these are the traces of at least one worker."""
+    is_list = isinstance(workers, (list, tuple)) and len(workers) > 0
+    if not is_list or not all(isinstance(one, WorkerTrace) for one in workers):
+        raise TraceError(
+            "A list with the trace of each worker is wanted, as `read_folder` returns it, got "
+            f"{in_words(workers)}."
+        )
 
 
 def _read(path: Path) -> WorkerTrace:

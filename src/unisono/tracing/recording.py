@@ -11,10 +11,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from unisono.errors import UnsupportedError
+from unisono.arguments import check_callable, check_int
+from unisono.errors import TraceError
 from unisono.tracing import spans
 from unisono.tracing.clocks import align
-from unisono.tracing.files import WorkerTrace, read_folder, write
+from unisono.tracing.files import WorkerTrace, check_folder, read_folder, write
 from unisono.tracing.recorder import Clock, Recorder
 from unisono.tracing.summary import Summary, summarise
 from unisono.tracing.timeline import timeline
@@ -31,7 +32,7 @@ class Trace:
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self.folder = Path(folder)
+        self.folder = check_folder(folder)
 
     def workers(self) -> list[WorkerTrace]:
         """Returns what each worker has written so far, on one clock."""
@@ -67,12 +68,16 @@ def record(
 
     Raises:
         UnsupportedError: If `max_events` is less than 1.
+        TraceError: If the folder cannot be made.
     """
-    if max_events < 1:
-        raise UnsupportedError(f"`max_events` must be 1 or more, got {max_events}.")
+    check_int("max_events", max_events, least=1)
+    check_callable("clock", clock)
     trace = Trace(folder)
     # Now, because it is the wrong moment to fail when the training has ended.
-    trace.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        trace.folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise TraceError(f"The folder for the trace cannot be made: {error}.") from error
     recorder = Recorder(clock, max_events)
     spans.start(recorder)
     try:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any, NamedTuple
 
 from unisono.errors import TraceError
-from unisono.tracing.files import WorkerTrace
+from unisono.tracing.files import WorkerTrace, check_workers
 from unisono.tracing.replicas import Spent, WorkerTime
 from unisono.tracing.segments import blocks
 
@@ -129,6 +129,7 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
     Raises:
         TraceError: If no step was recorded.
     """
+    check_workers(workers)
     blocked = blocks(workers)
     times = {worker.rank: WorkerTime(worker, blocked[worker.rank]) for worker in workers}
     num_local = max((time.num_replicas for time in times.values()), default=0)

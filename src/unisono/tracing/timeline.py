@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unisono.tracing.files import Event, Thread, WorkerTrace
+from unisono.tracing.files import Event, Thread, WorkerTrace, check_workers
 
 
 def timeline(workers: Sequence[WorkerTrace]) -> dict[str, Any]:
     """Returns the timeline of all `workers`, which must be on one clock; see `align`."""
+    check_workers(workers)
     origin = min((event.start for worker in workers for event in worker.events()), default=0)
     num_replicas = max(map(_num_replicas, workers), default=1)
     events = [

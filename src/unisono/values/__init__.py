@@ -1,8 +1,18 @@
 """What replicas hold."""
 
+from unisono.values.counting import factors_of, weighed, weighed_tensor
 from unisono.values.distributed import DistributedValues, Mirrored, PerReplica
 from unisono.values.sparse import concatenate, is_sparse
-from unisono.values.structure import flatten, map_leaves, regroup, select_replica, tensors_of
+from unisono.values.structure import (
+    Tree,
+    flatten,
+    map_leaves,
+    opened,
+    regroup,
+    select_replica,
+    take_apart,
+    tensors_of,
+)
 from unisono.values.tensor_like import TensorLike, replica_seen, set_replica_seen
 from unisono.values.tensors import as_tensor
 
@@ -11,14 +21,20 @@ __all__ = [
     "Mirrored",
     "PerReplica",
     "TensorLike",
+    "Tree",
     "as_tensor",
     "concatenate",
+    "factors_of",
     "flatten",
     "is_sparse",
     "map_leaves",
+    "opened",
     "regroup",
     "replica_seen",
     "select_replica",
     "set_replica_seen",
+    "take_apart",
     "tensors_of",
+    "weighed",
+    "weighed_tensor",
 ]

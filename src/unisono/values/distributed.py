@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from unisono.arguments import check_int, check_iterable
 from unisono.devices import Device, DeviceLike, cpu_slots, resolve
-from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.values.tensor_like import TensorLike, TorchArgument, replica_seen
+from unisono.errors import ReplicaMismatchError, UnsupportedAttributeError, UnsupportedError
+from unisono.values.tensor_like import TensorLike, replica_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -28,7 +29,7 @@ class DistributedValues:
     __slots__ = ("_devices", "_values")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
-        self._values: tuple[Any, ...] = tuple(values)
+        self._values: tuple[Any, ...] = tuple(check_iterable("values", values))
         self._devices: tuple[Device, ...] | None = None
         if devices is not None:
             self._devices = _checked(devices, len(self._values))
@@ -63,6 +64,8 @@ class DistributedValues:
             ReplicaMismatchError: If there is no component for it.
         """
         values = self.values
+        if type(replica_id) is not int:
+            replica_id = check_int("replica_id", replica_id)
         if not 0 <= replica_id < len(values):
             raise ReplicaMismatchError(
                 f"A {type(self).__name__} of {len(values)} values has none for replica "
@@ -80,26 +83,30 @@ class DistributedValues:
         return "\n".join([f"{type(self).__name__}:", *lines])
 
 
-class PerReplica(TorchArgument, DistributedValues):
+class PerReplica(TensorLike, DistributedValues):
     """Values that may differ from replica to replica, such as a loss or a gradient.
 
-    It has no operators. On a replica a torch function that is given one works on the replica's own
-    component; elsewhere there is no telling which is meant, and that is an error.
+    Inside `run`, it can be used as one tensor: each replica sees its own component. Elsewhere it
+    is not one tensor, so its use as one is an `UnsupportedError`.
 
     Args:
         values: See `DistributedValues`.
         devices: See `DistributedValues`.
 
     Attributes:
-        counts: For input, how many samples each replica got: those of all workers, while the
-            components are those of this one. None where nobody has said so.
+        counts: How many samples each replica had: the replicas of all workers, while the components
+            are those of this one. Input has them, and what a `run` with an uneven batch returns.
+            A component whose replica had none is left out when values are reduced or gathered.
+            None if the number of samples is not known, or if all had as many.
+        is_input: Whether this is a part of a batch that was split.
     """
 
-    __slots__ = ("counts",)
+    __slots__ = ("counts", "is_input")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
         super().__init__(values, devices)
         self.counts: tuple[int, ...] | None = None
+        self.is_input = False
 
     @classmethod
     def placed(
@@ -107,10 +114,13 @@ class PerReplica(TorchArgument, DistributedValues):
         values: tuple[Any, ...],
         devices: tuple[Device, ...],
         counts: tuple[int, ...] | None = None,
+        *,
+        is_input: bool = False,
     ) -> Self:
         """Makes a value from components that are known to be on `devices`, without a check."""
         value = super().placed(values, devices)
         value.counts = counts
+        value.is_input = is_input
         return value
 
     def value(self) -> Any:
@@ -121,11 +131,23 @@ class PerReplica(TorchArgument, DistributedValues):
         """
         replica_id = replica_seen()
         if replica_id is None:
-            raise UnsupportedError(
-                f"A PerReplica of {len(self.values)} values was used as one tensor outside its "
-                "replicas. Reduce or gather it, pass it to `run`, or take one of its `values`."
-            )
+            raise UnsupportedError(f"{self._not_one('was used as one tensor')}")
         return self.select(replica_id)
+
+    def _missing(self, name: str) -> AttributeError:
+        if replica_seen() is None and not name.startswith("_") and hasattr(Tensor, name):
+            return UnsupportedAttributeError(self._not_one(f"was asked for `{name}`"))
+        return super()._missing(name)
+
+    def _not_one(self, what: str) -> str:
+        return (
+            f"A {type(self).__name__} {what} outside `run`, but it holds {len(self.values)} "
+            "values, one per replica. Make one tensor of them with "
+            '`strategy.reduce("MEAN", x)`, `strategy.reduce("SUM", x)` or `strategy.gather(x, '
+            "axis=0)`. `strategy.experimental_local_results(x)` is the tuple of all values. What "
+            "concerns a single replica, such as `backward()`, belongs in the function that you "
+            "`run`."
+        )
 
 
 class Mirrored(TensorLike, DistributedValues):
@@ -146,7 +168,7 @@ class Mirrored(TensorLike, DistributedValues):
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:
-    resolved = tuple(resolve(device) for device in devices)
+    resolved = tuple(resolve(device) for device in check_iterable("devices", devices))
     if len(resolved) != num_values:
         raise ReplicaMismatchError(
             f"Each component has one device: got {num_values} values and {len(resolved)} devices, "

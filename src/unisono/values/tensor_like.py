@@ -10,10 +10,16 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unisono.errors import UnsupportedError
+from unisono.errors import UnsupportedAttributeError, UnsupportedError
 
+# Methods that are about the tensor itself, and not about its value.
+_OF_THE_LEAF = frozenset(
+    ["data_ptr", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
+)
 _ask: list[Callable[[], int | None]] = [lambda: None]
 
 
@@ -31,19 +37,23 @@ def replica_seen() -> int | None:
 
 
 def _unary(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: op(self.value())
+    return lambda self: op(self.seen())
 
 
 def _python(op: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    return lambda self: op(self.value().detach())
+    return lambda self: op(_detached(self.seen()))
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _binary(op: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    return lambda self, other: op(self.value(), other)
+    return lambda self, other: op(self.seen(), other)
 
 
 def _both(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...]:
-    return _binary(op), lambda self, other: op(other, self.value())
+    return _binary(op), lambda self, other: op(other, self.seen())
 
 
 class TorchArgument:
@@ -54,6 +64,14 @@ class TorchArgument:
     def value(self) -> Any:
         """Returns what the running code sees."""
         raise NotImplementedError
+
+    def seen(self) -> Any:
+        """Returns what torch functions work on; other than `value`, it may be written to later."""
+        return self.value()
+
+    def apart(self, result: Any) -> Any:
+        """Returns the result of a torch function, as it is now even if this is written to later."""
+        return result
 
     def _refuse_change(self, what: str) -> Any:
         raise UnsupportedError(
@@ -72,16 +90,23 @@ class TorchArgument:
         for one in written:
             if isinstance(one, TorchArgument):
                 one._refuse_change(name)
-        args, kwargs = pytree.tree_map(_value, (args, kwargs), is_leaf=_is_ours)
-        return func(*args, **kwargs)
+        ours: list[TorchArgument] = []
+
+        def seen(leaf: Any) -> Any:
+            if not isinstance(leaf, TorchArgument):
+                return leaf
+            ours.append(leaf)
+            return leaf.seen()
+
+        args, kwargs = pytree.tree_map(seen, (args, kwargs), is_leaf=_is_ours)
+        result = func(*args, **kwargs)
+        for one in ours:
+            result = one.apart(result)
+        return result
 
 
 def _is_ours(leaf: Any) -> bool:
     return isinstance(leaf, TorchArgument)
-
-
-def _value(leaf: Any) -> Any:
-    return leaf.value() if isinstance(leaf, TorchArgument) else leaf
 
 
 class TensorLike(TorchArgument):
@@ -91,32 +116,61 @@ class TensorLike(TorchArgument):
 
     def numpy(self) -> Any:
         """Returns a NumPy array, a copy, of what the running code sees."""
-        return self.value().detach().cpu().numpy().copy()
+        seen = self.seen()
+        return seen.detach().cpu().numpy().copy() if isinstance(seen, Tensor) else np.array(seen)
 
     def __getattr__(self, name: str) -> Any:
         """Methods and attributes of tensors, but for what would change one component only."""
-        if name.startswith("_") or name.endswith("_"):
-            raise AttributeError(
-                f"A {type(self).__name__} has no attribute {name!r}: it is not changed in place."
-            )
-        return getattr(self.value(), name)
+        if name.startswith("_") or name.endswith("_") or name == "data":
+            raise self._missing(name)
+        try:
+            seen = self.seen()
+        except UnsupportedError:
+            raise self._missing(name) from None
+        attribute = getattr(seen, name)
+        if callable(attribute) and name not in _OF_THE_LEAF:
+            return getattr(self.value(), name)
+        return self.apart(attribute)
+
+    def _missing(self, name: str) -> AttributeError:
+        """Returns the error for an attribute that a tensor may have, but this does not."""
+        text = f"A {type(self).__name__} has no attribute {name!r}"
+        if name.startswith("_") or not hasattr(Tensor, name):
+            return AttributeError(f"{text}.")
+        return UnsupportedAttributeError(
+            f"{text}: it is not changed in place. Use the result of a function that changes "
+            "nothing; a `Variable` is changed with `assign()`, `assign_add()` or `assign_sub()`."
+        )
+
+    def __format__(self, spec: str) -> str:
+        """Formats a scalar as a number; without a `spec`, as `str` does."""
+        return format(_detached(self.seen()), spec) if spec else str(self)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:  # noqa: FBT001
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        return self.value().detach().__dlpack__(**kwargs)
+        return self.seen().detach().__dlpack__(**kwargs)
 
     def __dlpack_device__(self) -> Any:
-        return self.value().detach().__dlpack_device__()
+        return self.seen().detach().__dlpack_device__()
 
     __hash__ = object.__hash__
     __bool__, __int__, __index__ = _python(bool), _python(int), _python(operator.index)
     __float__, __complex__, __len__ = _python(float), _python(complex), _python(len)
-    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(abs)
-    __invert__, __iter__ = _unary(operator.invert), _unary(iter)
-    __getitem__ = _binary(operator.getitem)
+    __neg__, __abs__ = _unary(operator.neg), _unary(abs)
+    __invert__ = _unary(operator.invert)
+
+    def __pos__(self) -> Any:
+        return self.value()
+
+    def __iter__(self) -> Any:
+        return iter(self.value())
+
+    def __getitem__(self, place: Any) -> Any:
+        return self.apart(self.seen()[place])
+
     __eq__, __ne__ = _binary(operator.eq), _binary(operator.ne)
     __lt__, __le__ = _binary(operator.lt), _binary(operator.le)
     __gt__, __ge__ = _binary(operator.gt), _binary(operator.ge)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+from unisono.arguments import in_words
 from unisono.errors import ReplicaMismatchError
 from unisono.values.tensor_like import TorchArgument
 
@@ -23,7 +24,7 @@ def as_tensor(value: Any) -> Tensor:
         return value
     try:
         if isinstance(value, TorchArgument):
-            return as_tensor(value.value())
+            return as_tensor(value.seen())
         if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
             return from_dlpack(value)
         if hasattr(value, "__array__"):
@@ -31,8 +32,8 @@ def as_tensor(value: Any) -> Tensor:
         return torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError, BufferError) as error:
         raise ReplicaMismatchError(
-            f"Cannot read {value!r} of type {type(value).__name__} as a tensor: {error}. Give a "
-            "tensor, a number, or anything with `__dlpack__` or `__array__`."
+            f"Cannot read {in_words(value)} of type {type(value).__name__} as a tensor: {error}. "
+            "Give a tensor, a number, or anything with `__dlpack__` or `__array__`."
         ) from error
 
 

@@ -3,38 +3,55 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from unisono.contexts import current_replica
+from unisono.contexts import ReplicaContext, current_replica
+from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
 
-class SynchronizedBatchNorm:
-    """Comes before the class of a batch normalisation; it may be given an empty batch."""
+def synchronized_batch_norm(
+    context: ReplicaContext,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,  # noqa: FBT001, FBT002 - as in torch
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Does what `functional.batch_norm` does, which all modules call, over all replicas."""
+    if not training:
+        return functional.batch_norm(
+            input, running_mean, running_var, weight, bias, training, momentum, eps
+        )
+    context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+    output, mean, squares, count = _normalized(context, input, eps)
+    _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
+    if weight is not None:
+        output = output * _spread(weight, input)
+    return output if bias is None else output + _spread(bias, input)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Normalises with the mean and variance of all replicas, and keeps these."""
-        module = cast(_BatchNorm, self)
-        context = current_replica()
-        uses_batch = module.training or module.running_mean is None
-        if context is None or not uses_batch:
-            return cast(Tensor, super().forward(input))  # type: ignore[misc]
-        module._check_input_dim(input)
-        dims = [dim for dim in range(input.dim()) if dim != 1]
-        num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
-        total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
-        centred = input - _spread(total / count, input)
-        squares = context.all_reduce(ReduceOp.SUM, centred.square().sum(dims))
-        variance = squares / count
-        _keep_statistics(module, (total / count).detach(), squares.detach(), count)
-        output = centred * _spread(torch.rsqrt(variance + module.eps), input)
-        if module.weight is not None:
-            output = output * _spread(module.weight, input) + _spread(module.bias, input)
-        return output
+
+def _normalized(
+    context: ReplicaContext, input: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns the output, and the mean, sum of squares and count of all replicas."""
+    dims = [dim for dim in range(input.dim()) if dim != 1]
+    num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
+    total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
+    mean = total / count
+    centred = input - _spread(mean, input)
+    squares = context.all_reduce(ReduceOp.SUM, centred.square().sum(dims))
+    output = centred * _spread(torch.rsqrt(squares / count + eps), input)
+    return output, mean.detach(), squares.detach(), count
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
@@ -42,16 +59,44 @@ def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _keep_statistics(module: Any, mean: Tensor, squares: Tensor, count: Tensor) -> None:
-    if not module.training or not module.track_running_stats:
-        return
-    module.num_batches_tracked.add_(1)
-    momentum = module.momentum
-    if momentum is None:
-        momentum = 1.0 / float(module.num_batches_tracked)
-    unbiased = squares / (count - 1).clamp(min=1)
-    module.running_mean.lerp_(mean.to(module.running_mean.dtype), momentum)
-    module.running_var.lerp_(unbiased.to(module.running_var.dtype), momentum)
+def _keep_statistics(
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    mean: Tensor,
+    squares: Tensor,
+    count: Tensor,
+    momentum: float,
+) -> None:
+    if running_mean is not None:
+        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+    if running_var is not None:
+        unbiased = squares / (count - 1).clamp(min=1)
+        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+
+
+class SynchronizedBatchNorm:
+    """Comes before the class of a batch normalisation, whose own `forward` it keeps."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Does what the class does, and makes sure that it was over all replicas."""
+        module = cast(_BatchNorm, self)
+        context = current_replica()
+        uses_batch = module.training or module.running_mean is None
+        if context is None or not uses_batch:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        before = context.notes.get("batch_norms", 0)
+        # In a backward pass, where a checkpoint computes again, no mode is on.
+        is_off = torch._C._len_torch_function_stack() == 0
+        with context.notes["mode"] if is_off else nullcontext():
+            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        if context.notes.get("batch_norms", 0) == before:
+            raise UnsupportedError(
+                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
+                "`forward` calls neither that of torch's class nor "
+                "`torch.nn.functional.batch_norm`. Change its `forward`, or make the strategy "
+                "without `synchronize_batch_norm`."
+            )
+        return output
 
 
 @functools.cache

@@ -13,20 +13,27 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from unisono.contexts import current_replica, is_inside_run
-from unisono.errors import ContextError
-from unisono.variables.mirrors import MIRROR, Mirrors, raw
-from unisono.variables.once import make_once, owner_of
-from unisono.variables.redirect import mirror_module
+from unisono.contexts import current_replica
+from unisono.variables.attributes import raw
+from unisono.variables.for_all import average_once
+from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
+from unisono.variables.mirror import mirror_of
+from unisono.variables.mirrors import Mirrors
+from unisono.variables.once import make_once, owner_of, parameters_of
+from unisono.variables.outsiders import (
+    check_metric,
+    note_made_in_step,
+    note_maker,
+    refuse_outsiders,
+)
 
 
 class _Scopes(threading.local):
     """The mirrors of the scopes that this thread is in, and the modules made there."""
 
     def __init__(self) -> None:
-        self.open: list[tuple[Mirrors, dict[nn.Module, None]]] = []
+        self.open: list[tuple[Mirrors, dict[int, nn.Module]]] = []
 
 
 _scopes = _Scopes()
@@ -41,14 +48,15 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
     """
     _install_hooks()
     _all_mirrors.add(mirrors)
-    made: dict[nn.Module, None] = {}
+    # By identity: a metric that is being made has no hash yet.
+    made: dict[int, nn.Module] = {}
     _scopes.open.append((mirrors, made))
     try:
         yield
     finally:
         _scopes.open.pop()
-    for module in made:
-        mirror_module(module, mirrors)
+    for module in made.values():
+        mirrors.take_in(module)
     mirrors.share_new()
 
 
@@ -58,7 +66,7 @@ def bring_in(target: Any, mirrors: Mirrors) -> None:
     _all_mirrors.add(mirrors)
     if isinstance(target, nn.Module):
         for module in list(target.modules()):
-            mirror_module(module, mirrors)
+            mirrors.take_in(module)
         mirrors.share_new()
     else:
         make_once(target, mirrors)
@@ -66,48 +74,99 @@ def bring_in(target: Any, mirrors: Mirrors) -> None:
 
 @functools.cache
 def _install_hooks() -> None:
+    """Lets everything that is made in a scope, or added to a primary, be found."""
     registration.register_module_parameter_registration_hook(_on_registered)
     registration.register_module_buffer_registration_hook(_on_registered)
     registration.register_module_module_registration_hook(_on_registered)
-    register_optimizer_step_pre_hook(_check_optimizer)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
+    _find_modules()
+    average_once()
 
 
-def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Refuses an optimizer that several replicas would step, or whose parameters they share."""
-    context = current_replica()
-    if context is not None and context.num_replicas_in_sync > 1:
-        raise ContextError(
-            f"{type(optimizer).__name__}.step() was called on a replica, but its parameters belong "
-            f"to no model of {context.strategy!r}: all replicas would write to them at once. Make "
-            "model and optimizer in `strategy.scope()`, or bring them in with `strategy.mirror()`."
-        )
-    owner = owner_of(optimizer)
-    if owner is not None and is_inside_run():
-        for parameter in (one for group in optimizer.param_groups for one in group["params"]):
-            if parameter.grad is not None and owner.leaves_of(parameter) is None:
-                raise ContextError(
-                    f"{type(optimizer).__name__} is given a parameter of shape "
-                    f"{tuple(parameter.shape)} that belongs to no model of the strategy, so all "
-                    "replicas have written to its one gradient at once. A model that is copied or "
-                    "loaded is brought in with `strategy.mirror()`, a tensor is made a `Variable`."
-                )
+@functools.cache
+def watch_torch() -> None:
+    """Before the first strategy of several replicas: notices what is done outside its runs."""
+    _install_hooks()
+    refuse_outsiders()
+    _watch_attributes()
+    for cls in (nn.Module, Optimizer):
+        _wrap_zero_grad(cls)
+
+
+def _watch_attributes() -> None:
+    """Lets replicas be given what is set on a primary: between runs it is a plain module."""
+    set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
+
+    @functools.wraps(set_attribute)
+    def __setattr__(self: nn.Module, name: str, value: Any) -> None:
+        mirror = mirror_of(self)
+        if mirror is not None and not is_own(raw(self), name):
+            mirror.forget(name)
+        if name == UPDATES and is_clone(raw(self)):
+            note_updates(self, value)
+        elif name == UPDATES and is_metric(raw(self)):
+            check_metric(self)
+        set_attribute(self, name, value)
+
+    @functools.wraps(delete_attribute)
+    def __delattr__(self: nn.Module, name: str) -> None:
+        mirror = mirror_of(self)
+        if mirror is not None:
+            mirror.forget(name)
+        delete_attribute(self, name)
+
+    nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
+    nn.Module.__delattr__ = __delattr__  # type: ignore[method-assign]
+
+
+def _wrap_zero_grad(cls: Any) -> None:
+    """Lets gradients that are cleared for all replicas be cleared on each."""
+    zero_grad = cls.zero_grad
+
+    @functools.wraps(zero_grad)
+    def wrapped(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+        zero_grad(self, set_to_none)
+        if current_replica() is None:
+            of_module = isinstance(self, nn.Module)
+            for mirrors in [one for one in _all_mirrors if one.all_leaves]:
+                parameters = self.parameters() if of_module else parameters_of(self)
+                mirrors.clear_gradients(parameters, set_to_none=set_to_none)
+
+    cls.zero_grad = wrapped
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:
     """A module gets a parameter, buffer or submodule."""
-    mirror = raw(module).get(MIRROR)
+    mirror = mirror_of(module)
     if mirror is not None:
         mirror.owner.is_stale = True
         if isinstance(thing, nn.Module):
             for submodule in thing.modules():
-                mirror_module(submodule, mirror.owner)
-    elif _scopes.open:
-        _, made = _scopes.open[-1]
-        made.setdefault(module)
-        if isinstance(thing, nn.Module):
-            made.update(dict.fromkeys(thing.modules()))
+                mirror.owner.take_in(submodule)
+    elif isinstance(thing, nn.Parameter):
+        note_maker(thing)
+    if mirror is None and _scopes.open:
+        modules = [module, *(thing.modules() if isinstance(thing, nn.Module) else ())]
+        _scopes.open[-1][1].update((id(one), one) for one in modules)
+
+
+def _find_modules() -> None:
+    """Lets modules be found that register nothing, as metrics do, and copies of modules."""
+    for name in ("__init__", "__setstate__"):
+        _wrap_making(name, getattr(nn.Module, name))
+
+
+def _wrap_making(name: str, make: Any) -> None:
+    @functools.wraps(make)
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        if _scopes.open:
+            _scopes.open[-1][1].setdefault(id(self), self)
+        else:
+            note_maker(self)
+
+    setattr(nn.Module, name, wrapped)
 
 
 def _wrap_init(cls: type) -> None:
@@ -116,6 +175,8 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if current_replica() is not None:
+            note_made_in_step(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:
@@ -135,6 +196,4 @@ def _mirrors_for(made: Any) -> Mirrors | None:
 
 
 def _works_on(optimizer: Optimizer, mirrors: Mirrors) -> bool:
-    return any(
-        mirrors.owns(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    )
+    return any(map(mirrors.owns, parameters_of(optimizer)))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,8 +26,15 @@ from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica
-from unisono.variables.leaves import Leaves
+from unisono.variables.accumulation import (
+    SealedHooks,
+    Weighting,
+    before_accumulation,
+    call_hooks,
+)
+from unisono.variables.leaves import Leaves, Mark
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.own_gradients import OwnGradients
 
 
 class Pass:
@@ -80,43 +87,51 @@ class GradientReducer:
         self._packs: list[list[Leaves]] = []
         # How many gradients each pack waits for on each replica.
         self._sizes: list[int] = []
-        self._handles: list[Any] = []
-        self._weight_handles: list[Any] = []
-        # Of leaves, by identity: the gradient that was reduced, and one that waits to be added to.
-        self._reduced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # The parameters whose hooks are to be called when their gradient is there.
+        self._hooked: list[Leaves] = []
+        # What takes the reducer's own hooks away again.
+        self._removals: list[Callable[[], None]] = []
+        self._weighting = Weighting(reduce_op)
+        # By the identity of a leaf, a reduced gradient that waits to be added to.
         self._aside: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
+        reducer = weakref.ref(self)
+
+        def reduce_rest(owners: Iterable[Leaves]) -> None:
+            if (found := reducer()) is not None:
+                found.reduce_rest(owners)
+
+        mirrors.reduce_rest = reduce_rest
 
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
         self._passes.clear()
         self._track()
-        for handle in self._weight_handles:
-            handle.remove()
-        self._weight_handles = [
-            one.leaves[replica_id].register_hook(functools.partial(_weighted, weight))
-            for replica_id, weight in enumerate(weights)
-            if weight != 1.0
-            for one in self._mirrors.all_leaves
-            if one.primary.requires_grad
+        self._weighting.begin(weights, self._mirrors.all_leaves)
+        self._hooked = [
+            one
+            for pack in self._packs
+            for one in pack
+            if (hooks := one.primary._post_accumulate_grad_hooks)
+            and not isinstance(hooks, SealedHooks)
         ]
 
     def _track(self) -> None:
         if self._generation == self._mirrors.generation:
             return
         self._generation = self._mirrors.generation
-        for handle in self._handles:
-            handle.remove()
+        for remove in self._removals:
+            remove()
         self._packs = self._group(self._mirrors.all_leaves[::-1])
         self._sizes = [sum(one.primary.requires_grad for one in pack) for pack in self._packs]
-        self._handles = [
-            handle
+        self._removals = [
+            remove
             for pack, members in enumerate(self._packs)
             for one in members
             if one.primary.requires_grad
-            for leaf in one.leaves
-            for handle in self._hooks(pack, one, leaf)
+            for replica_id in range(len(self._devices))
+            for remove in self._hook_leaf(pack, one, replica_id)
         ]
 
     def _group(self, leaves: Sequence[Leaves]) -> list[list[Leaves]]:
@@ -129,28 +144,33 @@ class GradientReducer:
         """Returns the size of packs: what the user says, or what is best for these gradients."""
         return self._options.bytes_per_pack or best_bytes_per_pack(self._cost, sum(sizes))
 
-    def _hooks(self, pack: int, one: Leaves, leaf: nn.Parameter) -> list[Any]:
-        # A leaf keeps its hooks where Python's collector does not look, so they keep nobody alive.
-        reducer, owner, this = weakref.ref(self), weakref.ref(one), weakref.ref(leaf)
+    def _hook_leaf(self, pack: int, one: Leaves, replica_id: int) -> list[Callable[[], None]]:
+        """Hooks a leaf, and returns what takes the hooks away again."""
+        # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
+        reducer, owner = weakref.ref(self), weakref.ref(one)
 
         def after(_: Tensor) -> None:
             if (found := reducer()) is not None and (leaves := owner()) is not None:
                 found._arrived(pack, leaves)
 
-        def before(_: Tensor) -> None:
-            if (found := reducer()) is not None and (mine := this()) is not None:
-                found._set_aside(mine)
+        def before(_: Any) -> None:
+            if (found := reducer()) is not None and (leaves := owner()) is not None:
+                found._set_aside(leaves, replica_id)
 
-        hooks = [leaf.register_post_accumulate_grad_hook(after)]
+        leaf = one.leaves[replica_id]
+        removals = [SealedHooks.on(leaf, after).clear]
         if self._op is not ReduceOp.MEAN:
             # A mean of what is reduced already stays what it is; a sum would be summed again.
-            hooks.append(leaf.register_hook(before))
-        return hooks
+            removals.append(before_accumulation(leaf, before))
+        return removals
 
     def _arrived(self, pack: int, one: Leaves) -> None:
         """A leaf has its gradient. Runs on the thread of its replica."""
         context = current_replica()
-        if context is None or context.notes.get("no_sync"):
+        if context is None:
+            return
+        if context.notes.get("no_sync"):
+            self._weighting.note(one.leaves[context.local_id], context.weight)
             return
         current = context.notes.get("pass")
         if current is None:
@@ -172,10 +192,10 @@ class GradientReducer:
             self._finish(context)
             context.notes.pop("has_finished")
 
-    def _set_aside(self, leaf: nn.Parameter) -> None:
+    def _set_aside(self, one: Leaves, replica_id: int) -> None:
         """Before a gradient is added to a leaf: keeps what is reduced already apart from it."""
-        reduced = self._reduced.get(leaf)
-        if leaf.grad is not None and reduced is not None and reduced() is leaf.grad:
+        leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
+        if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
             self._aside[leaf] = self._kept(leaf.grad)
             leaf.grad = None
 
@@ -183,8 +203,8 @@ class GradientReducer:
         """Before a reduction: does the same where a replica has no new gradient."""
         if self._op is not ReduceOp.MEAN:
             for one in owners:
-                for leaf in one.leaves:
-                    self._set_aside(leaf)
+                for replica_id in range(len(one.leaves)):
+                    self._set_aside(one, replica_id)
 
     def _kept(self, grad: Tensor) -> Tensor:
         """Returns a gradient in memory that the next pass does not write to."""
@@ -206,8 +226,12 @@ class GradientReducer:
 
         def work(_: Any) -> list[None]:
             current.trail.follow()
-            for one in self._complete(current):
+            arrived = self._complete(current)
+            for one in arrived:
                 one.show_gradient()
+            if self._hooked:
+                arrived = set(arrived)
+                call_hooks(context, [one for one in self._hooked if one in arrived])
             return [None] * len(self._devices)
 
         number = context.notes.get("backwards", 0)
@@ -217,14 +241,37 @@ class GradientReducer:
             own = (one.leaves[context.local_id].grad for one in current.arrived)
             lend(grad for grad in own if grad is not None)
 
+    def reduce_rest(self, owners: Iterable[Leaves]) -> None:
+        """Before an update: reduces the gradients that replicas have written themselves.
+
+        Other gradients have been reduced by a backward pass, and what replicas did to these since
+        is the same on all of them, as clipping is.
+        """
+        own = [one for one in owners if one.has_own_gradients()]
+        if own:
+            with span("reduce", "gradients written by hand", (one.primary for one in own)):
+                OwnGradients(self._op, self._mirrors, self._weighting).reduce(own, self._reduce_all)
+
+    def _reduce_all(self, owners: Iterable[Leaves]) -> None:
+        present = [(one, gradients_of(one.leaves)) for one in owners]
+        if self._ops.wants_all_gradients:
+            self._reduce_values(present, self._ops.reduce_gradients)
+            return
+        for group in _by_layout(present):
+            self._reduce_group(group)
+
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         """The last gradient of a pack has come."""
+        if self._ops.wants_all_gradients:
+            return
         with span("reduce", "pack", (one.primary for one in self._packs[pack]), pack=pack):
             self._reduce(current, [self._packs[pack]])
 
     def _complete(self, current: Pass) -> Iterable[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
-        left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
+        left = self._packs
+        if not self._ops.wants_all_gradients:
+            left = [pack for pack, n in zip(self._packs, current.missing, strict=True) if n > 0]
         with span("reduce", "packs left", (one.primary for pack in left for one in pack)):
             self._reduce(current, left)
         return current.arrived
@@ -232,26 +279,28 @@ class GradientReducer:
     def _reduce(self, current: Pass, packs: Sequence[Sequence[Leaves]]) -> None:
         owners = [one for pack in packs for one in pack if one in current.arrived]
         self._set_aside_all(owners)
-        present = [(one, gradients_of(one.leaves)) for one in owners]
-        for group in _by_layout(present):
-            self._reduce_group(group)
+        self._reduce_all(owners)
         if self._op is not ReduceOp.MEAN:
             for one in owners:
                 self._bring_back(one)
 
     def _bring_back(self, one: Leaves) -> None:
-        for leaf in one.leaves:
+        for replica_id, leaf in enumerate(one.leaves):
             before = self._aside.pop(leaf, None)
             if before is not None:
                 leaf.grad = before if leaf.grad is None else leaf.grad.add_(before)
-            if leaf.grad is not None:
-                self._reduced[leaf] = weakref.ref(leaf.grad)
+                one.reduced[replica_id] = Mark.of(leaf.grad)
 
     def _reduce_group(self, present: Sequence[tuple[Leaves, list[Tensor]]]) -> None:
         if self._ops.reduce_in_place(self._op, [grads for _, grads in present], self._devices):
             return
+        self._reduce_values(present, self._ops.batch_reduce)
+
+    def _reduce_values(
+        self, present: Sequence[tuple[Leaves, list[Tensor]]], reduce: Callable[..., Any]
+    ) -> None:
         values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
-        results = self._ops.batch_reduce(self._op, [(v, v) for v in values], self._options)
+        results = reduce(self._op, [(value, value) for value in values], self._options)
         for (one, _), result in zip(present, results, strict=True):
             parts = result.values if isinstance(result, DistributedValues) else (result,)
             for leaf, part in zip(one.leaves, parts, strict=True):
@@ -267,11 +316,6 @@ def _by_layout(
         is_dense = all(grad.layout is torch.strided for grad in grads)
         groups.setdefault(is_dense, []).append((one, grads))
     return list(groups.values())
-
-
-def _weighted(weight: float, grad: Tensor) -> Tensor:
-    # What came of no sample at all may be NaN, which no factor makes zero.
-    return grad * weight if weight else torch.zeros_like(grad)
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:

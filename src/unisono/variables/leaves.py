@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +16,35 @@ def version_of(tensor: Tensor | None) -> int:
     return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
+class Mark(NamedTuple):
+    """A gradient as it was: another one in its place, or a write to it, can be seen."""
+
+    grad: weakref.ref[Tensor]
+    version: int
+
+    @classmethod
+    def of(cls, grad: Tensor | None) -> Mark | None:
+        """Marks a gradient."""
+        return None if grad is None else cls(weakref.ref(grad), grad._version)
+
+    def fits(self, grad: Tensor) -> bool:
+        """Whether `grad` is the gradient that was marked, and has not been written to."""
+        return self.grad() is grad and grad._version == self.version
+
+
 class Leaves:
     """One parameter: the primary, and the leaf of each replica."""
 
-    __slots__ = ("__weakref__", "is_shown", "is_spread", "leaves", "memories", "primary", "version")
+    __slots__ = (
+        "__weakref__",
+        "is_shown",
+        "is_spread",
+        "leaves",
+        "memories",
+        "primary",
+        "reduced",
+        "version",
+    )
 
     def __init__(
         self,
@@ -33,6 +60,8 @@ class Leaves:
         self.is_spread = len(set(memories)) > 1
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
+        # For each replica, the gradient that was reduced last.
+        self.reduced: list[Mark | None] = [None] * len(self.leaves)
 
     @classmethod
     def made_for(
@@ -62,10 +91,10 @@ class Leaves:
     def catch_up(self) -> None:
         """Before a run: takes over what has been done to the primary since the last one."""
         self.take_over()
-        if self.is_shown and self.primary.grad is None:
-            self.is_shown = False
-            for leaf in self.leaves:
-                leaf.grad = None
+        if self.is_shown:
+            grad, mark = self.primary.grad, self.reduced[0]
+            if grad is None or (mark is not None and not mark.fits(grad) and not self.is_hidden()):
+                self._give_gradient()
 
     def take_over(self) -> None:
         """Gives the leaves what was written to the primary, and the hooks that it has."""
@@ -76,9 +105,53 @@ class Leaves:
                 leaf._backward_hooks = self.primary._backward_hooks
 
     def show_gradient(self) -> None:
-        """Lets the primary show the gradient that the leaves have."""
+        """Lets the primary show the gradient that the leaves have, which is reduced."""
         self.primary.grad = self.leaves[0].grad
         self.is_shown = True
+        self.mark_reduced()
+
+    def mark_reduced(self) -> None:
+        """Remembers the gradients of the leaves as reduced: they are equal."""
+        self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
+
+    def mark_cleared(self, replica_id: int) -> None:
+        """Remembers that a replica's gradient was cleared: there is none, or one of zeros."""
+        self.reduced[replica_id] = Mark.of(self.leaves[replica_id].grad)
+
+    def has_own_gradients(self) -> bool:
+        """Whether a replica has a gradient that is not the one that was reduced last."""
+        return any(map(_is_own, self.leaves, self.reduced))
+
+    def is_hidden(self) -> bool:
+        """Whether replicas have gradients of their own that the primary does not show."""
+        if self.leaves[0].grad is self.primary.grad:
+            return any(map(_is_own, self.leaves[1:], self.reduced[1:]))
+        return self.has_own_gradients()
+
+    def show_current_gradient(self) -> None:
+        """Before something is done for all replicas: the primary shows what they have."""
+        grad = self.leaves[0].grad
+        if self.primary.grad is not grad:
+            self.primary.grad = grad
+
+    def take_from_primary(self) -> None:
+        """After something was done for all replicas: they get what became of the gradient."""
+        grad, mark = self.primary.grad, self.reduced[0]
+        is_written = grad is not None and (mark is None or not mark.fits(grad))
+        if is_written or grad is not self.leaves[0].grad:
+            self._give_gradient()
+
+    def _give_gradient(self) -> None:
+        grad = self.primary.grad
+        for place, leaf in enumerate(self.leaves):
+            if grad is None or place == 0:
+                leaf.grad = grad
+            elif leaf.grad is None or leaf.grad.layout is not torch.strided:
+                leaf.grad = grad.to(leaf.device, copy=True)
+            else:
+                leaf.grad.detach().copy_(grad.detach())
+        self.is_shown = grad is not None
+        self.mark_reduced()
 
     def spread(self) -> None:
         """Copies the primary to the memories that have their own."""
@@ -88,6 +161,10 @@ class Leaves:
                     leaf.detach().copy_(self.primary.detach())
         self.version = version_of(self.primary)
 
+    def watched(self) -> list[Tensor]:
+        """Returns one tensor for each memory, none of which a replica may write to by itself."""
+        return [self.primary, *self.first_in_each_memory()]
+
     def first_in_each_memory(self) -> Iterator[nn.Parameter]:
         """Yields one leaf for each memory that is not the primary's."""
         seen = {self.memories[0]}
@@ -95,6 +172,11 @@ class Leaves:
             if memory not in seen:
                 seen.add(memory)
                 yield leaf
+
+
+def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
+    grad = leaf.grad
+    return grad is not None and (mark is None or not mark.fits(grad))
 
 
 @contextmanager

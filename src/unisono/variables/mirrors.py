@@ -10,58 +10,30 @@ leaf or the same module.
 from __future__ import annotations
 
 import operator
+import types
 import weakref
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.errors import UnsupportedError
-from unisono.kernels import reduce_batch
-from unisono.options import ReduceOp
+from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
+from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
-from unisono.variables.leaves import Leaves, clear, fit_for_training, version_of
-
-MIRROR = "_unisono_mirror"
+from unisono.variables.buffers import Buffers
+from unisono.variables.front import Fronts, plain_class
+from unisono.variables.groups import GroupCopies
+from unisono.variables.leaves import Leaves, clear, fit_for_training
+from unisono.variables.metrics import Metrics
+from unisono.variables.mirror import Mirror, mirror_of, remember
+from unisono.variables.redirect import Redirect
+from unisono.variables.written import Watch, let_data_be_watched
 
 _is_current = operator.methodcaller("is_current")
-
-
-def raw(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module itself has, whoever asks."""
-    attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    return attributes
-
-
-class _Stamp(NamedTuple):
-    """A tensor as it was: another tensor in its place, or a write to it, can be seen."""
-
-    tensor: Tensor | None
-    version: int
-
-    @classmethod
-    def of(cls, tensor: Tensor | None) -> _Stamp:
-        return cls(tensor, version_of(tensor))
-
-    def fits(self, tensor: Tensor | None) -> bool:
-        return self.tensor is tensor and version_of(tensor) == self.version
-
-
-@dataclass(eq=False)
-class Mirror:
-    """What a primary module knows of its clones."""
-
-    owner: Mirrors
-    replicas: list[nn.Module]
-    # What the clones were last given of the primary's attributes and buffers, and the run after
-    # which their own buffers were last read.
-    given: dict[str, Any] = field(default_factory=dict)
-    buffers: dict[str, _Stamp] = field(default_factory=dict)
-    runs_read: int = 0
 
 
 class Mirrors:
@@ -75,45 +47,70 @@ class Mirrors:
         workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        self._workers = workers
+        self._workers = self.workers = workers
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self._synchronizes = synchronize_batch_norm
+        self.synchronizes = synchronize_batch_norm
         self._memories = memories
         self._places = places
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._order: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+        # By the identity of a primary, in the order of making.
+        self._mirrors: dict[int, Mirror] = {}
+        self._attributes = Attributes(len(places), self._stand_in)
+        # The parameters, buffers and submodules of all primaries as the clones were given them.
+        self._tables = Contents()
+        # What has another class during a run: modules, and objects that do their work once.
+        self.fronts = Fronts()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
-        # The modules whose buffers are looked at before every run.
-        self._buffer_owners: list[weakref.ref[nn.Module]] = []
-        self._num_adopted = 0
+        self.buffers = Buffers(places, workers)
+        self.metrics = Metrics(places, workers)
         self.is_stale = False
         # Whether something belongs to it.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
-        self.num_runs = 0
-        # For each replica, by the identity of a primary parameter, its leaf.
+        # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
+        # For each replica, by the identity of a primary module, its clone.
+        self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # Reduces the gradients that replicas have written themselves. Set by the reducer.
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
+        self.watch = Watch(self)
+        self.groups = GroupCopies(workers)
+        # The steps whose backward passes were seen to reach own leaves, whether that of this run
+        # is one of them, and whether it becomes one.
+        self._checked: dict[int, object] = {}
+        self.is_checked = self.is_being_checked = False
+        # By identity, the running statistics that were written to in this run, and by whom.
+        self.statistics: dict[int, tuple[int, Tensor]] = {}
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
-        if MIRROR in raw(module):
+        if mirror_of(module) is not None:
             return
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
                 "the plain module in the scope, and script it after training."
             )
-        self._num_adopted += 1
-        self._order[module] = self._num_adopted
-        self._modules.add(module)
-        raw(module)[MIRROR] = Mirror(self, [])
+        let_data_be_watched()
+        identity = id(module)
+        mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
+        self._mirrors[identity] = mirror
+        remember(module, mirror)
+        self.fronts.add(module, Redirect)
         self.is_stale = True
+
+    def _forget(self, identity: int) -> None:
+        """A primary has ended: lets its parameters and submodules end, too."""
+        self._mirrors.pop(identity, None)
+        if not self._workers.are_many:
+            # Workers collect garbage at different times, but must rebuild in the same run.
+            self._tables.note([])
+            self.is_stale = True
 
     @property
     def has_one_memory(self) -> bool:
@@ -126,7 +123,7 @@ class Mirrors:
             return
         held = (
             tensor
-            for module in self._primaries()
+            for module in self.primaries()
             for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
         )
         new = [
@@ -144,7 +141,7 @@ class Mirrors:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
         return any(
             raw(module).get("sparse", False)
-            for module in self._modules
+            for module in self.primaries()
             if any(one is leaves.primary for one in raw(module)["_parameters"].values())
         )
 
@@ -157,20 +154,25 @@ class Mirrors:
         self._free.append(leaves)
         self._leaves[id(leaves.primary)] = leaves
         for stand_ins, leaf in zip(self.stand_ins, leaves.leaves, strict=True):
-            stand_ins[id(leaves.primary)] = leaf
+            stand_ins[id(leaves.primary)] = stand_ins[id(leaf)] = leaf
         self.generation += 1
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
         if any(parameter is leaves.primary for leaves in self._free):
             return True
-        parameters = (raw(module)["_parameters"].values() for module in self._modules)
+        parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
         """Returns the parameter that a replica has `leaf` of, if there is one."""
         owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
         return next((one.primary for one in owners), None)
+
+    def module_of(self, clone: nn.Module) -> nn.Module | None:
+        """Returns the module that a replica has `clone` of, if there is one."""
+        found = (m for m in self._mirrors.values() if any(clone is own for own in m.replicas))
+        return next((mirror.primary() for mirror in found), None)
 
     @property
     def all_leaves(self) -> list[Leaves]:
@@ -179,23 +181,70 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: brings the clones up to date with their primaries."""
-        if self.is_stale or not all(map(_is_current, self._leaves.values())):
+        if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
+            self._adopt_new()
             self.share_new()
             with fit_for_training():
                 self._rebuild()
         for leaves in self._leaves.values():
             leaves.catch_up()
-        for owner in self._buffer_owners:
-            module = owner()
-            if module is not None:
-                self._give_buffers(module)
-        self.num_runs += 1
+        self.buffers.give()
+        self.metrics.begin()
+        self.watch.stamp()
 
-    def _primaries(self) -> list[nn.Module]:
-        return sorted(self._modules, key=self._order.__getitem__)
+    def are_as_given(self) -> bool:
+        """Whether the clones still have what the primaries have, as far as C can tell."""
+        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
+
+    @contextmanager
+    def in_use(self, step: object) -> Iterator[None]:
+        """During a run of `step`: replicas see their clones, and what they do once happens once."""
+        code = getattr(step, "__code__", step)
+        self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
+        try:
+            self.fronts.put_up()
+            yield
+        finally:
+            self.fronts.take_down()
+            self.statistics = {}
+        if self.is_being_checked:
+            self._checked[id(code)] = code
+
+    def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
+        """Yields every module and its clone for each of some replicas."""
+        for module in self.primaries():
+            replicas = self._mirrors[id(module)].replicas
+            yield from ((module, replicas[i]) for i in replica_ids if replicas)
+
+    def primaries(self) -> list[nn.Module]:
+        """Returns the modules, in the order of making."""
+        found = (mirror.primary() for mirror in list(self._mirrors.values()))
+        return [module for module in found if module is not None]
+
+    def _adopt_new(self) -> None:
+        """Adopts modules that were put into primaries, also behind torch's back."""
+        for primary in self.primaries():
+            for child in raw(primary)["_modules"].values():
+                if child is not None and mirror_of(child) is None:
+                    for module in child.modules():
+                        self.take_in(module)
+
+    def take_in(self, module: nn.Module) -> None:
+        """Makes one module, without its submodules, belong to these mirrors."""
+        mirror = mirror_of(module)
+        if mirror is not None and mirror.owner is not self:
+            raise ContextError(
+                f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
+                "`copy.deepcopy`, which belongs to none."
+            )
+        self.is_in_use = True
+        if self.is_single:
+            self.move(module)
+        elif mirror is None:
+            self.adopt(module)
 
     def _rebuild(self) -> None:
-        primaries = self._primaries()
+        primaries = self.primaries()
         known = self._leaves
         self._free = [one for one in self._free if one.is_current()]
         self._leaves = {id(one.primary): one for one in self._free}
@@ -205,26 +254,39 @@ class Mirrors:
                 if parameter is not None and id(parameter) not in self._leaves:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
         for module in primaries:
-            mirror = raw(module)[MIRROR]
+            mirror = self._mirrors[id(module)]
             cls = self._clone_class(module)
             while len(mirror.replicas) < len(self._memories):
                 mirror.replicas.append(_bare_clone(cls))
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
-                clone.__class__ = cls
+                object.__setattr__(clone, "__class__", cls)
+        self._attributes.begin()
         for module in primaries:
-            self._give_attributes(module)
-        self._buffer_owners = [weakref.ref(m) for m in primaries if raw(m)["_buffers"]]
+            mirror = self._mirrors[id(module)]
+            mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
+        self._attributes.end()
+        self._tables.note(tables_of(primaries))
         self.is_stale = False
-        self.generation += 1
-        self.stand_ins = [
-            {key: one.leaves[i] for key, one in self._leaves.items()}
+        pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
+        self.buffers.track(pairs)
+        self.metrics.track(pairs)
+        if list(known.values()) != self.all_leaves:
+            # Not for `model.eval()`, which one worker may call alone: packs are made together.
+            self.generation, self._checked = self.generation + 1, {}
+        for i, stand_ins in enumerate(self.stand_ins):
+            # Replicas that run have it already.
+            stand_ins.clear()
+            for one in self._leaves.values():
+                stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
+        self.clones = [
+            {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
             for i in range(len(self._places))
         ]
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
-        cls: Any = plain_class(type(module))
-        return synchronized(cls) if self._synchronizes else cls
+        cls = plain_class(type(module))
+        return synchronized(cls) if self.synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
@@ -245,101 +307,25 @@ class Mirrors:
             return before
         return Leaves.made_for(parameter, self._memories, self._places)
 
-    def _give_attributes(self, module: nn.Module) -> None:
-        mirror: Mirror = raw(module)[MIRROR]
-        attributes = {name: v for name, v in raw(module).items() if name != MIRROR}
-        for replica_id, clone in enumerate(mirror.replicas):
-            for name, value in attributes.items():
-                if name == "_parameters":
-                    clone.__dict__[name] = {n: self._seen(p, replica_id) for n, p in value.items()}
-                elif name == "_modules":
-                    clone.__dict__[name] = {n: self._seen(m, replica_id) for n, m in value.items()}
-                elif name == "_buffers":
-                    clone.__dict__.setdefault(name, {})
-                elif name not in mirror.given or mirror.given[name] is not value:
-                    clone.__dict__[name] = self._seen(value, replica_id)
-            for name in mirror.given.keys() - attributes.keys():
-                clone.__dict__.pop(name, None)
-        mirror.given = attributes
-
-    def _seen(self, value: Any, replica_id: int) -> Any:
-        """Returns what a replica sees where the primary has `value`."""
+    def _stand_in(self, value: Any, replica_id: int) -> Any:
+        """Returns what a replica sees in place of a module, a parameter or a method of a module."""
         if isinstance(value, nn.Module):
-            mirror = raw(value).get(MIRROR)
+            mirror = self._mirrors.get(id(value))
             return value if mirror is None else mirror.replicas[replica_id]
-        if isinstance(value, nn.Parameter):
-            leaves = self._leaves.get(id(value))
-            return value if leaves is None else leaves.leaves[replica_id]
-        if type(value) in (list, tuple):
-            # Such as the flat weights of recurrent layers, which are listed a second time.
-            seen = [self._seen(one, replica_id) for one in value]
-            is_same = all(a is b for a, b in zip(seen, value, strict=True))
-            return value if is_same else type(value)(seen)
-        return value
+        if isinstance(value, types.MethodType):
+            mirror = self._mirrors.get(id(value.__self__))
+            if mirror is None:
+                return value
+            return types.MethodType(value.__func__, mirror.replicas[replica_id])
+        leaves = self._leaves.get(id(value))
+        return value if leaves is None else leaves.leaves[replica_id]
 
-    def _give_buffers(self, module: nn.Module) -> None:
-        """Gives each clone buffers of its own, and what has been written to the primary's since."""
-        mirror: Mirror = raw(module)[MIRROR]
-        buffers: dict[str, Tensor | None] = raw(module)["_buffers"]
-        for clone in mirror.replicas:
-            for name in clone._buffers.keys() - buffers.keys():
-                del clone._buffers[name]
-        for name, buffer in buffers.items():
-            stamp = mirror.buffers.get(name)
-            if stamp is not None and stamp.fits(buffer):
-                continue
-            with fit_for_training():
-                for clone, place in zip(mirror.replicas, self._places, strict=True):
-                    own = None if buffer is None else buffer.detach().to(place, copy=True)
-                    clone._buffers[name] = own
-            mirror.buffers[name] = _Stamp.of(buffer)
-
-    def read_buffers(self, module: nn.Module) -> None:
-        """Brings what the replicas have done to their buffers into the primary's.
-
-        Floating-point buffers are averaged (the running statistics of batch normalisation), others
-        are taken from replica 0 (its counters). What no replica has written stays as it is. With
-        many workers, all must read.
-        """
-        mirror: Mirror = raw(module)[MIRROR]
-        if mirror.runs_read == self.num_runs or not mirror.replicas:
-            return
-        mirror.runs_read = self.num_runs
-        buffers = raw(module)["_buffers"]
-        names = [n for n, b in buffers.items() if b is not None and n in mirror.buffers]
-        names = [name for name in names if mirror.buffers[name].fits(buffers[name])]
-        parts: dict[str, list[Any]] = {
-            name: [clone._buffers[name] for clone in mirror.replicas] for name in names
-        }
-        # torch does not count the writes of its batch normalisation, so the values must tell.
-        written = [
-            any(not torch.equal(part.to(buffers[name].device), buffers[name]) for part in own)
-            for name, own in parts.items()
-        ]
-        for name, is_written in zip(names, self._workers.any_of(written), strict=True):
-            if not is_written:
-                continue
-            buffer = buffers[name]
-            with torch.no_grad():
-                buffer.copy_(self._one_of(parts[name], is_mean=buffer.is_floating_point()))
-            # The replicas go on from what was read, as a program that resumes from it does.
-            del mirror.buffers[name]
-
-    def _one_of(self, parts: list[Any], *, is_mean: bool) -> Tensor:
-        here = [part.detach().to(self._places[0]) for part in parts]
-        if not is_mean:
-            return self._workers.of_chief(here[0])
-        everybody = [one for own in here for one in self._workers.gather(own)]
-        # Gathered replica by replica, from all workers each time: back to the order of their ids.
-        num_workers = len(everybody) // len(here)
-        ordered = [one for i in range(num_workers) for one in everybody[i::num_workers]]
-        return reduce_batch(ReduceOp.MEAN, [tuple(ordered)], [1])[0][0]
-
-    def clear_gradient(self, parameter: Tensor, *, set_to_none: bool) -> None:
-        """Clears the gradients that the replicas have of a parameter."""
-        leaves = self._leaves.get(id(parameter))
-        for leaf in leaves.leaves if leaves is not None else ():
-            clear(leaf, set_to_none=set_to_none)
+    def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
+        """Clears the gradients that the replicas have of some parameters."""
+        for parameter in parameters:
+            leaves = self._leaves.get(id(parameter))
+            for leaf in leaves.leaves if leaves is not None else ():
+                clear(leaf, set_to_none=set_to_none)
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
@@ -353,9 +339,3 @@ def _bare_clone(cls: type[nn.Module]) -> nn.Module:
     clone: nn.Module = object.__new__(cls)
     clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
     return clone
-
-
-def plain_class(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the user's class of a primary; one that was derived from it later, as it is."""
-    plain: type[nn.Module] = vars(cls).get("_unisono_plain_class", cls)
-    return plain

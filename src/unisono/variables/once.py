@@ -1,13 +1,14 @@
 """Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
 
 Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
-this end the class of the object is replaced by one that comes before it and goes by its name.
+this end the object has a subclass of its class, with the same name, for as long as replicas run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,53 +18,68 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
-from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.contexts import ReplicaContext, current_replica, entered
+from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.values import PerReplica, as_tensor
+from unisono.variables.for_all import for_all
+from unisono.variables.front import Front, plain_class
+from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.shares import update_in_shares
 
-# Whose an object is. Not an attribute of it, which would be saved with it.
-_owners: weakref.WeakKeyDictionary[Any, Mirrors] = weakref.WeakKeyDictionary()
+# Which strategy an object belongs to. Not an attribute of it, which would be saved with it.
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Mirrors]] = weakref.WeakKeyDictionary()
 
 
 def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
-        # Updates draw no random numbers, so the replica's own need not be looked out for.
-        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
+        with for_all(context), torch._C.DisableTorchFunction():
             return [work()] * context.num_local_replicas
 
     return context.meeting.meet(context.local_id, what, None, once)
 
 
-class Once:
-    """Copies and pickles are of the plain class, and belong to no strategy."""
+class OnceStep:
+    """The `step` of an optimizer that makes one update for all replicas.
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
-        get_state: Any = getattr(self, "__getstate__", lambda: self.__dict__)
-        return _plain, (plain,), get_state()
+    It also comes before a `step` that was set on the optimizer itself, as schedulers do.
+    """
+
+    def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
+        return _step if optimizer is None else types.MethodType(_step, optimizer)
+
+    def __set__(self, optimizer: Any, step: Any) -> None:
+        vars(optimizer)["step"] = step
+
+    def __delete__(self, optimizer: Any) -> None:
+        vars(optimizer).pop("step", None)
 
 
-def _plain(cls: Any) -> Any:
-    return cls.__new__(cls)
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Makes one update for all replicas, with the gradients that they have reduced."""
+    context = current_replica()
+    what = f"{type(optimizer).__name__}.step()"
+    if context is None:
+        return optimizer._update(closure, **kwargs)
+    if closure is None:
+        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs))
+    return _step_with_closures(optimizer, context, what, closure)
 
 
-class OnceOptimizer(Once):
-    """Comes before the class of an optimizer."""
+# torch wraps every `step`, to call hooks and to see that a scheduler does not come before it; the
+# one that makes the update is wrapped already.
+_step.hooked = True  # type: ignore[attr-defined]
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
-        """Makes one update for all replicas, with the gradients that they have reduced."""
-        context = current_replica()
-        what = f"{type(self).__name__}.step()"
-        if context is None:
-            return self._update(closure, **kwargs)
-        if closure is None:
-            return do_once(context, what, lambda: self._update_taken(context, **kwargs))
-        return _step_with_closures(self, context, what, closure)
+
+class OnceOptimizer(Front):
+    """Comes before the class of an optimizer while replicas run."""
+
+    step = OnceStep()
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
@@ -80,28 +96,67 @@ class OnceOptimizer(Once):
         with torch._C.DisableTorchFunction():
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
+            if context is not None:
+                for leaves in owners:
+                    leaves.mark_cleared(context.local_id)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters; on a replica its own copy of them, see `GroupCopies`."""
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        context = current_replica()
+        if context is None:
+            return groups
+        return context.strategy.extended.mirrors.groups.seen(self, groups, context)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        _check_outside(self, "param_groups")
+        vars(self)["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; not on a replica."""
+        _check_outside(self, "add_param_group()")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state; not on a replica."""
+        _check_outside(self, "load_state_dict()")
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state, which a replica finds under its own parameters, too."""
+        state: dict[Any, Any] = vars(self)["state"]
+        if not isinstance(state, SeenState):
+            state = vars(self)["state"] = SeenState(state, _mirrors_of(self))
+        return state
+
+    @state.setter
+    def state(self, state: dict[Any, Any]) -> None:
+        vars(self)["state"] = state
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
         if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
-            plain = next(cls for cls in type(self).__mro__[1:] if not issubclass(cls, Once))
-            if update_in_shares(self, plain, context):
-                return None
+            own = vars(self).get("step", _step)
+            if hasattr(own, "_wrapped_by_lr_sched"):
+                # What the scheduler's wrapper does, which the shares of an update do not call.
+                self._opt_called = True
+                if update_in_shares(self, plain_class(type(self)), context):
+                    _mirrors_of(self).spread(parameters_of(self))
+                    return None
         return self._update(None, **kwargs)
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        step = super().step  # type: ignore[misc]
+        step = vars(self).get("step") or super().step  # type: ignore[misc]
         result = step(**kwargs) if closure is None else step(closure, **kwargs)
-        _mirrors_of(self).spread(_parameters(self))
+        _mirrors_of(self).spread(parameters_of(self))
         return result
 
 
-# torch wraps every `step` to call its hooks; the one that makes the update is wrapped already.
-OnceOptimizer.step.hooked = True  # type: ignore[attr-defined]
-
-
-class OnceScheduler(Once):
-    """Comes before the class of a learning-rate scheduler."""
+class OnceScheduler(Front):
+    """Comes before the class of a learning-rate scheduler while replicas run."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes one step for all replicas."""
@@ -112,7 +167,7 @@ class OnceScheduler(Once):
         return do_once(context, f"{type(self).__name__}.step()", step)
 
 
-class OnceScaler(Once):
+class OnceScaler(Front):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
@@ -139,7 +194,7 @@ class OnceScaler(Once):
             take_gradients(optimizer)
             result = method(optimizer, *args)
             for leaves in _leaves(optimizer):
-                _copy_gradient(leaves)
+                leaves.take_from_primary()
             return result
 
         return do_once(context, f"GradScaler.{what}", work)
@@ -149,11 +204,10 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
     """Makes an optimizer, scheduler or scaler one that all replicas share."""
     if mirrors.is_single:
         return
-    before = _before(target)
-    _owners[target] = mirrors
-    if not isinstance(target, before):
-        cls: Any = type(target)
-        target.__class__ = _once_class(before, cls)
+    is_new = owner_of(target) is not mirrors
+    _owners[target] = weakref.ref(mirrors)
+    if is_new:
+        mirrors.fronts.add(target, _before(target), is_at_once=True)
 
 
 def _before(target: Any) -> type:
@@ -162,15 +216,10 @@ def _before(target: Any) -> type:
     return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
 
 
-@functools.cache
-def _once_class(before: type, cls: type) -> type:
-    namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
-    return type(cls.__name__, (before, cls), {**namespace, "__doc__": cls.__doc__})
-
-
 def owner_of(target: Any) -> Mirrors | None:
     """Returns the mirrors that an object belongs to."""
-    return _owners.get(target)
+    owner = _owners.get(target)
+    return None if owner is None else owner()
 
 
 def _mirrors_of(target: Any) -> Mirrors:
@@ -180,29 +229,36 @@ def _mirrors_of(target: Any) -> Mirrors:
 
 
 def take_gradients(optimizer: Any) -> None:
-    """Gives the primaries the gradients that replica 0 has, which all replicas have."""
-    for leaves in _leaves(optimizer):
-        grad = leaves.leaves[0].grad
-        if leaves.primary.grad is not grad:
-            leaves.primary.grad = grad
+    """Gives the primaries the gradients that all replicas have, reduced."""
+    owners = _leaves(optimizer)
+    _mirrors_of(optimizer).reduce_rest(owners)
+    for leaves in owners:
+        leaves.show_current_gradient()
 
 
-def _copy_gradient(leaves: Leaves) -> None:
-    """Gives all replicas the gradient of replica 0."""
-    first = leaves.leaves[0].grad
-    for leaf in leaves.leaves[1:]:
-        if leaf.grad is not None and first is not None:
-            leaf.grad.copy_(first)
+def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
+    """Before an update outside a run: reduces what replicas have written and nothing shows."""
+    owners = map(mirrors.leaves_of, parameters_of(optimizer))
+    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
 
 
-def _parameters(optimizer: Any) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
+def _check_outside(optimizer: Any, what: str) -> None:
+    if current_replica() is not None:
+        raise ContextError(
+            f"`{what}` of {type(optimizer).__name__} was called or set in a step, by each replica. "
+            "Do it outside `run`, or once for all replicas: `unisono.once(fn)`, where `fn` does it."
+        )
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the parameters that an optimizer works on."""
+    for group in vars(optimizer)["param_groups"]:
         yield from group["params"]
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
     mirrors = _mirrors_of(optimizer)
-    found = (mirrors.leaves_of(parameter) for parameter in _parameters(optimizer))
+    found = (mirrors.leaves_of(parameter) for parameter in parameters_of(optimizer))
     return [leaves for leaves in found if leaves is not None]
 
 
@@ -213,16 +269,19 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            _mirrors_of(optimizer).spread(_parameters(optimizer))
+            _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            given = PerReplica([loss.detach() for loss in losses])
-            mean: Tensor = context.strategy.extended.reduce_to(
-                ReduceOp.MEAN, given, given.devices[0]
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
             )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
-        with entered(CrossReplicaContext(context.strategy)):
+        with for_all(context):
             return [optimizer._update(evaluate)] * context.num_local_replicas
 
     def on_this_replica(meeting: Any) -> Any:

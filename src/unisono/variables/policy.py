@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.arguments import in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
@@ -51,14 +52,17 @@ class VariablePolicy:
 
     def __post_init__(self) -> None:
         known = [s for s in VariableSynchronization if s is not VariableSynchronization.NONE]
-        if self.synchronization not in known:
+        if not isinstance(self.synchronization, VariableSynchronization) or (
+            self.synchronization not in known
+        ):
             raise UnsupportedError(
-                f"`synchronization` must be one of {_listed(known)}, got {self.synchronization!r}."
+                f"`synchronization` must be one of {_listed(known)}, got "
+                f"{in_words(self.synchronization)}."
             )
         if not isinstance(self.aggregation, VariableAggregation):
             raise UnsupportedError(
                 f"`aggregation` must be one of {_listed(VariableAggregation)}, got "
-                f"{self.aggregation!r}."
+                f"{in_words(self.aggregation)}."
             )
         is_real = self.dtype.is_floating_point or self.dtype.is_complex
         if self.aggregation is VariableAggregation.MEAN and not is_real:

@@ -36,6 +36,10 @@ class VariableLeaves(Leaves):
         """Whether there still is the variable."""
         return self._variable() is not None
 
+    def watched(self) -> list[Tensor]:
+        """Returns nothing: replicas write to variables by `assign`, which says what that means."""
+        return []
+
     def take_over(self) -> None:
         """Takes over nothing: assignments reach each component that they are for by themselves."""
 

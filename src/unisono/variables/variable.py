@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from unisono.arguments import check_bool, check_optional
 from unisono.contexts import (
     ReplicaContext,
     current_replica,
     get_replica_context,
     get_strategy,
     has_strategy,
+    is_default,
     other_strategy,
 )
 from unisono.devices import this_machine
 from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
+from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.arguments import check_shape, refuse_arguments
+from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
 from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
@@ -56,7 +62,7 @@ class _MadeOnce(type):
         return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
-class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
+class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_MadeOnce):
     """A tensor with a component on every replica of the strategy that it is made under.
 
     It can be used wherever torch takes a tensor: a replica's code sees its own component, other
@@ -70,10 +76,16 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         initial_value: The value to start from, or a function that returns it and is called once.
             On a replica, that of replica 0 counts.
         trainable: Whether components collect gradients. None means unless `ON_READ`.
+        validate_shape: Must be True: the shape of a variable does not change.
+        caching_device: Must be None: every replica reads its own component.
+        name: What messages call it.
+        variable_def: Must be None: there are no graphs to load a variable from.
         dtype: The dtype; that of the value if None.
+        import_scope: Must be None, as `variable_def`.
+        constraint: Must be None: optimizers of torch project no variables.
         synchronization: Whether replicas' values are combined when written or when read.
         aggregation: How they are combined.
-        name: What messages call it.
+        shape: The shape that the value must have; None means any.
     """
 
     __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_strategy", "_what")
@@ -82,16 +94,35 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         self,
         initial_value: Any,
         trainable: bool | None = None,  # noqa: FBT001 - the signature of tf.Variable
+        validate_shape: bool = True,  # noqa: FBT001, FBT002
+        caching_device: None = None,
+        name: str | None = None,
+        variable_def: None = None,
         dtype: torch.dtype | None = None,
+        import_scope: None = None,
+        constraint: None = None,
         synchronization: VariableSynchronization = VariableSynchronization.AUTO,
         aggregation: VariableAggregation = VariableAggregation.NONE,
-        name: str | None = None,
+        shape: Sequence[int] | None = None,
     ) -> None:
+        refuse_arguments(
+            validate_shape=validate_shape,
+            caching_device=caching_device,
+            variable_def=variable_def,
+            import_scope=import_scope,
+            constraint=constraint,
+        )
         self._strategy: Strategy = get_strategy()
+        check_optional("name", name, str, "a text or None")
+        check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
+        check_optional("trainable", trainable, bool, "True, False or None")
         self._name = name or "Variable"
         self._what = f"Variable {self._name!r}"
         given = initial_value() if callable(initial_value) else initial_value
-        value = self._strategy.extended.workers.of_chief(cast(self._given(given), dtype))
+        own = cast(self._given(given), dtype)
+        check_layout(own, self._what)
+        value = self._strategy.extended.workers.of_chief(own)
+        check_shape(self._what, value.shape, shape)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._strategy.extended.worker_devices
         if not has_strategy():
@@ -111,6 +142,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
     def strategy(self) -> Strategy:
         """The strategy that it was made under."""
         return self._strategy
+
+    distribute_strategy = strategy
 
     @property
     def is_mirrored(self) -> bool:
@@ -132,8 +165,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         super().select(replica_id)
         return self
 
-    def value(self) -> Tensor:
-        """Returns what the running code sees: no copy of a component, a new tensor if reduced."""
+    def seen(self) -> Tensor:
+        """Returns the component that the running code sees itself, or a new tensor if reduced."""
         replica = self._replica()
         component: Tensor = self._values[replica.local_id if replica else 0]
         if replica is not None or not self._policy.is_on_read:
@@ -146,76 +179,27 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
         return reduced
 
+    def value(self) -> Tensor:
+        """Returns what the running code sees, as it is now: a later write does not change it.
+
+        Gradients flow through it to the component.
+        """
+        return apart_from(self._values, self.seen())
+
     read_value = value
 
-    def assign(self, value: Any, *, read_value: bool = True) -> Any:
-        """Sets the variable.
-
-        On a replica the values of all replicas are combined first, as the aggregation says, and
-        all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
-        code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
-
-        Args:
-            value: A tensor, or what can be read as one, of the variable's shape.
-            read_value: Whether something is returned.
-
-        Returns:
-            The component on a replica; elsewhere the components, or what an `ON_READ` variable
-            reads as; None without `read_value`.
-        """
-        return self._write(Write.ASSIGN, value, is_read=read_value)
-
-    def assign_add(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Adds `delta` to the variable; see `assign`."""
-        return self._write(Write.ASSIGN_ADD, delta, is_read=read_value)
-
-    def assign_sub(self, delta: Any, *, read_value: bool = True) -> Any:
-        """Subtracts `delta` from the variable; see `assign`."""
-        return self._write(Write.ASSIGN_SUB, delta, is_read=read_value)
-
-    def scatter_add(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Adds `updates[i]` to row `indices[i]`, for every i.
-
-        On a replica, a sum applies what all replicas give, and a mean an N-th of it.
-
-        Args:
-            indices: Numbers of rows, which may come several times.
-            updates: One row for each of them.
-            read_value: Whether something is returned; see `assign`.
-        """
-        return self._write(Write.SCATTER_ADD, updates, indices, is_read=read_value)
-
-    def scatter_sub(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Subtracts from rows; see `scatter_add`."""
-        return self._write(Write.SCATTER_SUB, updates, indices, is_read=read_value)
-
-    def scatter_mul(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Multiplies rows; see `scatter_add`.
-
-        A mean takes the average factor; a replica without one counts as 0.
-        """
-        return self._write(Write.SCATTER_MUL, updates, indices, is_read=read_value)
-
-    def scatter_div(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Divides rows, integers towards zero; see `scatter_mul`."""
-        return self._write(Write.SCATTER_DIV, updates, indices, is_read=read_value)
-
-    def scatter_min(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Lowers rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_MIN, updates, indices, is_read=read_value)
-
-    def scatter_max(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Raises rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_MAX, updates, indices, is_read=read_value)
-
-    def scatter_update(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
-        """Sets rows; see `scatter_add`. Not for variables that are a sum or mean."""
-        return self._write(Write.SCATTER_UPDATE, updates, indices, is_read=read_value)
+    def apart(self, result: Any) -> Any:
+        """Copies what a torch function returns if it is a view of a component."""
+        if isinstance(result, Tensor):
+            return apart_from(self._values, result)
+        if type(result) in (list, tuple):
+            return type(result)(map(self.apart, result))
+        return result
 
     def state(self) -> Tensor:
         """Returns a copy of the one value that a checkpoint keeps."""
         self._check_place("state()", is_for_all=True)
-        return self.value().detach().clone()
+        return self.value().detach()
 
     def load(self, value: Any) -> None:
         """Sets the variable to `value`, which `state` returned; a sum is spread without loss."""
@@ -229,7 +213,9 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
 
     def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
         other = other_strategy(self._strategy)
-        if other is not None:
+        # A variable that was made outside every scope has one component, whoever writes it once.
+        is_plain = is_default(self._strategy) and current_replica() is None
+        if other is not None and not is_plain:
             raise ContextError(
                 f"`{what}`: {self._what} was made under {self._strategy!r}, not under {other!r}. "
                 "Leave the scope of the latter, or make the variable there."
@@ -242,6 +228,7 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
 
     def _write(self, write: Write, given: Any, indices: Any = None, *, is_read: bool) -> Any:
         self._check_place(f"{write.value}()")
+        check_bool("read_value", is_read)
         replica = self._replica()
         self._policy.check_write(write, is_on_replica=replica is not None, is_read=is_read)
         if write.is_scatter:
@@ -262,7 +249,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
         if self._policy.is_local:
-            self._apply(write, {replica.local_id: value})
+            if replica.counts:
+                self._apply(write, {replica.local_id: value})
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
@@ -294,7 +282,8 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
-            given = PerReplica.placed(parts, variable.devices)
+            counts = variable._strategy.extended.counting.presence
+            given = PerReplica.placed(parts, variable.devices, counts)
             total = variable._strategy.extended.reduce_to(op, given, targets)
             totals = total.values if isinstance(total, DistributedValues) else (total,)
             if write.multiplies:
@@ -330,14 +319,14 @@ class Variable(HasPolicy, TensorLike, DistributedValues, metaclass=_MadeOnce):
     def _given(self, value: Any) -> Any:
         """Returns what the running code means by `value`: its own component, or one for all."""
         if isinstance(value, Variable):
-            return value.value()
+            return value.seen()
         if not isinstance(value, DistributedValues):
             return value
         replica = current_replica()
         if replica is not None:
             return value.select(replica.local_id)
         if isinstance(value, Mirrored):
-            return value.values[0]
+            return value.select(0)
         raise UnsupportedError(
             f"{self._what} takes one value for all replicas here, got a {type(value).__name__} of "
             f"{len(value.values)}. Reduce it first, or write each component on its replica."

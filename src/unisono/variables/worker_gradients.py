@@ -94,7 +94,7 @@ class WorkerGradientReducer(GradientReducer):
 
     def _pack_is_full(self, current: Pass, pack: int) -> None:
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        if pack + 1 >= len(self._worker_packs):
+        if pack + 1 >= len(self._worker_packs) or self._across.wants_all_gradients:
             return
         with self._sending:
             sent = self._sent.setdefault(current, [])
@@ -115,8 +115,9 @@ class WorkerGradientReducer(GradientReducer):
                 self._settle(sent)
             for future in sent:
                 future.result()
+        combined = self._combine_all(current)
         for number in range(len(sent), len(self._worker_packs)):
-            self._fill(current, number)
+            self._fill(current, number, combined)
             self._exchange_rest(number)
         with span("copy", "give packs"):
             given = [one for pack in self._worker_packs for one in pack.give()]
@@ -147,11 +148,27 @@ class WorkerGradientReducer(GradientReducer):
             self._settle([future])
             future.result()
 
-    def _fill(self, current: Pass, number: int) -> None:
+    def _combine_all(self, current: Pass) -> dict[Leaves, Tensor]:
+        """Lets a reduction that wants all gradients at once combine those of this worker."""
+        if not self._across.wants_all_gradients:
+            return {}
+        members = [one for pack in self._worker_packs for one in pack.members]
+        self._set_aside_all(members)
+        new = [one for one in members if one in current.arrived]
+        # A hook is given the mean of its worker.
+        op = self._op if self._hook is None else ReduceOp.SUM
+        totals = self._across.combine_gradients(op, [gradients_of(one.leaves) for one in new])
+        if self._hook is not None:
+            totals = [total / len(self._devices) for total in totals]
+        return dict(zip(new, totals, strict=True))
+
+    def _fill(
+        self, current: Pass, number: int, combined: dict[Leaves, Tensor] | None = None
+    ) -> None:
         pack = self._worker_packs[number]
         with span("copy", "fill pack", (one.primary for one in pack.members), pack=number):
             self._set_aside_all(pack.members)
-            pack.fill(current.arrived)
+            pack.fill(current.arrived, combined)
 
     def _exchange(self, number: int, before: Future[None] | None = None) -> None:
         """Exchanges a pack. If the one before it failed, it does: the same do on all workers."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from unisono.devices import Trail
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
-from unisono.reductions import AcrossWorkers, replicas_in_a_term
+from unisono.reductions import AcrossWorkers
 from unisono.variables.gradients import gradients_of
 from unisono.variables.leaves import Leaves
 
@@ -65,11 +65,19 @@ class Pack(ABC):
         ]
 
     @torch.no_grad()
-    def fill(self, arrived: Collection[Leaves]) -> None:
-        """Takes in the gradients of this worker's replicas; of some there are new ones."""
+    def fill(
+        self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
+    ) -> None:
+        """Takes in the gradients of this worker's replicas; of some there are new ones.
+
+        Some may have been `combined` before, by a user's own reduction.
+        """
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
+            if combined is not None and one in combined:
+                views[0].copy_(combined[one])
+                continue
             grads = gradients_of(one.leaves)
             for number, view in enumerate(views):
                 first = number * self._together
@@ -131,7 +139,7 @@ class WorkerPack(Pack):
 
     def __init__(self, members: Sequence[Leaves], ops: AcrossWorkers, op: ReduceOp) -> None:
         num_replicas = len(members[0].leaves)
-        together = replicas_in_a_term(num_replicas)
+        together = ops.replicas_in_a_term(num_replicas)
         # Partial sums of half precision are not rounded before the last.
         dtype = members[0].leaves[0].dtype
         dtype = wide_dtype(dtype) if together > 1 else dtype
@@ -140,7 +148,9 @@ class WorkerPack(Pack):
         self._count = num_replicas * ops.communicator.size
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
-        if grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
+        if not self._ops.is_tree_sum:
+            view.copy_(self._ops.combine_here(self._op, grads))
+        elif grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
             here = [grad.to(view.device, view.dtype) for grad in grads]
             view.copy_(tree_reduce(ReduceOp.SUM, here))
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnsupportedError
+from unisono.kernels import check_layout
 from unisono.values import as_tensor
 
 NUMBERS = (bool, int, float, complex)
@@ -65,6 +66,7 @@ def apart_from(components: Iterable[Tensor], change: Tensor) -> Tensor:
 def check_value(what: str, value: Any, shape: torch.Size, dtype: torch.dtype) -> None:
     """Raises unless `value` can be written where there is something of `shape` and `dtype`."""
     tensor = as_tensor(value)
+    check_layout(tensor, f"What {what} is given")
     if tensor.shape != shape:
         raise UnsupportedError(
             f"{what} takes a value of shape {tuple(shape)} here, got {tuple(tensor.shape)}. "

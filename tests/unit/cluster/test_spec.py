@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from unisono.cluster import ClusterSpec
+from unisono.cluster.rules import validate
 from unisono.errors import ClusterError
 
 CLUSTER: dict[str, list[str | None]] = {
@@ -43,7 +44,8 @@ def test_a_spec_does_not_change_with_what_it_was_made_of() -> None:
     spec = ClusterSpec(cluster)
 
     cluster["worker"].append("b:1")
-    spec.as_dict()["worker"].append("c:1")
+    copied: Any = spec.as_dict()["worker"]
+    copied.append("c:1")
 
     assert spec.job_tasks("worker") == ["a:1"]
 
@@ -74,7 +76,6 @@ def test_a_job_that_is_not_there_is_refused_with_those_that_are() -> None:
         (["a:1"], "dictionary of addresses by job name"),
         ({"worker": "a:1"}, "got 'a:1'"),
         ({"worker": []}, r"at least one address.*got \[\]"),
-        ({"worker": {0: "a:1"}}, "got {0: 'a:1'}"),
         ({"worker": ["a"]}, "got 'a'"),
         ({1: ["a:1"]}, "got 1"),
         ({"": ["a:1"]}, "got ''"),
@@ -85,3 +86,37 @@ def test_a_job_that_is_not_there_is_refused_with_those_that_are() -> None:
 def test_what_is_no_cluster_is_refused(cluster: Any, message: str) -> None:
     with pytest.raises(ClusterError, match=message):
         ClusterSpec(cluster)
+
+
+@pytest.mark.parametrize("tasks", [{1: "a:1", 3: "b:1"}, {"1": "a:1", "3": "b:1"}], ids=repr)
+def test_tasks_can_be_given_by_number(tasks: Any) -> None:
+    spec = ClusterSpec({"worker": tasks})
+
+    assert (spec.num_tasks("worker"), spec.task_indices("worker")) == (2, [1, 3])
+    assert spec.task_address("worker", 3) == "b:1"
+    assert spec.job_tasks("worker") == [None, "a:1", None, "b:1"]
+    assert spec.as_dict() == {"worker": {1: "a:1", 3: "b:1"}}
+    assert spec == ClusterSpec(spec)
+    assert hash(spec) == hash(ClusterSpec(spec))
+    with pytest.raises(ClusterError, match="the tasks 1, 3, but task 0 was asked for"):
+        spec.task_address("worker", 0)
+
+
+def test_numbers_without_a_gap_are_a_list() -> None:
+    spec = ClusterSpec({"worker": {1: "b:1", 0: "a:1"}})
+
+    assert spec == ClusterSpec({"worker": ["a:1", "b:1"]})
+    assert spec.as_dict() == {"worker": ["a:1", "b:1"]}
+
+
+@pytest.mark.parametrize("wrong", [{-1: "a:1"}, {"x": "a:1"}, {True: "a:1"}, {1.5: "a:1"}, {}])
+def test_tasks_are_numbered_with_whole_numbers(wrong: Any) -> None:
+    with pytest.raises(ClusterError, match="The tasks of the job 'worker'"):
+        ClusterSpec({"worker": wrong})
+
+
+def test_a_job_with_missing_tasks_does_not_train() -> None:
+    spec = ClusterSpec({"worker": {1: "a:1"}})
+
+    with pytest.raises(ClusterError, match="has the tasks 1 and lacks others"):
+        validate(spec, "worker", 1)

@@ -23,7 +23,11 @@ def test_every_method_is_passed_on() -> None:
         if inspect.isfunction(value) and not name.startswith("_")
     ]
 
-    assert [name for name in own if name not in vars(TracedCommunicator)] == ["check_root"]
+    # These only call others.
+    assert {name for name in own if name not in vars(TracedCommunicator)} == {
+        "within",
+        "check_root",
+    }
 
 
 def test_collectives_do_what_they_do_unrecorded_and_are_recorded(tmp_path: Path) -> None:

@@ -158,19 +158,116 @@ def test_gather_on_a_replica_names_all_gather(mirrored: Make) -> None:
         strategy.run(lambda: strategy.gather(torch.ones(1), 0))
 
 
-def test_run_within_run_is_refused(mirrored: Make) -> None:
-    strategy = mirrored()
+def own_id() -> int:
+    context = uo.get_replica_context()
+    assert context is not None
+    return context.replica_id_in_sync_group
 
-    def merge(merged: uo.Strategy) -> Any:
-        return merged.run(where)
+
+def merging(merge_fn: Callable[..., Any]) -> Callable[[], Any]:
+    """A step that merges the numbers 10 and 20 of two replicas."""
 
     def step() -> Any:
         context = uo.get_replica_context()
         assert context is not None
-        return context.merge_call(merge)
+        return context.merge_call(merge_fn, (torch.tensor(10.0 * (1 + own_id())),))
 
-    with pytest.raises(ContextError, match="within `run"):
-        strategy.run(step)
+    return step
+
+
+@pytest.mark.parametrize("options", [{}, {"serial": True}], ids=["at once", "serial"])
+def test_replicas_that_merge_can_be_called(mirrored: Make, options: Any) -> None:
+    strategy = mirrored(2, **options)
+
+    def merge(merged: uo.Strategy, value: Any) -> Any:
+        assert uo.in_cross_replica_context()
+        result = merged.extended.call_for_each_replica(lambda own: own + own_id(), (value,))
+        assert uo.in_cross_replica_context()
+        return result
+
+    for _ in range(2):
+        assert [v.item() for v in strategy.run(merging(merge)).values] == [10, 21]
+
+
+def test_replicas_that_are_called_in_a_merge_call_merge_again(mirrored: Make) -> None:
+    def add_up(merged: uo.Strategy, value: Any) -> Any:
+        return merged.reduce("SUM", value)
+
+    def inner(own: Any) -> Any:
+        context = uo.get_replica_context()
+        assert context is not None
+        return context.merge_call(add_up, (own,)) + context.all_reduce("MAX", own)
+
+    def merge(merged: uo.Strategy, value: Any) -> Any:
+        return merged.run(inner, (value,))
+
+    results = mirrored().run(merging(merge))
+
+    assert [v.item() for v in results.values] == [50, 50]
+
+
+def test_one_replica_can_be_called_in_its_merge_call(mirrored: Make) -> None:
+    def merge(merged: uo.Strategy, value: Any) -> Any:
+        return merged.run(lambda own: own + 1, (value,))
+
+    assert mirrored(1).run(merging(merge)).item() == 11
+
+
+def test_gradients_of_replicas_that_are_called_in_a_merge_call_are_reduced(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1, bias=False)
+
+    def merge(merged: uo.Strategy, value: Any) -> Any:
+        return merged.run(lambda own: model(own.reshape(1, 1)).backward(), (value,))
+
+    strategy.run(merging(merge))
+
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == 15
+
+
+def test_an_error_in_a_merge_call_s_replica_ends_the_step(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    def inner() -> None:
+        if own_id() == 1:
+            raise LookupError("here")
+
+    with pytest.raises(LookupError, match="here"):
+        strategy.run(merging(lambda merged, _: merged.run(inner)))
+    assert strategy.run(lambda: 1) == 1
+
+
+def test_replicas_that_are_called_in_a_merge_call_must_make_the_same_calls(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    def inner() -> Any:
+        context = uo.get_replica_context()
+        assert context is not None
+        return own_id() or context.merge_call(lambda _: None)
+
+    with pytest.raises(uo.errors.UnequalCallsError, match="replica 1 has returned"):
+        strategy.run(merging(lambda merged, _: merged.run(inner)))
+    assert strategy.run(lambda: 1) == 1
+
+
+def test_run_on_a_replica_is_refused(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    with pytest.raises(ContextError, match="was called on a replica"):
+        strategy.run(lambda: strategy.run(own_id))
+
+
+def test_a_merge_call_of_the_default_strategy_is_under_no_strategy() -> None:
+    context = uo.get_replica_context()
+    assert context is not None
+
+    found = context.merge_call(
+        lambda _: (uo.has_strategy(), uo.in_cross_replica_context(), uo.get_replica_context())
+    )
+
+    assert found == (False, True, None)
 
 
 def test_local_results_can_be_asked_for_anywhere(mirrored: Make) -> None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+import unisono as uo
 from unisono.costs import Link, Tuning, current_tuning, read_tuning, tuning_path
 from unisono.costs.tuning import this_machine_in_words
 from unisono.errors import TuningError
@@ -66,6 +69,8 @@ BROKEN = {
     "no memory": changed(memory=None),
     "negative": changed(inside={"latency": -1, "bandwidth": 1, "overhead": 0}),
     "no rate": changed(sum_rate=0.0),
+    "no machine": changed(machine=["cpu"]),
+    "deep": "[" * 100_000,
     "more": changed(colour="red"),
     "foreign": changed(machine={"cpu": "another", "cores": 3, "gpus": []}),
 }
@@ -108,3 +113,44 @@ def test_a_foreign_file_can_be_read_to_plan_with(in_cache: Path) -> None:
     in_cache.write_text(foreign.to_text())
 
     assert read_tuning(in_cache) == foreign
+
+
+@pytest.mark.parametrize("home", [None, "", "/nowhere", "/dev/null", "/" + "x" * 5000])
+def test_a_home_folder_that_cannot_be_read_does_not_stop_a_strategy(
+    home: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("UNISONO_TUNING", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    if home is None:
+        # A user that the system does not know, as in many containers.
+        monkeypatch.setattr(os, "getuid", lambda: 2**31 - 9)
+    else:
+        monkeypatch.setenv("HOME", home)
+
+    assert current_tuning() is None
+    assert uo.MirroredStrategy(["cpu:0", "cpu:1"]).num_replicas_in_sync == 2
+
+
+@pytest.mark.parametrize("make", [Path.mkdir, os.mkfifo], ids=["folder", "pipe"])
+def test_what_is_no_file_does_not_stop_a_strategy(
+    make: Callable[[Path], None], in_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make(in_cache)
+
+    with caplog.at_level(logging.WARNING, "unisono"):
+        assert current_tuning() is None
+
+    (line,) = caplog.messages
+    assert "no regular file" in line
+
+
+def test_a_folder_that_may_not_be_read_does_not_stop_a_strategy(
+    in_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Stands for permissions, which the system administrator, who may run this, has always.
+    def refuse(path: object, *args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(os, "stat", refuse)
+
+    assert current_tuning() is None

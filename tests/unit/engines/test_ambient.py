@@ -1,12 +1,18 @@
 import contextvars
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 import unisono as uo
+from unisono.engines import caller_modes
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -109,3 +115,115 @@ def test_autocast_is_used_in_a_step(mirrored: Make) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert strategy.run(step) is torch.bfloat16
     assert strategy.run(step) is torch.float32
+
+
+def trained(strategy: uo.Strategy) -> Callable[[], None]:
+    with strategy.scope():
+        model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
+
+    def step() -> None:
+        model(torch.ones(2, 4)).square().sum().backward()
+
+    strategy.run(step)
+    return step
+
+
+@pytest.mark.parametrize("serial", [False, True])
+def test_flops_of_all_replicas_are_counted(mirrored: Make, *, serial: bool) -> None:
+    found = []
+    for num_replicas in (1, 3):
+        strategy = mirrored(num_replicas, serial=serial)
+        step = trained(strategy)
+        with FlopCounterMode(display=False) as counter:
+            for _ in range(3):
+                strategy.run(step)
+        found.append(counter.get_total_flops())
+
+    assert found[0] > 0
+    assert found[1] == 3 * found[0]
+
+
+def test_two_modes_see_the_operators_of_all_replicas(mirrored: Make) -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self.num_products = 0
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            self.num_products += func is torch.ops.aten.mm.default
+            return func(*args, **(kwargs or {}))
+
+    strategy = mirrored(2)
+    x = torch.ones(2, 2)
+    outer, inner = Seen(), Seen()
+
+    with outer, inner:
+        strategy.run(lambda: x @ x)
+        x @ x
+    x @ x
+
+    assert (outer.num_products, inner.num_products) == (3, 3)
+
+
+def test_a_mode_for_functions_sees_those_of_all_replicas(mirrored: Make) -> None:
+    names: list[str] = []
+
+    class Named(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            names.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    strategy = mirrored(3)
+    with Named(), torch.device("cpu"):
+        strategy.run(lambda: torch.sin(torch.ones(1)))
+
+    assert names.count("sin") == 3
+
+
+def test_saved_tensors_hooks_see_all_replicas(mirrored: Make) -> None:
+    strategy = mirrored(3)
+    step = trained(strategy)
+    packed: list[int] = []
+    unpacked: list[int] = []
+
+    def count(numbers: list[int]) -> Callable[[Tensor], Tensor]:
+        def hook(tensor: Tensor) -> Tensor:
+            numbers.append(threading.get_ident())
+            return tensor
+
+        return hook
+
+    with torch.autograd.graph.saved_tensors_hooks(count(packed), count(unpacked)):
+        strategy.run(step)
+    strategy.run(step)
+
+    threads = set(packed)
+    assert len(threads) == 3
+    assert len({packed.count(thread) for thread in threads}) == 1
+    assert set(unpacked) == threads
+
+
+def test_an_operator_that_waits_for_others_does_not_stop_them(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(caller_modes, "_PATIENCE_S", 0.05)
+
+    class Waits(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.cos.default:
+                context = uo.get_replica_context()
+                assert context is not None
+                context.merge_call(lambda _: None)
+            return func(*args, **(kwargs or {}))
+
+    strategy = mirrored(2)
+    with Waits():  # type: ignore[no-untyped-call]
+        values = strategy.run(lambda: torch.cos(torch.zeros(1))).values
+
+    assert [value.item() for value in values] == [1, 1]

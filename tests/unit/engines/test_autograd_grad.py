@@ -33,7 +33,7 @@ def test_each_replica_has_the_gradient_of_its_own_batch(mirrored: Make) -> None:
         assert [g.item() for g in strategy.run(step, args=(parts,)).values] == [1, 10]
 
 
-def test_the_mean_over_replicas_is_that_of_all_samples(mirrored: Make) -> None:
+def test_uneven_batches_do_not_change_what_it_returns(mirrored: Make) -> None:
     strategy = mirrored()
     model = linear(strategy)
 
@@ -41,11 +41,13 @@ def test_the_mean_over_replicas_is_that_of_all_samples(mirrored: Make) -> None:
         (gradient,) = torch.autograd.grad(model(x).mean(), [model.weight])
         context = uo.get_replica_context()
         assert context is not None
-        return context.all_reduce("MEAN", gradient)
+        return gradient, context.all_reduce("MEAN", gradient * context.weight)
 
     parts = uo.PerReplica([torch.full((3, 1), 1.0), torch.full((1, 1), 5.0)])
+    own, mean = strategy.run(step, args=(parts,))
 
-    assert [g.item() for g in strategy.run(step, args=(parts,)).values] == [2, 2]
+    assert [g.item() for g in own.values] == [1, 5]
+    assert [g.item() for g in mean.values] == [2, 2]
 
 
 def test_a_checkpoint_draws_the_same_mask_again(mirrored: Make) -> None:

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -24,10 +25,12 @@ from unisono.input import (
     InputContext,
     InputOptions,
     InputReplicationMode,
+    TensorSpec,
     counts_of,
     numpy_dataset,
 )
-from unisono.values import PerReplica
+from unisono.values import PerReplica, map_leaves
+from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
 # Without a GPU, torch says that there is nothing to pin memory for.
@@ -93,8 +96,8 @@ def distributed(source: Any, num_replicas: int, **settings: Any) -> DistributedD
 
 
 def lists(dataset: Iterable[Any]) -> list[list[list[int]]]:
-    """What each replica got, step by step."""
-    return [[part.tolist() for part in element.values] for element in dataset]
+    """The samples that each replica got, step by step."""
+    return [own_samples(element) for element in dataset]
 
 
 def samples(dataset: Iterable[Any]) -> list[int]:
@@ -109,15 +112,49 @@ def samples(dataset: Iterable[Any]) -> list[int]:
         (Batches(13, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9, 10], [11, 12]]]),
         (Batches(9, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]]),
         (Batches(4, 4), 5, [[[0], [1], [2], [3], []]]),
-        (Batches(8, 4), 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (Batches(8, 4), 3, [[[0, 1], [2], [3]], [[4, 5], [6], [7]]]),
+        (Batches(6, 6), 4, [[[0, 1], [2, 3], [4], [5]]]),
         (Batches(10, 5), 2, [[[0, 1, 2], [3, 4]], [[5, 6, 7], [8, 9]]]),
         (Batches(3, 2, 2), 2, [[[0], [1]], [[2], []], [[0], [1]], [[2], []]]),
     ],
 )
-def test_a_batch_is_split_in_rounded_up_shares(
+def test_a_batch_is_split_in_shares_that_differ_by_one(
     source: Any, num_replicas: int, steps: list[Any]
 ) -> None:
     assert lists(distributed(source, num_replicas)) == steps
+
+
+@pytest.mark.parametrize(
+    ("source", "num_replicas", "steps"),
+    [
+        (Batches(9, 8), 2, [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8], []]]),
+        (Batches(8, 4), 3, [[[0, 1], [2, 3], []], [[4, 5], [6, 7], []]]),
+        (Batches(6, 6), 4, [[[0, 1], [2, 3], [4, 5], []]]),
+    ],
+)
+def test_tensorflow_splits_in_rounded_up_shares_and_leaves_parts_empty(
+    source: Any, num_replicas: int, steps: list[Any]
+) -> None:
+    dataset = distributed(source, num_replicas, options=InputOptions(split="tensorflow"))
+
+    assert [[part.tolist() for part in element.values] for element in dataset] == steps
+
+
+def test_a_replica_without_samples_gets_a_copy_of_one() -> None:
+    batch = torch.arange(2)
+
+    (element,) = distributed([batch], 3)
+
+    assert element.counts == (1, 1, 0)
+    assert [part.tolist() for part in element.values] == [[0], [1], [0]]
+    element.values[2].add_(5)
+    assert batch.tolist() == [0, 1]
+
+
+def test_a_batch_without_any_sample_is_empty_on_all_replicas() -> None:
+    (element,) = distributed([torch.zeros(0, 3)], 2)
+
+    assert [tuple(part.shape) for part in element.values] == [(0, 3), (0, 3)]
 
 
 def test_a_loader_that_drops_its_last_batch_gives_only_full_ones() -> None:
@@ -134,10 +171,11 @@ def test_a_loader_that_drops_its_last_batch_gives_only_full_ones() -> None:
         (DataLoader(Numbers(6), batch_size=8), 2, [[0, 1, 2, 3], [4, 5]]),
     ],
 )
-def test_without_sharding_the_sizes_are_fixed_and_filled_in_order(
+def test_without_sharding_tensorflow_fixes_the_sizes_and_fills_them_in_order(
     source: Any, num_replicas: int, last: list[list[int]]
 ) -> None:
-    dataset = distributed(source, num_replicas, options=WITHOUT_SHARDING)
+    options = dataclasses.replace(WITHOUT_SHARDING, split="tensorflow")
+    dataset = distributed(source, num_replicas, options=options)
 
     assert lists(dataset)[-1] == last
 
@@ -167,7 +205,7 @@ def test_workers_share_a_batch_and_wrap_even_one_replica() -> None:
 
     dataset = distributed(Batches(14, 8), 1, input_context=context)
 
-    assert lists(dataset) == [[[4, 5, 6, 7]], [[11, 12, 13]]]
+    assert [own_samples(element, 1) for element in dataset] == [[[4, 5, 6, 7]], [[11, 12, 13]]]
 
 
 SOURCES: dict[str, Callable[[], Any]] = {
@@ -230,7 +268,7 @@ def test_no_sample_is_lost_or_doubled(
     for element in iterator:
         assert counts_of(element) == iterator.last_counts
         assert sum(iterator.last_counts) <= batch_size
-        seen += torch.cat(element.values).tolist()
+        seen += [sample for part in own_samples(element) for sample in part]
 
     assert seen == list(range(num_samples))
 
@@ -341,3 +379,62 @@ def test_leaves_are_per_replica_values() -> None:
 
     assert isinstance(element["x"], PerReplica)
     assert [part.tolist() for part in element["y"].values] == [[0, 1], [2, 3]]
+
+
+def tensor_specs(spec: Any) -> Any:
+    return map_leaves(lambda leaf: leaf.values if isinstance(leaf, PerReplica) else leaf, spec)
+
+
+SAMPLES = TensorDataset(torch.zeros(7, 3), torch.zeros(7, dtype=torch.int64))
+
+
+def test_elements_are_described_before_one_is_drawn() -> None:
+    before = torch.get_rng_state()
+    dataset = DistributedDataset(DataLoader(SAMPLES, batch_size=4, shuffle=True), cpu_slots(2))
+
+    features, labels = dataset.element_spec
+
+    assert features.values == (TensorSpec((None, 3), torch.float32),) * 2
+    assert labels.values == (TensorSpec((None,), torch.int64),) * 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert tensor_specs(iter(dataset).element_spec) == tensor_specs(dataset.element_spec)
+
+
+def test_one_replica_has_bare_specs() -> None:
+    batches = [{"x": torch.zeros(4, 2), "name": "a", "n": np.zeros(4)}]
+
+    spec = DistributedDataset(batches, cpu_slots(1)).element_spec
+
+    expected = TensorSpec((None, 2), torch.float32), str, TensorSpec((None,), torch.float64)
+    assert (spec["x"], spec["name"], spec["n"]) == expected
+
+
+@pytest.mark.parametrize(("batch_size", "size"), [(4, 2), (3, None)])
+def test_batches_that_are_always_full_have_a_known_size(batch_size: int, size: int | None) -> None:
+    loader = DataLoader(SAMPLES, batch_size, drop_last=True)
+
+    features, _ = DistributedDataset(loader, cpu_slots(2)).element_spec
+
+    assert features.values[0].shape == (size, 3)
+
+
+def test_input_that_comes_once_is_not_looked_at() -> None:
+    dataset = DistributedDataset(iter([torch.zeros(2)]), cpu_slots(2))
+
+    with pytest.raises(UnsupportedError, match="gives its batches once"):
+        _ = dataset.element_spec
+    assert len(list(dataset)) == 1
+
+
+def test_the_dimension_of_the_batch_may_be_another() -> None:
+    options = InputOptions(batch_dim=1)
+    dataset = DistributedDataset([torch.zeros(5, 4)], cpu_slots(2), options)
+
+    assert dataset.element_spec.values[0].shape == (5, None)
+
+
+def test_what_a_function_of_the_program_makes_is_not_known() -> None:
+    options = InputOptions(split=lambda batch, num_parts: [batch] * num_parts)
+
+    with pytest.raises(UnsupportedError, match="split by a function of the program"):
+        _ = DistributedDataset([torch.zeros(2)], cpu_slots(2), options).element_spec

@@ -18,8 +18,10 @@ from unisono.input import (
     ValueContext,
     values_from_function,
 )
-from unisono.values import PerReplica
+from unisono.values import PerReplica, map_leaves, select_replica
+from unit.input.parts import own_samples
 
+TENSORFLOW = InputOptions(split="tensorflow")
 PER_REPLICA = InputOptions(experimental_replication_mode=InputReplicationMode.PER_REPLICA)
 
 
@@ -34,10 +36,7 @@ def distributed(
 
 
 def lists(dataset: Iterable[Any]) -> list[list[Any]]:
-    return [
-        [part.tolist() if isinstance(part, torch.Tensor) else part for part in element.values]
-        for element in dataset
-    ]
+    return [own_samples(element) for element in dataset]
 
 
 def test_elements_are_dealt_in_turn() -> None:
@@ -46,15 +45,36 @@ def test_elements_are_dealt_in_turn() -> None:
     assert steps == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
-def test_scalars_that_do_not_make_a_step_are_dropped() -> None:
-    assert lists(distributed(lambda _: [*torch.arange(5)])) == [[0, 1], [2, 3]]
+def test_scalars_that_do_not_make_a_step_are_dealt_too() -> None:
+    *_, last = distributed(lambda _: [*torch.arange(5)])
+
+    assert (last.counts, [int(part) for part in last.values]) == ((1, 0), [4, 4])
 
 
-def test_replicas_without_a_batch_get_an_empty_one() -> None:
+def test_scalars_that_do_not_make_a_step_are_dropped_as_by_tensorflow() -> None:
+    assert lists(distributed(lambda _: [*torch.arange(5)], 2, TENSORFLOW)) == [[0, 1], [2, 3]]
+
+
+def test_replicas_without_a_batch_get_a_sample_that_counts_nothing() -> None:
     dataset = distributed(lambda _: list(torch.arange(6).split(2)))
 
+    *_, last = dataset
     assert lists(dataset) == [[[0, 1], [2, 3]], [[4, 5], []]]
+    assert [part.tolist() for part in last.values] == [[4, 5], [4]]
     assert len(dataset) == 2
+
+
+def test_replicas_without_a_batch_get_an_empty_one_as_by_tensorflow() -> None:
+    *_, last = distributed(lambda _: list(torch.arange(6).split(2)), 2, TENSORFLOW)
+
+    assert [part.tolist() for part in last.values] == [[4, 5], []]
+
+
+def test_a_batch_without_samples_is_replaced_by_one_that_counts_nothing() -> None:
+    (element,) = distributed(lambda _: [torch.zeros(0, 3), torch.ones(2, 3)])
+
+    assert element.counts == (0, 2)
+    assert element.values[0].tolist() == [[1, 1, 1]]
 
 
 def test_a_loader_that_drops_incomplete_batches_drops_an_incomplete_step_too() -> None:
@@ -105,7 +125,7 @@ def test_with_per_replica_each_replica_is_a_pipeline() -> None:
     assert lists(dataset) == [[0, 10], [1, 11], [2, 12], [3, 13]]
 
 
-def test_a_pipeline_that_ends_early_gives_empty_batches() -> None:
+def test_a_pipeline_that_ends_early_gives_no_more_samples() -> None:
     def dataset_fn(context: InputContext) -> Any:
         return [torch.tensor([i]) for i in range(1 + context.input_pipeline_id)]
 
@@ -164,8 +184,9 @@ def test_no_sample_is_lost_or_doubled(
     seen: list[int] = []
     for element in iterator:
         parts = element.values if isinstance(element, PerReplica) else (element,)
-        assert tuple(map(len, parts)) == iterator.last_counts
-        seen += torch.cat(parts).tolist()
+        counted = [part for part, n in zip(parts, iterator.last_counts, strict=True) if n]
+        assert sum(map(len, counted)) == sum(iterator.last_counts)
+        seen += torch.cat(counted).tolist()
 
     assert seen == list(range(num_samples))
 
@@ -173,7 +194,11 @@ def test_no_sample_is_lost_or_doubled(
 def test_values_are_made_once_a_replica_and_wrapped() -> None:
     value = values_from_function(lambda context: {"id": context}, cpu_slots(2))
 
-    assert value["id"].values == (ValueContext(0, 2), ValueContext(1, 2))
+    assert value["id"].replica_id_in_sync_group.values == (0, 1)
+    assert [select_replica(i, value)["id"] for i in range(2)] == [
+        ValueContext(0, 2),
+        ValueContext(1, 2),
+    ]
     assert values_from_function(lambda _: 5, cpu_slots(1)).values == (5,)
 
 
@@ -185,3 +210,16 @@ def test_values_can_be_those_of_one_of_several_hosts() -> None:
     )
 
     assert value.values == (2, 3)
+
+
+@pytest.mark.parametrize("num_replicas", [1, 2])
+@pytest.mark.parametrize("value", [(1, 2), [1, 2], {"a": (1, 2)}, (1, (2, "x")), (), 5])
+def test_a_value_of_numbers_is_taken_apart(num_replicas: int, value: Any) -> None:
+    found = values_from_function(lambda _: value, cpu_slots(num_replicas))
+
+    def shown(part: Any) -> Any:
+        assert isinstance(part, PerReplica)
+        return part.values
+
+    expected = map_leaves(lambda leaf: (leaf,) * num_replicas, value)
+    assert map_leaves(shown, found) == expected

@@ -28,6 +28,7 @@ from unisono.input import (
     InputOptions,
 )
 from unisono.input.dataset import DealtDataset
+from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -211,7 +212,7 @@ def test_a_saved_and_a_resumed_pass_hold_each_sample_once(
         return DistributedDataset(source, cpu_slots(num_replicas), options)
 
     def samples(element: Any) -> list[int]:
-        parts = (element,) if num_replicas == 1 else element.values
+        parts = (element,) if num_replicas == 1 else own_samples(element)
         return [int(sample) for part in parts for sample in part]
 
     first = iter(make())
@@ -339,7 +340,7 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
     batches = list(torch.arange(14).split(8))
 
     def make() -> DistributedDataset:
-        options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF)
+        options = InputOptions(auto_shard_policy=AutoShardPolicy.OFF, split="tensorflow")
         return DistributedDataset(batches, cpu_slots(2), options)
 
     iterator = iter(make())
@@ -353,7 +354,7 @@ def test_fixed_sizes_are_those_of_the_pass_that_was_saved() -> None:
 def test_a_pass_that_was_saved_after_an_odd_rest_has_nothing_left() -> None:
     batches = [torch.arange(2)] * 3
     iterator = iter(from_function(batches))
-    assert [len(part) for _ in range(2) for part in next(iterator).values] == [2, 2, 2, 0]
+    assert [next(iterator).counts for _ in range(2)] == [(2, 2), (2, 0)]
     resumed = from_function(batches)
     resumed.load_state_dict(iterator.state_dict())
 
@@ -393,3 +394,61 @@ def test_a_state_of_another_number_of_batches_a_step_is_refused() -> None:
 def test_what_is_no_state_is_refused(wrong: Any) -> None:
     with pytest.raises(UnsupportedError, match="state of an input holds"):
         split_over_two(loader()).load_state_dict(wrong)
+
+
+def damaged(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: {**state, **changes}
+
+
+def with_random(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda state: {**state, "at_start": ({**state["at_start"][0], **changes},)}
+
+
+DAMAGED: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "nothing": lambda state: None,
+    "a list": lambda state: list(state),
+    "empty": lambda state: {},
+    "keys that cannot be sorted": lambda state: {1: 2, "a": 3},
+    "one field less": lambda state: {k: v for k, v in state.items() if k != "num_steps"},
+    "negative steps": damaged(num_steps=-1),
+    "steps as text": damaged(num_steps="2"),
+    "steps that are no number": damaged(num_steps=float("nan")),
+    "no batches": damaged(batches_per_step=0),
+    "no steps of a batch": damaged(steps_per_batch=0),
+    "a batch size that is none": damaged(batch_size="4"),
+    "sources that are none": damaged(was_running=3),
+    "no tuple of random states": damaged(at_start=3),
+    "no random states": damaged(at_first=(3,)),
+    "no state of torch": with_random(torch=None),
+    "half a state of torch": with_random(torch=torch.zeros(7, dtype=torch.uint8)),
+    "no state of Python": with_random(python=(3, [1, 2], None)),
+    "no state of NumPy": with_random(numpy=("MT19937", torch.zeros(3), 0, 0, 0.0)),
+    "no states of generators": with_random(generators=[3]),
+    "half a state of a generator": with_random(generators=[torch.zeros(7, dtype=torch.uint8)]),
+}
+
+
+def global_states() -> tuple[Any, ...]:
+    of_numpy: Any = np.random.get_state()
+    return torch.get_rng_state().tolist(), random.getstate(), of_numpy[1].tolist()
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_state_is_refused_and_changes_nothing(
+    damage: Callable[[dict[str, Any]], Any],
+) -> None:
+    dataset = MAKERS["own generator"]()
+    iterator = iter(dataset)
+    next(iterator)
+    state = damage(iterator.state_dict())
+    before = global_states()
+
+    def load() -> None:
+        other = MAKERS["own generator"]()
+        other.load_state_dict(state)
+        iter(other)
+
+    with pytest.raises(UnsupportedError):
+        load()
+
+    assert global_states() == before

@@ -1,9 +1,12 @@
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UnsupportedError
-from unisono.input import filled_slices, fixed_sizes, legacy_sizes, legacy_slices
+from unisono.input import even_sizes, filled_slices, fixed_sizes, legacy_sizes
+from unisono.input.sharding import slices_of
 
 numbers = st.integers(0, 100)
 counts = st.integers(1, 7)
@@ -28,6 +31,16 @@ def test_the_rounded_up_share_is_given_until_nothing_is_left(
 
 
 @pytest.mark.parametrize(
+    ("num_samples", "num_replicas", "sizes"),
+    [(4, 3, (2, 1, 1)), (5, 4, (2, 1, 1, 1)), (2, 3, (1, 1, 0)), (0, 2, (0, 0)), (6, 2, (3, 3))],
+)
+def test_even_sizes_differ_by_at_most_one(
+    num_samples: int, num_replicas: int, sizes: tuple[int, ...]
+) -> None:
+    assert even_sizes(num_samples, num_replicas) == sizes
+
+
+@pytest.mark.parametrize(
     ("batch_size", "num_workers", "num_replicas", "by_worker"),
     [
         (7, 2, 2, [(2, 2, 2, 1), (2, 1, 2, 2)]),
@@ -44,9 +57,10 @@ def test_fixed_sizes_rotate_from_worker_to_worker(
     assert found == by_worker
 
 
-@given(numbers, counts)
-def test_legacy_shares_hold_each_sample_once(num_samples: int, num_replicas: int) -> None:
-    shares = legacy_slices(num_samples, num_replicas)
+@pytest.mark.parametrize("sizes", [even_sizes, legacy_sizes])
+@given(num_samples=numbers, num_replicas=counts)
+def test_shares_hold_each_sample_once(sizes: Any, num_samples: int, num_replicas: int) -> None:
+    shares = slices_of(sizes(num_samples, num_replicas))
 
     assert len(shares) == num_replicas
     assert [i for share in shares for i in range(num_samples)[share]] == list(range(num_samples))

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from unisono.devices import cpu_slots
 from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.input import counts_of, legacy_slices
-from unisono.input.splitting import empty_like, join, split, whole
+from unisono.input import InputOptions, counts_of
+from unisono.input.splitting import MISSING, Splitter
 from unisono.values import PerReplica, select_replica
 
 
@@ -26,9 +26,11 @@ class Sample:
     name: list[str]
 
 
+TENSORFLOW = InputOptions(split="tensorflow")
+
+
 def dealt(batch: Any, num_replicas: int = 2) -> Any:
-    parts = split(batch, lambda n: legacy_slices(n, num_replicas))
-    return parts.tree.build_distributed(parts.leaves, cpu_slots(num_replicas))
+    return Splitter(TENSORFLOW).split(batch, num_replicas).distributed(cpu_slots(num_replicas))
 
 
 def by_replica(batch: Any, num_replicas: int = 2) -> list[Any]:
@@ -71,18 +73,36 @@ def test_containers_keep_their_type() -> None:
     assert first[0]["a"].tolist() == first[1][1].tolist() == first[2].y.tolist() == [0]
 
 
-def test_a_dataclass_becomes_one_a_replica() -> None:
+def test_a_dataclass_is_taken_apart_and_put_together_on_each_replica() -> None:
     batch = Sample(torch.arange(3), ["a", "b", "c"])
 
-    first, second = dealt(batch).values
-
+    assert dealt(batch).name.values == (["a", "b"], ["c"])
+    first, second = by_replica(batch)
     assert (first.x.tolist(), first.name) == ([0, 1], ["a", "b"])
     assert (second.x.tolist(), second.name) == ([2], ["c"])
 
 
-@pytest.mark.parametrize("kind", [UserDict, MappingProxyType])
-def test_another_mapping_becomes_one_a_replica(kind: Any) -> None:
-    first, second = dealt(kind({"x": torch.arange(2)})).values
+class Encoding(dict[str, Any]):
+    """A mapping with something beside its entries."""
+
+    language = "none"
+
+
+@pytest.mark.parametrize("kind", [UserDict, Encoding, OrderedDict])
+def test_another_mapping_is_taken_apart_and_put_together_on_each_replica(kind: Any) -> None:
+    batch = kind({"x": torch.arange(2)})
+    batch.language = "German"
+
+    assert isinstance(dealt(batch)["x"], PerReplica)
+    first, second = by_replica(batch)
+    assert (first["x"].tolist(), second["x"].tolist()) == ([0], [1])
+    assert type(first) is kind
+    assert first.language == "German"
+    assert batch["x"].tolist() == [0, 1]
+
+
+def test_a_mapping_that_cannot_be_changed_becomes_a_dict() -> None:
+    first, second = by_replica(MappingProxyType({"x": torch.arange(2)}))
 
     assert (first["x"].tolist(), second["x"].tolist()) == ([0], [1])
 
@@ -159,7 +179,7 @@ def test_a_container_that_is_not_known_is_refused_rather_than_given_to_all() -> 
 
 
 def test_one_replica_gets_anything_and_arrays_as_tensors() -> None:
-    parts = whole({"x": np.arange(3), "odd": {1, 2}})
+    parts = Splitter().whole({"x": np.arange(3), "odd": {1, 2}})
 
     assert isinstance(parts.leaves[0][0], Tensor)
     assert parts.leaves[1] == ({1, 2},)
@@ -177,15 +197,23 @@ def test_a_sparse_batch_is_split_along_its_first_dimension() -> None:
 
 def test_batches_of_different_structure_are_not_joined() -> None:
     with pytest.raises(ReplicaMismatchError, match=r"replica 1 holds \['b'\], .* 0 \['a'\]"):
-        join([{"a": 1}, {"b": 1}])
+        Splitter().join([{"a": 1}, {"b": 1}])
 
 
 def test_an_empty_batch_keeps_structure_and_scalars() -> None:
-    empty = empty_like({"x": torch.zeros(2, 3), "names": ["a", "b"], "n": 4})
+    empty = Splitter(TENSORFLOW).spare({"x": torch.zeros(2, 3), "names": ["a", "b"], "n": 4})
 
-    assert empty is not None
     assert (empty["x"].shape, empty["names"], empty["n"]) == ((0, 3), [], 4)
-    assert empty_like({"n": 4, "t": torch.tensor(1)}) is None
+    assert Splitter(TENSORFLOW).spare({"n": 4, "t": torch.tensor(1)}) is MISSING
+
+
+def test_a_sample_that_is_lent_keeps_structure_and_scalars() -> None:
+    batch: dict[str, Any] = {"x": torch.arange(2), "names": ["a", "b"], "n": 4}
+
+    lent = Splitter().spare(batch)
+    lent["x"] += 5
+
+    assert (batch["x"].tolist(), lent["names"], lent["n"]) == ([0, 1], ["a"], 4)
 
 
 @pytest.mark.parametrize(
@@ -207,3 +235,17 @@ def test_counts_are_read_where_all_leaves_agree(
     structure: Any, counts: tuple[int, ...] | None
 ) -> None:
     assert counts_of(structure) == counts
+
+
+def odd_layout(kind: str) -> Tensor:
+    if kind == "csr":
+        return torch.eye(3).to_sparse_csr()
+    layout = torch.jagged if kind == "jagged" else torch.strided
+    return torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+
+
+@pytest.mark.filterwarnings("ignore:.*(beta|prototype).*:UserWarning")
+@pytest.mark.parametrize("kind", ["nested", "jagged", "csr"])
+def test_a_tensor_that_cannot_be_split_is_refused_by_its_path(kind: str) -> None:
+    with pytest.raises(UnsupportedError, match=r"Cannot split \['x'\].*collate_fn"):
+        Splitter().split({"x": odd_layout(kind)}, 2)

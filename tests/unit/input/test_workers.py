@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -31,7 +32,8 @@ from unisono.input import (
     counts_of,
 )
 from unisono.reductions import Workers
-from unisono.values import PerReplica
+from unisono.values import PerReplica, select_replica
+from unit.input.parts import own_samples
 
 OFF, FILE, HINT = (
     InputOptions(auto_shard_policy=policy)
@@ -74,7 +76,9 @@ def by_rank(
 
 
 def lists(dataset: Any) -> list[Any]:
-    return [[part.tolist() for part in element.values] for element in dataset]
+    """The samples of this worker's replicas, step by step."""
+    rank = getattr(dataset, "_dataset", dataset)._context.input_pipeline_id
+    return [own_samples(element, rank) for element in dataset]
 
 
 def batches(num_samples: int, batch_size: int) -> list[Tensor]:
@@ -101,13 +105,23 @@ def test_without_sharding_each_worker_deals_its_batches_over_as_many_steps(
 ) -> None:
     first, second = on_workers(2, lambda w: lists(distributed(w, batches(10, 7), 2, options)))
 
+    assert first == [[[0, 1], [2, 3]], [[4, 5], [6]], [[7], [8]], [[9], []]]
+    assert second == [[[0, 1], [2]], [[3, 4], [5, 6]], [[7], []], [[8], [9]]]
+
+    options = dataclasses.replace(options, split="tensorflow")
+    first, second = on_workers(2, lambda w: lists(distributed(w, batches(10, 7), 2, options)))
+
     assert first == [[[0, 1], [2, 3]], [[4, 5], [6]], [[7, 8], [9]]]
     assert second == [[[0, 1], [2]], [[3, 4], [5, 6]], [[7, 8], [9]]]
 
 
 @pytest.mark.parametrize("buffer_size", [0, 1, 3])
-def test_a_worker_that_is_done_gets_empty_batches_of_its_own_kind(buffer_size: int) -> None:
-    options = InputOptions(experimental_per_replica_buffer_size=buffer_size)
+@pytest.mark.parametrize("split", ["even", "tensorflow"])
+def test_a_worker_that_is_done_gets_batches_of_its_own_kind_that_count_nothing(
+    split: str, buffer_size: int
+) -> None:
+    options = InputOptions(experimental_per_replica_buffer_size=buffer_size, split=split)
+    num_lent = 1 if split == "even" else 0
     make = by_rank(
         [{"x": torch.ones(2, 3, dtype=torch.float16), "name": ["a", "b"], "scale": 4}],
         [{"x": torch.ones(1, 3, dtype=torch.float16), "name": ["c"], "scale": 5}] * 3,
@@ -119,8 +133,8 @@ def test_a_worker_that_is_done_gets_empty_batches_of_its_own_kind(buffer_size: i
     assert len(first) == len(second) == 3
     for element in first[1:]:
         (x,) = element["x"].values
-        assert (x.shape, x.dtype) == ((0, 3), torch.float16)
-        assert element["name"].values == ([],)
+        assert (x.shape, x.dtype) == ((num_lent, 3), torch.float16)
+        assert element["name"].values == (["a"][:num_lent],)
         assert element["scale"].values == (4,)
         assert counts_of(element) == (0, 1)
 
@@ -131,16 +145,26 @@ def test_a_worker_that_never_had_a_batch_is_shown_one() -> None:
     first, second = on_workers(2, lambda w: list(by_rank([], [made] * 2, num_replicas=2)(w)))
 
     assert len(first) == len(second) == 1
-    for part in first[0].values:
+    for part in (select_replica(i, first[0]) for i in range(2)):
         assert isinstance(part, Pair)
-        assert (part.image.shape, part.image.dtype, part.name) == ((0, 2), torch.int64, [])
+        assert (part.image.shape, part.image.dtype, part.name) == ((1, 2), torch.int64, ["a"])
     assert counts_of(first[0]) == counts_of(second[0]) == (0, 0, 3, 3)
 
 
 def test_elements_that_cannot_be_empty_end_for_all_with_the_first() -> None:
     numbers = [*torch.arange(5)]
+    make = by_rank(numbers[:2], numbers, options=InputOptions(split="tensorflow"))
 
-    assert on_workers(2, lambda w: lists(by_rank(numbers[:2], numbers)(w))) == [[[0], [1]]] * 2
+    assert on_workers(2, lambda w: lists(make(w))) == [[[0], [1]]] * 2
+
+
+def test_elements_without_a_batch_dimension_are_dealt_until_nobody_has_any() -> None:
+    numbers = [*torch.arange(5)]
+
+    first, second = on_workers(2, lambda w: lists(by_rank(numbers[:2], numbers)(w)))
+
+    assert first == [[0], [1], [[]], [[]], [[]]]
+    assert second == [[0], [1], [2], [3], [4]]
 
 
 def test_a_loader_that_drops_its_rest_does_not_make_others_drop_theirs() -> None:
@@ -158,14 +182,14 @@ def test_a_loader_that_drops_its_rest_does_not_make_others_drop_theirs() -> None
     assert second == [[[0, 1]], [[2, 3]], [[4, 5]]]
 
 
-def test_leaves_that_disagree_on_the_samples_count_none() -> None:
+def test_batches_whose_leaves_disagree_on_the_samples_count_as_one_each() -> None:
     batch = (torch.zeros(6), torch.zeros(2))
 
     def ask(workers: Workers) -> Any:
-        (element,) = by_rank([batch], [batch])(workers)
-        return [value.counts for value in element]
+        elements = by_rank([batch], [batch, batch])(workers)
+        return [value.counts for element in elements for value in element]
 
-    assert on_workers(2, ask) == [[None, None]] * 2
+    assert on_workers(2, ask) == [[(1, 1), (1, 1), (0, 1), (0, 1)]] * 2
 
 
 def test_what_one_worker_cannot_read_is_raised_on_all_and_the_next_step_comes() -> None:
@@ -202,7 +226,7 @@ def test_what_is_dealt_says_how_many_samples_all_workers_got() -> None:
         iterator = iter(distributed(workers, batches(13, 8), 2))
         return [(counts_of(element), iterator.last_counts) for element in iterator]
 
-    assert on_workers(2, ask) == [[((2, 2, 2, 2),) * 2, ((2, 2, 1, 0),) * 2]] * 2
+    assert on_workers(2, ask) == [[((2, 2, 2, 2),) * 2, ((2, 1, 1, 1),) * 2]] * 2
 
 
 def test_what_input_says_counts_before_what_can_be_measured() -> None:
@@ -210,8 +234,18 @@ def test_what_input_says_counts_before_what_can_be_measured() -> None:
     made = PerReplica([torch.zeros(7)])
 
     assert counts_of((dealt, made)) == (2, 1)
-    assert counts_of((dealt, PerReplica.placed((torch.zeros(3),), cpu_slots(1), (3, 1)))) is None
     assert counts_of((made,)) == (7,)
+
+
+def test_batches_that_were_split_in_other_proportions_are_refused() -> None:
+    def placed(*counts: int, is_input: bool = True) -> PerReplica:
+        return PerReplica.placed((torch.zeros(1),), cpu_slots(1), counts, is_input=is_input)
+
+    assert counts_of((placed(2, 4), placed(1, 2))) == (2, 4)
+    assert counts_of((placed(2, 4), placed(1, 1, is_input=False))) == (2, 4)
+    assert counts_of((placed(3, 1, is_input=False), 5)) == (3, 1)
+    with pytest.raises(UnsupportedError, match=r"got \(2, 1\) samples of one and \(3, 1\)"):
+        counts_of((placed(2, 1), placed(3, 1)))
 
 
 def test_workers_take_over_the_random_generators_of_the_chief() -> None:
@@ -309,13 +343,13 @@ def test_files_may_be_streams() -> None:
     first, second = on_workers(2, lambda workers: lists(distributed(workers, loader, 1, FILE)))
 
     assert first == [[[0, 1]], [[3, 4]]]
-    assert second == [[[2]], [[]]]
+    assert second == [[[]], [[2]]]
 
 
 def test_one_worker_reads_any_input_as_files() -> None:
     assert lists(DistributedDataset(batches(6, 4), cpu_slots(2), FILE)) == [
         [[0, 1], [2, 3]],
-        [[4, 5], []],
+        [[4], [5]],
     ]
 
 

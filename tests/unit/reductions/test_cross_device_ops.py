@@ -176,7 +176,7 @@ def test_destinations_are_checked_before_the_value_is_reduced() -> None:
         Recording().reduce(SUM, powers(), ["/cpu:0"])
 
 
-@pytest.mark.parametrize("op", ["sum", None, uo.VariableAggregation.SUM])
+@pytest.mark.parametrize("op", ["total", None, uo.VariableAggregation.SUM])
 def test_the_operation_is_always_checked(op: Any) -> None:
     ops = Recording()
 

@@ -52,7 +52,8 @@ def test_after_an_error_in_a_hook_training_goes_on(num_workers: int) -> None:
             text = " ".join(notes)
             assert f"hook 'hook' on worker {rank} of {num_workers}, for bucket 1" in text
             assert "of shape (2,)" in text
-            assert "Raised on replica 0 (cpu:0)" in text
+            where = f" of worker {rank}" if num_workers > 1 else ""
+            assert f"Raised on replica {2 * rank}{where} (cpu:0)" in text
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,29 @@ def test_update_calls_the_function_for_each_component(pair: uo.MirroredStrategy)
     assert pair.extended.update(variable, lambda own: None) is None
 
 
+def test_update_gives_the_function_a_variable(pair: uo.MirroredStrategy) -> None:
+    variable = made(pair, [1.0, 2.0])
+    given = per_replica(1.0, 10.0)
+    plain: list[type] = []
+
+    def update(own: Any, amount: Tensor) -> Any:
+        before = own.read_value()
+        own.assign_add(amount.expand(2))
+        own.assign_sub([1.0, 1.0])
+        own.scatter_mul([0], [[3.0]][0])
+        plain.append(type(own * 2))
+        assert own.assign(own, read_value=False) is None
+        return own.assign(own) - before
+
+    results = pair.extended.update(variable, update, args=(given,), group=False)
+
+    assert [one.tolist() for one in results] == [[2, 0], [29, 9]]
+    assert numbers(variable) == [[3, 2], [30, 11]]
+    assert set(plain) == {Tensor}
+    with pytest.raises(UnsupportedError, match="Nothing is broadcast"):
+        pair.extended.update(variable, lambda own: own.assign(1.0))
+
+
 def test_update_on_a_replica_is_a_merge_call(pair: uo.MirroredStrategy) -> None:
     variable = made(pair)
 
@@ -273,10 +296,69 @@ def test_older_names_do_what_they_did(mirrored: Make) -> None:
     assert strategy.read_var(variable).item() == 2
     assert strategy.update(variable, lambda own: 1, grouped=False) == (1, 1)
     assert strategy.update_non_slot(strategy.worker_devices, lambda: 1, grouped=False) == (1, 1)
-    (element,) = strategy.distribute_dataset(lambda: [torch.arange(2)])
-    assert numbers(element) == [[0], [1]]
+    dataset = strategy.distribute_dataset(lambda: [torch.arange(2), torch.arange(2, 4)])
+    assert [numbers(element) for element in dataset] == [[[0, 1], [2, 3]]]
+    assert numbers(dataset.make_one_shot_iterator().get_next()) == [[0, 1], [2, 3]]
+    assert strategy.call_for_each_tower(lambda i: i, strategy.worker_device_index).values == (0, 1)
     assert strategy.experimental_run_v2(lambda x: x, args=(4,)) == 4
     assert strategy.value_container(variable.values[0]) is variable
+
+
+@pytest.mark.filterwarnings("ignore:.*is an older.*:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("aggregation", "total"),
+    [
+        (uo.VariableAggregation.SUM, 3.0),
+        (uo.VariableAggregation.MEAN, 1.5),
+        (uo.VariableAggregation.ONLY_FIRST_REPLICA, 1.0),
+    ],
+)
+def test_values_are_reduced_as_in_1_12(
+    mirrored: Make, aggregation: uo.VariableAggregation, total: float
+) -> None:
+    strategy: Any = mirrored()
+    value = per_replica(1.0, 2.0)
+
+    results = [
+        strategy.reduce(aggregation, value, "cpu:1"),
+        strategy.reduce(aggregation, value, ["cpu:1", "cpu:0"]),
+        strategy.reduce(aggregation, value, value),
+        strategy.reduce(aggregation, value),
+    ]
+
+    assert all(type(result) is uo.Mirrored for result in results)
+    assert [numbers(result) for result in results] == [[total], *[[total] * 2] * 3]
+    assert [str(device) for device in results[1].devices] == ["cpu:1", "cpu:0"]
+
+
+def test_the_older_form_of_a_reduction_says_what_to_write(mirrored: Make) -> None:
+    with pytest.warns(DeprecationWarning, match=r"write `strategy\.extended\.reduce_to") as caught:
+        mirrored().reduce(uo.VariableAggregation.SUM, per_replica(1.0, 2.0), "cpu:0")
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:.*is an older.*:DeprecationWarning")
+def test_an_aggregation_must_say_how(mirrored: Make) -> None:
+    with pytest.raises(UnsupportedError, match="Use SUM or MEAN"):
+        mirrored().reduce(uo.VariableAggregation.NONE, per_replica(1.0, 2.0))
+
+
+@pytest.mark.filterwarnings("ignore:.*is an older name.*:DeprecationWarning")
+def test_batches_and_broadcasts_go_to_lists_of_devices_as_in_1_12(mirrored: Make) -> None:
+    strategy: Any = mirrored()
+    pairs = [(per_replica(1.0, 2.0), ["cpu:1"]), (per_replica(3.0, 4.0), per_replica(0, 0))]
+
+    results = strategy.batch_reduce(uo.VariableAggregation.SUM, pairs)
+
+    assert [type(result) for result in results] == [uo.Mirrored] * 2
+    assert [numbers(result) for result in results] == [[3], [7, 7]]
+    assert numbers(strategy.broadcast(torch.ones(()))) == [1, 1]
+    assert numbers(strategy.broadcast(torch.ones(()), ["cpu:1"])) == [1]
+
+
+def test_devices_in_the_place_of_an_axis_are_told_where_to_go(mirrored: Make) -> None:
+    with pytest.raises(UnsupportedError, match=r"write `strategy\.extended\.reduce_to"):
+        mirrored().reduce("SUM", per_replica(1.0, 2.0), "cpu:0")
 
 
 def test_an_older_name_says_what_to_write(mirrored: Make) -> None:

@@ -1,4 +1,5 @@
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -123,10 +124,88 @@ def test_an_axis_is_an_int(strategy: uo.Strategy, axis: Any) -> None:
         strategy.reduce("SUM", PAIR, axis=axis)
 
 
-@pytest.mark.parametrize("op", ["MEDIAN", None, uo.VariableAggregation.SUM])
+@pytest.mark.parametrize("op", ["MEDIAN", None, uo.CrossDeviceOps])
 def test_an_unknown_operation_is_refused(strategy: uo.Strategy, op: Any) -> None:
     with pytest.raises(UnsupportedError, match="reduce_op"):
         strategy.reduce(op, PAIR)
+
+
+def gathers(strategy: uo.Strategy, value: uo.PerReplica, axis: Any) -> list[Any]:
+    """The two ways to gather: for all replicas, and on each of them."""
+
+    def step(own: Any) -> Any:
+        context = uo.get_replica_context()
+        assert context is not None
+        return context.all_gather(own, axis)
+
+    return [lambda: strategy.gather(value, axis), lambda: strategy.run(step, (value,))]
+
+
+# torch warns that these layouts are new.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    COO = torch.eye(2).to_sparse()
+    CSR = torch.eye(2).to_sparse_csr()
+    NESTED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    JAGGED = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "message"),
+    [
+        (torch.ones(2, 3), torch.ones(2, 2), r"shape but for dimension 0 .* replica 1 has \(2,\)"),
+        (torch.ones(2, 3), torch.ones(2), "number of dimensions"),
+        (torch.ones(2), torch.ones(2, dtype=torch.int32), r"dtype .* replica 1 has torch\.int32"),
+    ],
+)
+def test_values_that_do_not_go_together_are_not_gathered(
+    strategy: uo.Strategy, first: Any, second: Any, message: str
+) -> None:
+    for gather in gathers(strategy, uo.PerReplica([first, second]), 0):
+        with pytest.raises(ReplicaMismatchError, match=message):
+            gather()
+
+
+@pytest.mark.parametrize(
+    ("tensor", "axis", "message"),
+    [
+        (COO, 0, r"layout torch\.sparse_coo and cannot be gathered.*to_dense"),
+        (CSR, 0, r"layout torch\.sparse_csr and cannot be gathered.*to_dense"),
+        (NESTED, 0, "nested tensor, which cannot be gathered.*to_padded_tensor"),
+        (JAGGED, 0, "nested tensor, which cannot be gathered.*to_padded_tensor"),
+        (torch.ones(()), 0, r"A scalar .* `\.reshape\(1\)`"),
+        (torch.ones(2, 2), 99, "`axis` must be from -2 to 1, .* got 99"),
+        (torch.ones(2, 2), -3, "`axis` must be from -2 to 1, .* got -3"),
+        (torch.ones(2, 2), "0", "`axis` must be an int, got '0'"),
+        (torch.ones(2, 2), None, "`axis` must be an int, got None"),
+    ],
+)
+def test_what_cannot_be_gathered_is_refused(
+    strategy: uo.Strategy, tensor: Any, axis: Any, message: str
+) -> None:
+    for gather in gathers(strategy, uo.PerReplica([tensor, tensor]), axis):
+        with pytest.raises(UnsupportedError, match=message):
+            gather()
+
+
+@pytest.mark.parametrize("tensor", [CSR, NESTED, JAGGED], ids=["csr", "nested", "jagged"])
+@pytest.mark.parametrize("axis", [None, 0])
+def test_layouts_that_cannot_be_reduced_are_refused(
+    strategy: uo.Strategy, tensor: Any, axis: Any
+) -> None:
+    with pytest.raises(UnsupportedError, match=r"layout torch\.sparse_csr|is a nested tensor"):
+        strategy.reduce("SUM", uo.PerReplica([tensor, tensor]), axis)
+
+
+@pytest.mark.parametrize("axis", [99, -3, (0, 5), (0, 0), (0, -2)])
+def test_an_axis_is_a_dimension_of_the_value(strategy: uo.Strategy, axis: Any) -> None:
+    with pytest.raises(UnsupportedError, match="`axis` must"):
+        strategy.reduce("SUM", uo.PerReplica([torch.ones(2, 2)] * 2), axis)
+
+
+def test_a_scalar_has_no_axis(strategy: uo.Strategy) -> None:
+    with pytest.raises(UnsupportedError, match="a scalar has no dimension"):
+        strategy.reduce("SUM", uo.PerReplica([torch.ones(())] * 2), 0)
 
 
 def test_gather(strategy: uo.Strategy) -> None:

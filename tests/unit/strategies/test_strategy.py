@@ -124,8 +124,14 @@ def test_spellings_of_devices() -> None:
 
 
 def test_an_unknown_way_to_reduce_gradients_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="reduce_op"):
-        uo.MirroredStrategy(["cpu:0"], reduce_gradients="SUM")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match=r"`reduce_gradients` must be one of .* 'total'"):
+        uo.MirroredStrategy(["cpu:0"], reduce_gradients="total")
+
+
+def test_the_way_to_reduce_gradients_may_be_a_name() -> None:
+    strategy = uo.MirroredStrategy(["cpu:0"], reduce_gradients="sum")
+
+    assert strategy.extended.reduce_gradients is uo.ReduceOp.SUM
 
 
 def test_a_deep_copy_is_another_strategy(mirrored: Make) -> None:
@@ -252,3 +258,14 @@ def test_a_strategy_of_one_host_warns_when_several_workers_were_started(
 
     assert "4 workers were started" in caplog.text
     assert "MultiWorkerMirroredStrategy" in caplog.text
+
+
+@pytest.mark.parametrize("make", [uo.MirroredStrategy, uo.MultiWorkerMirroredStrategy])
+def test_one_worker_is_the_chief_and_healthy(make: Callable[..., uo.Strategy]) -> None:
+    strategy = make(devices=["cpu:0", "cpu:1"])
+
+    assert strategy.is_chief
+    strategy.check_health()
+    assert uo.get_strategy().is_chief
+    assert uo.OneDeviceStrategy("cpu:0").is_chief
+    strategy.close()

@@ -1,7 +1,11 @@
+import functools
+from collections import OrderedDict, UserDict, defaultdict, deque
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from unisono import Mirrored, PerReplica
 from unisono.devices import cpu_slots
@@ -98,3 +102,113 @@ def test_a_distributed_value_is_one_leaf() -> None:
     assert leaves == [value, 5]
     assert rebuild(["a", "b"]) == ["a", {"x": "b"}]
     assert map_leaves(type, [value]) == [PerReplica]
+
+
+@dataclass
+class Batch:
+    x: Any
+    y: Any = None
+
+    @functools.cached_property
+    def total(self) -> Any:
+        return sum(self.x)
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: Any
+
+
+class Encoding(UserDict):  # type: ignore[type-arg]
+    """Has attributes beside its entries, and makes its entries attributes."""
+
+    def __init__(self, data: dict[str, Any], language: str) -> None:
+        super().__init__(data)
+        self.language = language
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.data[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Names(list[Any]):
+    pass
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: Batch(x),
+        lambda x: Frozen(x),
+        lambda x: {"x": Batch([x], (x,))},
+        lambda x: OrderedDict(b=x, a=x),
+        lambda x: defaultdict(list, a=x),
+        lambda x: Encoding({"ids": x}, "German"),
+        lambda x: Names([x, x]),
+        lambda x: deque([x]),
+        lambda x: torch.return_types.max((torch.tensor(x), torch.tensor(x))),
+    ],
+)
+def test_other_containers_are_opened_and_put_together_again(make: Any) -> None:
+    grouped = regrouped(make(1), make(2))
+
+    assert type(grouped) is type(make(1))
+    assert any(isinstance(leaf, PerReplica) for leaf in flatten(grouped)[0])
+    for replica_id in range(2):
+        assert repr(select_replica(replica_id, grouped)) == repr(make(replica_id + 1))
+
+
+def test_attributes_of_a_mapping_stay() -> None:
+    grouped = regrouped(Encoding({"ids": 1}, "German"), Encoding({"ids": 2}, "German"))
+
+    assert grouped.ids.values == (1, 2)
+    assert select_replica(1, grouped).language == "German"
+
+
+def test_what_a_dataclass_has_computed_from_its_fields_is_computed_again() -> None:
+    whole = Batch(PerReplica(([1, 2], [3])))
+    whole.__dict__["total"] = 6
+
+    assert [select_replica(i, whole).total for i in range(2)] == [3, 3]
+
+
+@pytest.mark.parametrize("make", [Batch, Frozen, lambda x: Encoding({"x": x}, "")])
+def test_what_has_no_distributed_value_in_it_is_one_object_on_all_replicas(make: Any) -> None:
+    settings = make([1, 2])
+
+    assert select_replica(1, (settings,))[0] is settings
+
+
+def test_what_is_one_object_on_all_replicas_stays_one() -> None:
+    settings = Batch([1, 2])
+
+    assert regrouped((1, settings), (2, settings))[1] is settings
+
+
+def test_what_holds_itself_is_not_opened_for_ever() -> None:
+    first, second = Batch(1), Batch(2)
+    first.y, second.y = first, second
+
+    assert regrouped(first, second).x.values == (1, 2)
+    assert select_replica(0, first) is first
+
+
+def test_what_is_registered_with_torch_is_opened_as_it_says() -> None:
+    grouped = regrouped(Registered(1, "a"), Registered(2, "a"))
+
+    assert (grouped.content.values, grouped.label) == ((1, 2), "a")
+    assert select_replica(1, grouped).content == 2
+
+
+class Registered:
+    def __init__(self, content: Any, label: str) -> None:
+        self.content, self.label = content, label
+
+
+pytree.register_pytree_node(
+    Registered,
+    lambda one: ([one.content], one.label),
+    lambda items, label: Registered(next(iter(items)), str(label)),
+)

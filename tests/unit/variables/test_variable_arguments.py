@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,6 +11,7 @@ from unisono.errors import UnequalCallsError, UnsupportedError
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.values import Mirrored, PerReplica
+from unisono.variables import Variable
 from unisono.variables.policy import VariableSynchronization
 from unit.variables.made import (
     FIRST,
@@ -107,3 +110,34 @@ def test_replicas_that_run_one_by_one_write_the_same() -> None:
             strategy.run(lambda: variable.assign_add(number()))
 
         assert numbers(variable) == [13] * 3
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("validate_shape", False),
+        ("caching_device", "cpu:0"),
+        ("variable_def", object()),
+        ("import_scope", "scope"),
+        ("constraint", torch.relu),
+    ],
+)
+def test_what_a_variable_cannot_do_is_refused_by_name(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedError, match=f"`{name}` of a `Variable` must be"):
+        Variable(1.0, **{name: value})
+
+
+def test_arguments_come_in_the_order_of_tensorflow() -> None:
+    variable = Variable(
+        1, False, True, None, "counter", None, torch.int64, None, None,
+        VariableSynchronization.ON_READ, VariableAggregation.SUM, (),
+    )  # fmt: skip
+
+    assert (variable.name, variable.dtype, variable.is_on_read) == ("counter", torch.int64, True)
+
+
+def test_a_shape_is_that_of_the_value() -> None:
+    assert Variable(torch.ones(2, 3), shape=[2, 3]).shape == (2, 3)
+    for wrong in [(3, 2), (None, 3), ()]:
+        with pytest.raises(UnsupportedError, match=r"of shape \(2, 3\), but `shape` is"):
+            Variable(torch.ones(2, 3), shape=wrong)  # type: ignore[arg-type]

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
@@ -115,6 +119,55 @@ def test_a_saved_sum_is_restored_whole(strategy: MirroredStrategy, value: float)
         variable.load(value)
         assert variable.state().item() == value
     assert max(numbers(variable)) - min(numbers(variable)) <= 1
+
+
+READS: list[Callable[[Any], Any]] = [
+    lambda v: v.value(),
+    lambda v: v.read_value(),
+    lambda v: v.strategy.extended.read_var(v),
+    lambda v: v[:],
+    lambda v: next(iter(v)),
+    lambda v: +v,
+    lambda v: v.detach(),
+    lambda v: v.view(-1),
+    lambda v: v.real,
+    lambda v: torch.reshape(v, (-1,)),
+    lambda v: torch.unbind(v)[0],
+    lambda v: v.assign(v),
+    lambda v: v.numpy(),
+]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_reads_are_snapshots(pair: MirroredStrategy, read: Callable[[Any], Any]) -> None:
+    variable = made(pair, [1.0], MEAN)
+
+    def step() -> Any:
+        old = read(variable)
+        variable.assign_add(torch.ones(1))
+        return torch.as_tensor(old).detach().clone().sum()
+
+    assert [one.item() for one in pair.run(step).values] == [1, 1]
+    assert numbers(variable) == [[2.0], [2.0]]
+    if read is not READS[-2]:
+        old = read(variable)
+        variable.assign_add([1.0])
+        assert torch.as_tensor(old).sum().item() == 2
+
+
+def test_gradients_flow_through_a_snapshot(pair: MirroredStrategy) -> None:
+    variable = made(pair, [1.0, 2.0], MEAN)
+
+    pair.run(lambda: (variable.read_value()[1:] * number()).sum().backward())
+
+    assert variable.values[0].grad.tolist() == [0, 1.5]
+
+
+def test_a_snapshot_is_not_a_way_to_write(pair: MirroredStrategy) -> None:
+    variable = made(pair, 1.0)
+
+    with pytest.raises(AttributeError, match="not changed in place"):
+        variable.data.zero_()
 
 
 def test_a_state_is_a_copy(pair: MirroredStrategy) -> None:

@@ -167,7 +167,7 @@ def test_the_norm_is_that_of_the_reduced_gradient(pair: MirroredStrategy) -> Non
 
 def test_a_component_captured_before_is_that_of_the_replica(pair: MirroredStrategy) -> None:
     variable = made(pair, 1.0)
-    captured = variable.value()
+    captured = variable.values[0]
 
     pair.run(lambda: (captured * number()).backward())
 

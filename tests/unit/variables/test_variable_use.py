@@ -28,13 +28,30 @@ from unit.variables.made import (
 )
 
 
+def test_a_variable_of_no_strategy_is_written_in_any_scope_but_not_on_a_replica() -> None:
+    variable = Variable(2.0, name="free")
+
+    with replicas(2) as strategy:
+        with strategy.scope():
+            assert variable.assign_add(3.0).item() == 5
+            variable.load(4.0)
+        with pytest.raises(ContextError, match="Variable 'free' was made under DefaultStrategy"):
+            strategy.run(lambda: variable.assign_add(1.0))
+
+    assert variable.item() == 4
+
+
+def test_a_variable_says_whose_it_is(pair: MirroredStrategy) -> None:
+    assert made(pair, 1.0).distribute_strategy is pair
+
+
 def test_other_strategies_may_read_but_not_write(pair: MirroredStrategy) -> None:
-    variable, outside = made(pair, 1.5, MEAN, name="w"), Variable(2.0, name="free")
+    variable = made(pair, 1.5, MEAN, name="w")
 
     with replicas(2) as other, other.scope():
         assert (variable * 2).item() == 3
-        for write in (variable.assign, variable.load, outside.assign_add):
-            with pytest.raises(ContextError, match=r"Variable '(w|free)' was made under"):
+        for write in (variable.assign, variable.load):
+            with pytest.raises(ContextError, match=r"Variable 'w' was made under"):
                 write(1.0)
     assert numbers(variable) == [1.5, 1.5]
 

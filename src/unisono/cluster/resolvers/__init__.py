@@ -6,6 +6,7 @@ from unisono.cluster.resolvers.simple import SimpleClusterResolver
 from unisono.cluster.resolvers.slurm import SlurmClusterResolver
 from unisono.cluster.resolvers.tf_config import TFConfig, TFConfigClusterResolver
 from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
+from unisono.cluster.resolvers.union import UnionClusterResolver
 
 __all__ = [
     "ClusterResolver",
@@ -16,4 +17,5 @@ __all__ = [
     "TFConfig",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
+    "UnionClusterResolver",
 ]

@@ -7,6 +7,7 @@ import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
+from unisono.arguments import check_int, check_optional
 from unisono.cluster.address import Address
 from unisono.cluster.rules import JOBS
 from unisono.cluster.spec import ClusterSpec
@@ -25,6 +26,7 @@ class Launch:
         local_size: How many workers its host has, as far as is known.
         restart_count: How often the launcher has started the workers anew.
         uses_existing_store: Whether the launcher keeps a store at the address of the first task.
+        gpus: The GPUs of its host that this worker uses; None means its share of them.
     """
 
     job: str
@@ -32,6 +34,7 @@ class Launch:
     local_size: int = 1
     restart_count: int = 0
     uses_existing_store: bool = False
+    gpus: tuple[int, ...] | None = None
 
 
 class ClusterResolver(ABC):
@@ -53,6 +56,8 @@ class ClusterResolver(ABC):
         rpc_layer: str | None = None,
         environment: str = "",
     ) -> None:
+        check_task(task_type, task_id, rpc_layer)
+        check_optional("environment", environment, str, "a text")
         self.task_type = task_type
         self.task_id = task_id
         self.rpc_layer = rpc_layer
@@ -75,6 +80,7 @@ class ClusterResolver(ABC):
             task_id: Its number there; that of this process if None.
             rpc_layer: A protocol to put before the address, as in "grpc://host:2222".
         """
+        check_task(task_type, task_id, rpc_layer)
         spec = self.cluster_spec()
         task_type = self.task_type if task_type is None else task_type
         task_id = self.task_id if task_id is None else task_id
@@ -96,6 +102,7 @@ class ClusterResolver(ABC):
         Raises:
             ClusterError: If another task is asked for: nothing is known of it.
         """
+        check_task(task_type, task_id)
         asked = (task_type or self.task_type, self.task_id if task_id is None else task_id)
         if asked != (self.task_type, self.task_id):
             raise ClusterError(
@@ -112,6 +119,14 @@ class ClusterResolver(ABC):
         cluster = json.dumps(spec.as_dict(), sort_keys=True)
         job = f"cluster-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}"
         return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))
+
+
+def check_task(task_type: str | None, task_id: int | None, rpc_layer: str | None = None) -> None:
+    """Raises unless these can name a task, or are None."""
+    check_optional("task_type", task_type, str, "a text, such as 'worker', or None")
+    check_optional("rpc_layer", rpc_layer, str, "a text, such as 'grpc', or None")
+    if task_id is not None:
+        check_int("task_id", task_id)
 
 
 def _tasks_by_host(spec: ClusterSpec) -> dict[str, list[tuple[str | None, int | None]]]:

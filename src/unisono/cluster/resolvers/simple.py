@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
+from unisono.arguments import check_instance, check_optional
 from unisono.cluster.resolvers.resolver import ClusterResolver
 from unisono.cluster.rules import validate
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import ClusterSpec, Tasks
 
 
 class SimpleClusterResolver(ClusterResolver):
@@ -25,7 +26,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     def __init__(
         self,
-        cluster_spec: ClusterSpec | Mapping[str, Sequence[str | None]],
+        cluster_spec: ClusterSpec | Mapping[str, Tasks],
         master: str = "",
         task_type: str | None = None,
         task_id: int | None = None,
@@ -34,6 +35,8 @@ class SimpleClusterResolver(ClusterResolver):
         rpc_layer: str | None = None,
     ) -> None:
         super().__init__(task_type, task_id, rpc_layer, environment)
+        check_instance("master", master, str, "a text")
+        check_optional("num_accelerators", num_accelerators, Mapping, "a dict, such as {'GPU': 2}")
         self._spec = ClusterSpec(cluster_spec)
         self._master = master
         self._num_accelerators = num_accelerators

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 
 from unisono.cluster.address import Address, derived_port
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import coordinator_address
 from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
 from unisono.cluster.resolvers.slurm_lists import expand_counts, expand_hosts
+from unisono.cluster.resolvers.task_jobs import SharedGpus, named_tasks, spec_of
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
 
@@ -26,12 +30,30 @@ class SlurmClusterResolver(ClusterResolver):
     say otherwise.
 
     Args:
-        port: The port at which task 0 is reached.
+        jobs: How many tasks each job has, such as `{"chief": 1, "worker": 3}`. Tasks are given to
+            the jobs in the order of their names. None means that all tasks are workers.
+        port_base: The port of the first task of each host; the next tasks have the next ports.
+        gpus_per_node: How many GPUs each host has; counted if None.
+        gpus_per_task: How many GPUs each task uses; an even share of the host's if None.
+        tasks_per_node: How many tasks each host has: a number, or a dict of numbers by host. None
+            means what SLURM says.
+        auto_set_gpu: Whether the tasks of a host take its GPUs in turn. If not, each takes the
+            first ones that it sees, which is right where SLURM shows each task its own.
+        rpc_layer: A protocol to write before the addresses that `master` returns, or None.
         environ: The environment variables; those of this process if not given.
     """
 
     def __init__(
-        self, port: int | None = None, *, environ: Mapping[str, str] | None = None
+        self,
+        jobs: Mapping[str, int] | None = None,
+        port_base: int | None = None,
+        gpus_per_node: int | None = None,
+        gpus_per_task: int | None = None,
+        tasks_per_node: int | Mapping[str, int] | None = None,
+        auto_set_gpu: bool = True,  # noqa: FBT001, FBT002 - the signature of TensorFlow
+        rpc_layer: str | None = None,
+        *,
+        environ: Mapping[str, str] | None = None,
     ) -> None:
         variables = LauncherVariables("srun", environ)
         rank, size = variables.rank_and_size(("SLURM_PROCID",), _TASKS)
@@ -39,12 +61,15 @@ class SlurmClusterResolver(ClusterResolver):
         step_id = variables.find("SLURM_STEP_ID", "SLURM_STEPID") or "0"
         job = f"slurm-{job_id}.{step_id}"
         hosts = expand_hosts(variables.text(*_HOSTS))
-        first = coordinator_address(variables, job, hosts[0], port)
+        first = coordinator_address(variables, job, hosts[0], port_base)
         assert first is not None
-        placement = _hosts_by_rank(variables, hosts, size)
-        super().__init__("worker", rank, environment="slurm")
-        self._spec = ClusterSpec({"worker": _addresses(first, placement, job)})
-        local_rank = variables.number_or(0, "SLURM_LOCALID")
+        placement = _hosts_by_rank(variables, hosts, size, tasks_per_node)
+        shares = SharedGpus(gpus_per_node, gpus_per_task, _most_tasks(placement, size))
+        named = named_tasks(jobs, size)
+        super().__init__(*named[rank], rpc_layer=rpc_layer, environment="slurm")
+        self._spec = spec_of(named, _addresses(first, placement, job, port_base))
+        self._local_rank = local_rank = variables.number_or(0, "SLURM_LOCALID")
+        self._shares, self._auto_set_gpu = shares, auto_set_gpu
         host = placement[rank]
         self._launch = Launch(
             job,
@@ -57,31 +82,76 @@ class SlurmClusterResolver(ClusterResolver):
         """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
+    def get_task_info(self) -> tuple[str | None, int | None]:
+        """Returns the job of this process and its number there."""
+        return self.task_type, self.task_id
+
+    def num_accelerators(
+        self, task_type: str | None = None, task_id: int | None = None
+    ) -> dict[str, int]:
+        """See `ClusterResolver.num_accelerators`; a number given at the start holds for all."""
+        if not self._shares.are_given:
+            return super().num_accelerators(task_type, task_id)
+        return {"GPU": self._shares.per_task}
+
     def launch(self) -> Launch:
         """See `ClusterResolver.launch`."""
-        return self._launch
+        if self._auto_set_gpu and not self._shares.are_given:
+            return self._launch
+        return replace(self._launch, gpus=self._shares.of(self._local_rank * self._auto_set_gpu))
 
 
-def _hosts_by_rank(variables: LauncherVariables, hosts: list[str], size: int) -> list[str | None]:
+def _hosts_by_rank(
+    variables: LauncherVariables,
+    hosts: list[str],
+    size: int,
+    tasks_per_node: int | Mapping[str, int] | None,
+) -> list[str | None]:
     """The host of each task, or Nones where the way of placing them does not tell."""
     text = variables.find(*_TASKS_PER_NODE)
     placing = variables.find("SLURM_DISTRIBUTION") or "block"
-    if text is None or not placing.startswith("block"):
+    if tasks_per_node is not None:
+        counts = _counts(hosts, tasks_per_node)
+        said = f"tasks per node {tasks_per_node!r} (`tasks_per_node`)"
+    elif text is None or not placing.startswith("block"):
         return [None] * size
-    counts = expand_counts(text)
+    else:
+        counts = expand_counts(text)
+        said = f"tasks per node {text!r} ({' or '.join(_TASKS_PER_NODE)})"
     if len(counts) != len(hosts) or sum(counts) != size:
         raise ClusterError(
-            f"SLURM's variables do not go together: {size} tasks ({' or '.join(_TASKS)}), tasks "
-            f"per node {text!r} ({' or '.join(_TASKS_PER_NODE)}), but the hosts "
-            f"{', '.join(hosts)}. Start the script with srun in the allocation that set them."
+            f"SLURM's variables do not go together: {size} tasks ({' or '.join(_TASKS)}), {said}, "
+            f"but the hosts {', '.join(hosts)}. Start the script with srun in the allocation that "
+            "set them."
         )
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
 
-def _addresses(first: Address, placement: list[str | None], job: str) -> list[str | None]:
+def _counts(hosts: list[str], tasks_per_node: int | Mapping[str, int]) -> list[int]:
+    if not isinstance(tasks_per_node, Mapping):
+        return [int(tasks_per_node)] * len(hosts)
+    if set(tasks_per_node) != set(hosts):
+        raise ClusterError(
+            f"`tasks_per_node` must have a number for each of {', '.join(hosts)}; got "
+            f"{dict(tasks_per_node)}."
+        )
+    return [int(tasks_per_node[host]) for host in hosts]
+
+
+def _most_tasks(placement: list[str | None], size: int) -> int:
+    """The number of tasks of the host with the most, as far as is known."""
+    return size if None in placement else max(Counter(placement).values())
+
+
+def _addresses(
+    first: Address, placement: list[str | None], job: str, port_base: int | None
+) -> list[str | None]:
     """The address of task 0, and one for each of the others, who have no use for it."""
-    port = derived_port(job)
-    others = [
-        host and str(Address(host, port + rank)) for rank, host in enumerate(placement) if rank > 0
-    ]
+    ports = itertools.count(derived_port(job) + 1)
+    seen: Counter[str | None] = Counter(placement[:1])
+    others: list[str | None] = []
+    for host in placement[1:]:
+        port = next(ports) if port_base is None else port_base + seen[host]
+        seen[host] += 1
+        others.append(host and str(Address(host, port)))
     return [str(first), *others]

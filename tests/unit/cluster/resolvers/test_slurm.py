@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from unisono.cluster import Launch
+from unisono.cluster import Launch, Membership
 from unisono.cluster.address import derived_port
 from unisono.cluster.resolvers.slurm_lists import expand_counts, expand_hosts
 from unisono.cluster_resolver import SlurmClusterResolver
@@ -84,9 +86,81 @@ def test_the_address_of_the_first_task_can_be_given(others: dict[str, str], firs
 
 
 def test_a_port_given_counts_before_the_environment() -> None:
-    found = SlurmClusterResolver(port=9, environ=ENVIRON | {"MASTER_PORT": "7"})
+    found = SlurmClusterResolver(port_base=9, environ=ENVIRON | {"MASTER_PORT": "7"})
 
     assert found.master("worker", 0) == "node08:9"
+
+
+def test_tasks_of_a_host_have_neighbouring_ports_from_the_base_on() -> None:
+    found = SlurmClusterResolver(port_base=8888, environ=ENVIRON)
+
+    assert found.cluster_spec().job_tasks("worker") == [
+        "node08:8888",
+        "node08:8889",
+        "node09:8888",
+        "node09:8889",
+        "node10:8888",
+    ]
+
+
+def test_tasks_are_given_to_jobs_in_the_order_of_their_names() -> None:
+    found = SlurmClusterResolver({"worker": 4, "chief": 1}, 8888, rpc_layer="grpc", environ=ENVIRON)
+
+    assert found.get_task_info() == ("worker", 2)
+    assert found.cluster_spec().job_tasks("chief") == ["node08:8888"]
+    assert found.master("worker", 0) == "grpc://node08:8889"
+    assert found.master() == "grpc://node09:8889"
+
+
+def test_jobs_must_have_all_tasks_and_known_names() -> None:
+    with pytest.raises(ClusterError, match="`jobs` has 4 tasks, but 5 were started"):
+        SlurmClusterResolver({"worker": 4}, environ=ENVIRON)
+    with pytest.raises(ClusterError, match="got 'trainer'"):
+        SlurmClusterResolver({"trainer": 5}, environ=ENVIRON)
+
+
+@pytest.mark.parametrize("counts", [2, {"node08": 2, "node09": 2}])
+def test_tasks_per_node_can_be_given(counts: Any) -> None:
+    environ = ENVIRON | {
+        "SLURM_NTASKS": "4",
+        "SLURM_STEP_NODELIST": "node[08-09]",
+        "SLURM_STEP_TASKS_PER_NODE": "4",
+    }
+
+    found = SlurmClusterResolver(tasks_per_node=counts, port_base=1, environ=environ)
+
+    assert found.cluster_spec().job_tasks("worker")[2] == "node09:1"
+
+
+def test_tasks_per_node_must_fit_the_hosts() -> None:
+    with pytest.raises(ClusterError, match="a number for each of node08, node09, node10"):
+        SlurmClusterResolver(tasks_per_node={"node08": 5}, environ=ENVIRON)
+    with pytest.raises(ClusterError, match=r"5 tasks.*tasks per node 2 \(`tasks_per_node`\)"):
+        SlurmClusterResolver(tasks_per_node=2, environ=ENVIRON)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "gpus", "num_gpus"),
+    [
+        ({"gpus_per_node": 4, "gpus_per_task": 2}, (2, 3), 2),
+        ({"gpus_per_node": 4, "gpus_per_task": 1}, (1,), 1),
+        ({"gpus_per_node": 4}, (2, 3), 2),
+        ({"gpus_per_node": 4, "auto_set_gpu": False}, (0, 1), 2),
+        ({"gpus_per_node": 0}, (), 0),
+    ],
+)
+def test_the_tasks_of_a_host_share_its_gpus(
+    arguments: dict[str, Any], gpus: tuple[int, ...], num_gpus: int
+) -> None:
+    found = SlurmClusterResolver(environ=ENVIRON, **arguments)
+
+    assert found.launch().gpus == Membership.of(found).gpus == gpus
+    assert found.num_accelerators() == {"GPU": num_gpus}
+
+
+def test_more_gpus_than_a_host_has_are_refused() -> None:
+    with pytest.raises(ClusterError, match=r"2 tasks of a host with 3 GPUs each .* its 4"):
+        SlurmClusterResolver(gpus_per_node=4, gpus_per_task=3, environ=ENVIRON)
 
 
 @pytest.mark.parametrize(

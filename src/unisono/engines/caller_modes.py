@@ -1,0 +1,103 @@
+"""Modes and hooks that the caller of `run` is under, and that see what all replicas do.
+
+torch keeps them for each thread. `FlopCounterMode` is a mode for operators, `saved_tensors_hooks`
+and `save_on_cpu` are hooks. What a mode counts, threads must not count at the same time, so a mode
+for operators sees one operator at a time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+# An operator that waits for another replica, as one of the user's own may, must not stop that one.
+_PATIENCE_S = 1.0
+
+_Hook = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class CallerModes:
+    """What the caller's thread has entered; see `of_this_thread`."""
+
+    thread: int
+    functions: tuple[TorchFunctionMode, ...]
+    operators: tuple[TorchDispatchMode, ...]
+    hooks: tuple[_Hook, _Hook] | None
+
+    @classmethod
+    def of_this_thread(cls) -> CallerModes | None:
+        """Notes what this thread is under; None if that is nothing, which is quickly seen."""
+        functions: tuple[TorchFunctionMode, ...] = ()
+        operators: tuple[TorchDispatchMode, ...] = ()
+        if torch._C._len_torch_function_stack() > 0:
+            # The default device is looked after by itself.
+            entered = _get_current_function_mode_stack()
+            functions = tuple(mode for mode in entered if not isinstance(mode, DeviceContext))
+        if torch._C._len_torch_dispatch_stack() > 0:
+            lock = threading.RLock()
+            found = _get_current_dispatch_mode_stack()
+            # torch's own modes for tracing and for tensors without data are of one thread.
+            if all(getattr(mode, "_mode_key", None) is None for mode in found):
+                operators = tuple(_OneAtATime(mode, lock) for mode in found)
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+        if not (functions or operators or hooks):
+            return None
+        return cls(threading.get_ident(), functions, operators, hooks)
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Within the block the current thread is under the same."""
+        is_caller = threading.get_ident() == self.thread
+        with ExitStack() as stack:
+            if self.operators and is_caller:
+                stack.enter_context(_disable_current_modes())
+            for mode in self.operators:
+                stack.enter_context(_pushed(mode))
+            for function_mode in () if is_caller else self.functions:
+                torch._C._push_on_torch_function_stack(function_mode)
+                stack.callback(torch._C._pop_torch_function_stack)
+            if self.hooks is not None and not is_caller:
+                torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
+                stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
+            yield
+
+
+@contextmanager
+def _pushed(mode: TorchDispatchMode) -> Iterator[None]:
+    # Not entered, which the mode would take for another block that it is used in.
+    torch._C._push_on_torch_dispatch_stack(mode)
+    try:
+        yield
+    finally:
+        torch._C._pop_torch_dispatch_stack(None)
+
+
+class _OneAtATime(TorchDispatchMode):
+    """A mode of the caller, which sees the operators of all replicas one after another."""
+
+    def __init__(self, mode: TorchDispatchMode, lock: threading.RLock) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._mode = mode
+        self._lock = lock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Lets the mode do what it does."""
+        is_taken = self._lock.acquire(timeout=_PATIENCE_S)
+        try:
+            return self._mode.__torch_dispatch__(func, types, args, kwargs or {})
+        finally:
+            if is_taken:
+                self._lock.release()

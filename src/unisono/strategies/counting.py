@@ -1,0 +1,148 @@
+"""What each replica counts for: in gradients, and where values of replicas are combined."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.devices import Device
+from unisono.input import counts_of
+from unisono.options import ReduceOp
+from unisono.reductions import Workers
+from unisono.values import (
+    DistributedValues,
+    PerReplica,
+    factors_of,
+    flatten,
+    regroup,
+    tensors_of,
+    weighed,
+)
+
+_logger = logging.getLogger("unisono")
+
+
+class Counting:
+    """Knows how many samples each replica has in a run, and had in those before.
+
+    Args:
+        devices: The devices of this worker's replicas.
+        workers: All workers.
+
+    Attributes:
+        samples: How many samples each replica of all workers has in the run under way. None if all
+            have as many, or if that is not known.
+    """
+
+    def __init__(self, devices: tuple[Device, ...], workers: Workers) -> None:
+        self._devices = devices
+        communicator = workers.communicator
+        first = communicator.rank * len(devices)
+        self._own = slice(first, first + len(devices))
+        self._num_replicas = communicator.size * len(devices)
+        self.samples: tuple[int, ...] | None = None
+        # Of tensors that the only replica of this worker has returned. They come bare, while a
+        # `PerReplica` knows its samples by itself.
+        self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Whether to tell if batches are given to runs that are not distributed, and the first one.
+        self._is_watching = self._num_replicas > 1
+        self._whole: weakref.ref[Tensor] | None = None
+
+    def begin(self, inputs: Any, op: ReduceOp) -> list[float]:
+        """Before a run: returns what the gradients of each replica count for.
+
+        A loss that is a mean over the replica's batch makes the mean over replicas that of all
+        samples only if the batches are even, or are weighted so.
+        """
+        if self._is_watching:
+            self._watch(inputs)
+        counts = counts_of(inputs)
+        is_known = counts is not None and len(counts) == self._num_replicas
+        self.samples = counts if is_known and len(set(counts or ())) > 1 else None
+        return self._factors(op, self.samples) or [1.0] * len(self._devices)
+
+    def _watch(self, inputs: Any) -> None:
+        """Tells once if batches go whole to every replica.
+
+        One tensor may, such as a graph: that is told of if there is another. A program that has
+        distributed something knows how to.
+        """
+        leaves, _ = flatten(inputs)
+        if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            self._is_watching = False
+            return
+        tensors = (one for one in leaves if isinstance(one, Tensor) and one.dim() > 0)
+        batch = next((one for one in tensors if one.size(0) > 1), None)
+        if batch is None or (self._whole is not None and self._whole() is batch):
+            return
+        if self._whole is None:
+            self._whole = weakref.ref(batch)
+            return
+        self._is_watching = False
+        _logger.warning(
+            "`run()` is given tensors that are not distributed, such as one of shape %s now. Each "
+            "of the %d replicas gets all of what its worker passes. Iterate "
+            "`strategy.experimental_distribute_dataset(loader)` to split batches over them, or "
+            "pass a `PerReplica`. This is said once.",
+            tuple(batch.shape),
+            self._num_replicas,
+        )
+
+    def factors(self, op: ReduceOp) -> list[float]:
+        """Returns what the values of this worker's replicas count for in the run under way.
+
+        Those of a replica without samples count nothing, and the others alike. Empty if all do.
+        """
+        return self._factors(op, self.presence)
+
+    @property
+    def presence(self) -> tuple[int, ...] | None:
+        """For each replica of all workers whether it has samples, 1 or 0. None if all have."""
+        if self.samples is None or all(self.samples):
+            return None
+        return tuple(min(count, 1) for count in self.samples)
+
+    def _factors(self, op: ReduceOp, counts: tuple[int, ...] | None) -> list[float]:
+        if counts is None or len(set(counts)) == 1:
+            return []
+        return [*factors_of(op, counts)[self._own]]
+
+    def counted(self, op: ReduceOp, value: Any) -> Any:
+        """Returns `value` as it enters a reduction, with what its replicas count for in it."""
+        factors = self._factors(op, self._counts_of(value))
+        if not factors:
+            return value
+        components = value.values if isinstance(value, DistributedValues) else (value,)
+        return PerReplica.placed(weighed(op, components, factors), self._devices)
+
+    def are_counted(self, *values: Any) -> list[bool]:
+        """Returns for each replica of this worker whether its components of `values` count."""
+        for value in values:
+            factors = self._factors(ReduceOp.SUM, self._counts_of(value))
+            if 0.0 in factors:
+                return [factor != 0.0 for factor in factors]
+        return [True] * len(self._devices)
+
+    def regrouped(self, results: Sequence[Any]) -> Any:
+        """Makes one structure of what the replicas of this worker have returned."""
+        if len(results) > 1:
+            return regroup(results, self._devices, self.samples)
+        if self.samples is not None or self._marks:
+            for tensor in tensors_of(results[0]):
+                self._marks.pop(tensor, None)
+                if self.samples is not None:
+                    self._marks[tensor] = self.samples
+        return results[0]
+
+    def _counts_of(self, value: Any) -> tuple[int, ...] | None:
+        if isinstance(value, PerReplica):
+            counts = value.counts
+        else:
+            is_marked = bool(self._marks) and isinstance(value, Tensor)
+            counts = self._marks.get(value) if is_marked else None
+        return counts if counts is not None and len(counts) == self._num_replicas else None

@@ -1,0 +1,60 @@
+"""What the value of each replica counts for when values are combined.
+
+A mean weighs each replica by its samples, so that the mean of means is the mean over all samples. A
+replica without samples runs with a sample that is not its own, and counts nothing: it gives the
+neutral element of the operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.kernels import result_dtype
+from unisono.options import ReduceOp
+from unisono.values.tensors import as_tensor
+
+
+def factors_of(op: ReduceOp, counts: Sequence[int]) -> tuple[float, ...]:
+    """Returns what the value of each replica is multiplied by; 0 stands for the neutral element.
+
+    >>> factors_of(ReduceOp.MEAN, (2, 1, 1)), factors_of(ReduceOp.SUM, (2, 1, 0))
+    ((1.5, 0.75, 0.75), (1.0, 1.0, 0.0))
+    """
+    total = sum(counts)
+    if total == 0:
+        return (1.0,) * len(counts)
+    if op is ReduceOp.MEAN:
+        return tuple(count * len(counts) / total for count in counts)
+    return tuple(1.0 if count else 0.0 for count in counts)
+
+
+def weighed(op: ReduceOp, components: Sequence[Any], factors: Sequence[float]) -> tuple[Any, ...]:
+    """Returns the components as they enter a reduction in which they count for their factors."""
+    tensors = [as_tensor(component) for component in components]
+    if op is ReduceOp.MEAN:
+        tensors = [tensor.to(result_dtype(op, tensor.dtype)) for tensor in tensors]
+    return tuple(
+        tensor if factor == 1.0 else weighed_tensor(op, tensor, factor)
+        for tensor, factor in zip(tensors, factors, strict=True)
+    )
+
+
+def weighed_tensor(op: ReduceOp, tensor: Tensor, factor: float) -> Tensor:
+    """Returns `tensor` times `factor`; times 0, what changes no result, whatever `tensor` holds."""
+    if factor:
+        return tensor * factor
+    if op in (ReduceOp.SUM, ReduceOp.MEAN):
+        return torch.zeros_like(tensor)
+    return torch.full_like(tensor, 1 if op is ReduceOp.PROD else _limit(op, tensor.dtype))
+
+
+def _limit(op: ReduceOp, dtype: torch.dtype) -> float | int:
+    is_min = op is ReduceOp.MIN
+    if dtype.is_floating_point:
+        return torch.inf if is_min else -torch.inf
+    info = torch.iinfo(dtype)
+    return info.max if is_min else info.min

@@ -1,0 +1,142 @@
+"""What happens where autograd adds a gradient to a leaf: weights, and the hooks of the user."""
+
+from __future__ import annotations
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.contexts import ReplicaContext
+from unisono.errors import ContextError
+from unisono.options import ReduceOp
+from unisono.values import weighed_tensor
+from unisono.variables.for_all import for_all
+from unisono.variables.leaves import Leaves, Mark
+
+
+def _accumulation_of(leaf: nn.Parameter) -> Any:
+    """Returns the node of autograd that adds to the gradient of a leaf.
+
+    Its hooks see a gradient after the hooks of the tensor, whenever these were registered, and only
+    in a backward pass: `torch.autograd.grad` does not get that far.
+    """
+    with torch.inference_mode(mode=False):
+        return torch.autograd.graph.get_gradient_edge(leaf).node
+
+
+def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:
+    """Lets `hook` see and change each gradient that is added to a leaf; returns what removes it.
+
+    The node, which nobody else keeps alive between passes, lives as long as what is returned.
+    """
+    node = _accumulation_of(leaf)
+    handle = node.register_prehook(hook)
+
+    def remove(_: Any = node) -> None:
+        handle.remove()
+
+    return remove
+
+
+class Weighting:
+    """Multiplies the gradients of each replica by what the replica counts for.
+
+    Only backward passes do. What `torch.autograd.grad` returns is the gradient as it is.
+    """
+
+    def __init__(self, op: ReduceOp) -> None:
+        self._op = op
+        self.weights: Sequence[float] = ()
+        self._removals: list[Callable[[], None]] = []
+        # Of leaves that were added to without a reduction: their gradient, which has its weight.
+        self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def begin(self, weights: Sequence[float], owners: Iterable[Leaves]) -> None:
+        """Before a run: hooks the leaves of replicas that do not count as one."""
+        for remove in self._removals:
+            remove()
+        self._removals.clear()
+        self.weights = weights
+        for leaf in [leaf for leaf, mark in self._alone.items() if not _fits(mark, leaf.grad)]:
+            del self._alone[leaf]
+        for replica_id, weight in enumerate(weights):
+            if weight != 1.0:
+                hook = functools.partial(self._weigh_all, weight)
+                self._removals += [
+                    before_accumulation(one.leaves[replica_id], hook)
+                    for one in owners
+                    if one.primary.requires_grad
+                ]
+
+    def weigh(self, weight: float, grad: Tensor) -> Tensor:
+        """Returns a gradient times what its replica counts for."""
+        return weighed_tensor(self._op, grad, weight)
+
+    def _weigh_all(self, weight: float, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(self.weigh(weight, grad) for grad in grads)
+
+    def note(self, leaf: nn.Parameter, weight: float) -> None:
+        """A gradient was added to a leaf, and stays the replica's own for now."""
+        if weight != 1.0:
+            self._alone[leaf] = Mark.of(leaf.grad)
+
+    def is_applied(self, leaf: nn.Parameter) -> bool:
+        """Whether the gradient of a leaf is made of backward passes alone."""
+        return _fits(self._alone.get(leaf), leaf.grad)
+
+    def is_mixed(self, leaf: nn.Parameter) -> bool:
+        """Whether backward passes were weighted that may be a part of another gradient now."""
+        return leaf in self._alone and not self.is_applied(leaf)
+
+
+def _fits(mark: Mark | None, grad: Tensor | None) -> bool:
+    return mark is not None and grad is not None and mark.fits(grad)
+
+
+class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):
+    """The post-accumulate hooks of a leaf: the reducer's own, and no other.
+
+    A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
+    replicas is there.
+    """
+
+    @classmethod
+    def on(cls, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> SealedHooks:
+        """Makes `hook` the only hook of `leaf`."""
+        if leaf._post_accumulate_grad_hooks and not isinstance(
+            leaf._post_accumulate_grad_hooks, SealedHooks
+        ):
+            _refuse()
+        hooks = cls()
+        OrderedDict.__setitem__(hooks, 0, hook)
+        leaf._post_accumulate_grad_hooks = hooks
+        return hooks
+
+    def __setitem__(self, number: int, hook: Callable[[Tensor], None]) -> None:
+        _refuse()
+
+
+def _refuse() -> None:
+    raise ContextError(
+        "`register_post_accumulate_grad_hook()` was called on a replica, or on the component of a "
+        "variable, which would see the gradient of one replica. Register the hook on the "
+        "parameter of the model, outside `run`: it is called once for each backward pass, with the "
+        "gradient of all replicas."
+    )
+
+
+def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:
+    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order.
+
+    It is called in a meeting of the replicas.
+    """
+    with for_all(context):
+        for one in owners:
+            for hook in list((one.primary._post_accumulate_grad_hooks or {}).values()):
+                hook(one.primary)
+            one.take_from_primary()

@@ -1,0 +1,46 @@
+"""Arguments that `tf.Variable` has and a `Variable` cannot honour, and the shape it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.errors import UnsupportedError
+
+# Each argument, the value that changes nothing, and what to write instead of another.
+_NEUTRAL: dict[str, tuple[Any, str]] = {
+    "validate_shape": (
+        True,
+        "the shape of a variable does not change. Make another variable for another shape",
+    ),
+    "caching_device": (None, "every replica reads its own component. Leave it out"),
+    "variable_def": (
+        None,
+        "there are no graphs. Pass `initial_value`, or `load()` the state of a checkpoint",
+    ),
+    "import_scope": (None, "there are no graphs. Leave it out"),
+    "constraint": (
+        None,
+        "optimizers of torch project no variables. Project the value after `optimizer.step()`, "
+        "with `variable.assign(...)`",
+    ),
+}
+
+
+def refuse_arguments(**given: Any) -> None:
+    """Raises if an argument has a value that would have to do something."""
+    for name, value in given.items():
+        neutral, why = _NEUTRAL[name]
+        if value is not neutral:
+            raise UnsupportedError(f"`{name}` of a `Variable` must be {neutral}: {why}.")
+
+
+def check_shape(what: str, found: torch.Size, shape: Sequence[int] | None) -> None:
+    """Raises unless `found` is `shape`, or none is asked for."""
+    if shape is not None and tuple(shape) != tuple(found):
+        raise UnsupportedError(
+            f"{what} starts with a value of shape {tuple(found)}, but `shape` is {shape!r}. A "
+            "variable has the shape of its value, without unknown dimensions."
+        )

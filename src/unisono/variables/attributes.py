@@ -1,0 +1,250 @@
+"""What replicas see of the attributes of a module: containers are per replica."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import itertools
+import operator
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import nn
+
+from unisono.variables.metrics import is_own
+
+# What torch itself keeps in a module, such as its hooks. Replicas share these.
+TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
+
+_TABLES_OF_OWN = ("_parameters", "_modules")
+_KINDS: tuple[type, ...] = (list, OrderedDict, dict, set, deque)
+
+
+def raw(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that a module itself has, also on a replica."""
+    attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return attributes
+
+
+def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
+    """Returns live views of the parameters, submodules and names of buffers of modules."""
+    own = [raw(module) for module in modules]
+    return [
+        *(one["_parameters"].values() for one in own),
+        *(one["_modules"].values() for one in own),
+        *(one["_buffers"].keys() for one in own),
+    ]
+
+
+class Contents:
+    """What some containers held when it was noted."""
+
+    def __init__(self) -> None:
+        self.note([])
+
+    def note(self, views: Sequence[Any]) -> None:
+        """Notes what lists, sets, dicts and the live views of dicts hold now."""
+        self._views = views
+        self._lengths = list(map(len, views))
+        self._filled = [view for view in views if len(view)]
+        self._held = list(itertools.chain.from_iterable(self._filled))
+
+    def are_same(self) -> bool:
+        """Whether they still hold the same objects. C compares them, as there may be thousands."""
+        return list(map(len, self._views)) == self._lengths and all(
+            map(operator.is_, itertools.chain.from_iterable(self._filled), self._held)
+        )
+
+
+class _Copied:
+    """A container of a module, and the copy that each replica has of it."""
+
+    __slots__ = ("content", "copies", "firsts", "kind", "original")
+
+    def __init__(self, original: Any, kind: type, copies: list[Any]) -> None:
+        self.original = original
+        self.kind = kind
+        self.copies = copies
+        # What it held when the copies were last filled, and what replica 0 was given of it.
+        self.content: list[Any] = []
+        self.firsts: list[Any] = []
+
+    def parts(self) -> list[Any]:
+        """Returns what the container holds now; of a dict its keys, then its values."""
+        return list(itertools.chain.from_iterable(self.views()))
+
+    def views(self) -> list[Any]:
+        """Returns live views of all that the container holds."""
+        held = self.original
+        return [held, held.values()] if issubclass(self.kind, dict) else [held]
+
+    def is_as_it_was(self) -> bool:
+        return _are_same(self.parts(), self.content)
+
+    def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
+        for copied, parts in zip(self.copies, own_parts, strict=True):
+            if issubclass(self.kind, dict):
+                half = len(parts) // 2
+                self.kind.clear(copied)
+                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
+            elif self.kind is set:
+                set.clear(copied)
+                set.update(copied, parts)
+            elif self.kind is deque:
+                deque.clear(copied)
+                deque.extend(copied, parts)
+            else:
+                list.__setitem__(copied, slice(None), parts)
+
+
+class Attributes:
+    """Makes what replicas see in place of the values that a module holds.
+
+    Lists, dicts, sets and deques are copied for each replica, also inside one another. One that is
+    held in two places is one copy per replica, too. What a replica does to its copy stays there
+    until the module's own container changes.
+
+    Args:
+        num_replicas: The number of replicas.
+        stand_in: Returns what a replica sees in place of a module or parameter.
+    """
+
+    def __init__(self, num_replicas: int, stand_in: Callable[[Any, int], Any]) -> None:
+        self._num_replicas = num_replicas
+        self._stand_in = stand_in
+        self._known: dict[int, _Copied] = {}
+        self._changed: set[int] = set()
+        self._visited: set[int] = set()
+        self._given = Contents()
+
+    def are_as_given(self) -> bool:
+        """Whether all containers still hold what the replicas were given."""
+        return self._given.are_same()
+
+    def begin(self) -> None:
+        """Before attributes are given to the replicas."""
+        self._visited = set()
+        self._changed = {
+            identity for identity, one in self._known.items() if not one.is_as_it_was()
+        }
+
+    def end(self) -> None:
+        """After all attributes have been given: forgets containers that no module has any more."""
+        self._known = {identity: self._known[identity] for identity in self._visited}
+        self._given.note([view for one in self._known.values() for view in one.views()])
+
+    def give(
+        self, module: nn.Module, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]
+    ) -> dict[str, tuple[int, Any]]:
+        """Gives the clones of a module its attributes, and returns which they are.
+
+        Args:
+            module: The primary.
+            clones: The clone of each replica.
+            given: What this returned before. Clones keep what they have of attributes that are
+                still the same.
+        """
+        now: dict[str, tuple[int, Any]] = {}
+        slots = _slots(module)
+        for name, value in (*raw(module).items(), *slots.items()):
+            if name == "_buffers" or is_own(raw(module), name):
+                continue
+            seen = self._seen_attribute(name, value)
+            now[name] = (id(value), seen[0])
+            before = given.get(name)
+            is_known = before is not None and before[0] == id(value) and before[1] is seen[0]
+            if is_known and not self.is_changed(value):
+                continue
+            for clone, own in zip(clones, seen, strict=True):
+                if name in slots:
+                    object.__setattr__(clone, name, own)
+                else:
+                    clone.__dict__[name] = own
+        for name in given.keys() - now.keys():
+            for clone in clones:
+                clone.__dict__.pop(name, None)
+        return now
+
+    def _seen_attribute(self, name: str, value: Any) -> list[Any]:
+        if name in _TABLES_OF_OWN:
+            return [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
+        return [value] * self._num_replicas if name in TORCH_TABLES else self.seen(value)
+
+    def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
+        """Returns what each replica sees in place of each of some values."""
+        return list(zip(*map(self.seen, parts), strict=True)) or [()] * self._num_replicas
+
+    def seen(self, value: Any) -> list[Any]:
+        """Returns what each replica sees in place of `value`."""
+        if isinstance(value, (nn.Module, nn.Parameter, types.MethodType)):
+            return [self._stand_in(value, i) for i in range(self._num_replicas)]
+        if isinstance(value, tuple):
+            return self._seen_tuple(value)
+        kind = next((kind for kind in _KINDS if isinstance(value, kind)), None)
+        copied = None if kind is None else self._copied(value, kind)
+        return [value] * self._num_replicas if copied is None else copied.copies
+
+    def is_changed(self, value: Any) -> bool:
+        """Whether `value` is or holds a container that has changed, in this round."""
+        if isinstance(value, tuple):
+            return any(map(self.is_changed, value))
+        return id(value) in self._changed
+
+    def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any]:
+        own_parts = self._own(value)
+        if all(_are_same(parts, value) for parts in own_parts):
+            return [value] * self._num_replicas
+        cls: Any = type(value)
+        if cls is tuple:
+            return own_parts
+        return (
+            list(map(cls._make, own_parts)) if hasattr(cls, "_make") else [value] * len(own_parts)
+        )
+
+    def _copied(self, value: Any, kind: type) -> _Copied | None:
+        one = self._known.get(id(value))
+        if one is None:
+            copies = _shallow_copies(value, self._num_replicas)
+            if copies is None:
+                return None
+            one = self._known[id(value)] = _Copied(value, kind, copies)
+        if id(value) in self._visited:
+            return one
+        self._visited.add(id(value))
+        content = one.parts()
+        own_parts = self._own(content)
+        if any(map(self.is_changed, content)):
+            self._changed.add(id(value))
+        firsts = list(own_parts[0])
+        if id(value) in self._changed or not _are_same(firsts, one.firsts):
+            one.fill(own_parts)
+        one.content, one.firsts = content, firsts
+        return one
+
+
+def _slots(module: nn.Module) -> dict[str, Any]:
+    """Returns what a module has in slots of its class."""
+    names: list[str] = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
+    held = {}
+    for name in names:
+        try:
+            held[name] = object.__getattribute__(module, name)
+        except AttributeError:
+            continue
+    return held
+
+
+def _shallow_copies(value: Any, number: int) -> list[Any] | None:
+    """Returns copies of a container; None if its class, one of the user's own, makes none."""
+    try:
+        copies = [copy.copy(value) for _ in range(number)]
+    except Exception:
+        return None
+    are_good = all(one is not value and type(one) is type(value) for one in copies)
+    return copies if are_good else None
+
+
+def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(map(operator.is_, some, others))

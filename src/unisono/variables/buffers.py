@@ -1,0 +1,387 @@
+"""The buffers of modules: each replica writes its own, and every run ends with one state for all.
+
+Before a run each replica gets the values of the primary's buffers. After it, what the replicas have
+written is brought together in the primary: floating-point buffers, such as the running statistics
+of batch normalisation, become their mean over all replicas, others, such as counters, are those of
+replica 0. So reading a buffer never communicates, and a run that fails changes none.
+
+Small buffers lie end to end in one *flat* tensor per replica and dtype, so that giving, comparing
+and averaging them takes a few calls of torch, whatever their number. Large ones are *loose*.
+torch does not count the writes of its batch normalisation, nor those through `.data`, so the values
+of small buffers are compared, and so are vectors of any size: running statistics are vectors. A
+large buffer of another shape has changed if torch has counted a write.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
+from unisono.reductions import Workers
+from unisono.tracing import span
+from unisono.variables.leaves import fit_for_training, version_of
+from unisono.variables.restructured import Restructured
+from unisono.variables.statistics import Statistics, chosen_of, mean_of
+
+Named = dict[str, Tensor | None]
+
+# Larger buffers are copied, compared and sent on their own.
+_MOST_FLOATS = 1 << 14
+_MOST_OTHERS = 64
+_FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class _Loose:
+    """A buffer on its own: the primary's, each replica's, and how often each had been written to.
+
+    Of some, torch does not count all writes: observers of quantization write without, and `.data`
+    does. So their values are compared. On many workers, where all must find the same, they count as
+    written while the modules that own them train.
+    """
+
+    primary: Tensor
+    is_compared: bool
+    owners: list[int]
+    stamp: tuple[int, int] = (-1, -1)
+    parts: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def give(self, places: Sequence[torch.device], *, is_forced: bool) -> bool:
+        """Gives the replicas what the primary has, and returns whether they need other tensors."""
+        stamp = (self.primary.data_ptr(), version_of(self.primary))
+        if not is_forced and stamp == self.stamp:
+            return False
+        can_stay = bool(self.parts) and all(_is_like(part, self.primary) for part in self.parts)
+        if can_stay:
+            for part in self.parts:
+                part.copy_(self.primary.detach())
+        else:
+            self.parts = [self.primary.detach().to(place, copy=True) for place in places]
+        self.versions = [version_of(part) for part in self.parts]
+        self.stamp = stamp
+        return not can_stay
+
+    def is_written(self, *, by_others: bool) -> bool:
+        """Whether a replica has written to it, without a resize; `by_others`: or may have."""
+        if any(part.shape != self.primary.shape for part in self.parts):
+            return False
+        if self.versions != [version_of(part) for part in self.parts]:
+            return True
+        if not self.is_compared:
+            return False
+        return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
+
+
+class Buffers:
+    """The buffers of all modules of one strategy.
+
+    Args:
+        places: Where the replicas of this worker are.
+        workers: All workers.
+    """
+
+    def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
+        self._places = places
+        self._workers = workers
+        self._is_on_host = all(place.type == "cpu" for place in places)
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._primaries: list[Named] = []
+        # For each replica, the attributes of its clones and their buffers.
+        self._attributes: list[list[dict[str, Any]]] = [[] for _ in places]
+        self._clones: list[list[Named]] = [[] for _ in places]
+        # What the primaries had when the layout was made, and the replicas have in its place.
+        self._names: list[str] = []
+        self._tensors: list[Tensor | None] = []
+        self._addresses: list[int] = []
+        self._shapes: list[torch.Size] = []
+        self._given: list[list[Tensor | None]] = [[] for _ in places]
+        # Of these, the small ones, and how often each had been written to.
+        self._small: list[list[Tensor]] = [[] for _ in places]
+        self._versions: list[list[int]] = []
+        self._flats = Statistics(places, workers)
+        self._loose: dict[int, _Loose] = {}
+        # The modules, by their place, that own vectors of floats.
+        self._owners_of_vectors: list[int] = []
+        # Whether all this is that of the modules there are.
+        self._is_laid_out = False
+        # Whether a run has begun, and has not been brought to its end.
+        self._is_open = False
+
+    def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
+        """Says which modules there are, each with its clones."""
+        pairs = list(modules)
+        before = [*self._primaries, *chain(*self._clones)]
+        self._modules = [weakref.ref(module) for module, _ in pairs]
+        self._primaries = [_attributes(module)["_buffers"] for module, _ in pairs]
+        for i in range(len(self._places)):
+            self._attributes[i] = [_attributes(clones[i]) for _, clones in pairs]
+            self._clones[i] = [attributes["_buffers"] for attributes in self._attributes[i]]
+        now = [*self._primaries, *chain(*self._clones)]
+        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            self._is_laid_out = False
+
+    def give(self) -> None:
+        """Before a run: gives the replicas what the primaries have."""
+        with fit_for_training():
+            is_new = not self._is_current()
+            if is_new:
+                self._lay_out()
+            is_forced = is_new or self._is_open
+            self._flats.give()
+            given = [one.give(self._places, is_forced=is_forced) for one in self._loose.values()]
+            if is_forced or any(given):
+                self._install()
+        self._versions = self._count_writes()
+        self._is_open = True
+
+    def bring_together(self, weights: Sequence[float]) -> None:
+        """After a run, or while all replicas wait: gives the primaries what the replicas wrote.
+
+        A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
+        this is a collective if something may have been written, the same on all of them.
+        """
+        with fit_for_training():
+            others = self._take_in()
+            loose = [
+                one
+                for one in self._loose.values()
+                if one.is_written(by_others=self._workers.are_many and self._train(one.owners))
+            ]
+            is_written = self._is_written()
+            if is_written or loose or others:
+                try:
+                    with span("reduce", "buffers"):
+                        self._bring(weights, others, loose, is_written=is_written)
+                except UnequalCollectivesError as error:
+                    add_note(error, self._explanation(others, loose))
+                    raise
+
+    def end(self, weights: Sequence[float]) -> None:
+        """Ends a run that has not failed."""
+        self.bring_together(weights)
+        self._is_open = False
+
+    def _bring(
+        self,
+        weights: Sequence[float],
+        others: list[tuple[int, str]],
+        loose: list[_Loose],
+        *,
+        is_written: bool,
+    ) -> None:
+        if is_written:
+            self._flats.bring_together(weights)
+        for one in loose:
+            if one.primary.is_floating_point() and one.primary.layout is torch.strided:
+                combined = mean_of(one.parts, weights, self._workers)
+            else:
+                combined = chosen_of(one.parts, self._workers)
+            with torch.inference_mode(mode=one.primary.is_inference()):
+                if one.primary.shape != combined.shape:
+                    one.primary.resize_(combined.shape)
+                one.primary.copy_(combined)
+        if others:
+            modules = [module() for module in self._modules]
+            restructured = Restructured(modules, self._primaries, self._attributes, others)
+            restructured.settle(weights, self._workers)
+
+    def _is_current(self) -> bool:
+        """Whether the primaries still have the buffers that the layout was made for."""
+        tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
+        return (
+            self._is_laid_out
+            and len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
+            and list(chain.from_iterable(self._primaries)) == self._names
+            and [tensor.data_ptr() for tensor in _tensors(tensors)] == self._addresses
+            and all(module() is not None for module in self._modules)
+        )
+
+    def _forget_ended(self) -> None:
+        """Leaves out modules that are no more."""
+        left = [i for i, module in enumerate(self._modules) if module() is not None]
+        if len(left) < len(self._modules):
+            self._modules = [self._modules[i] for i in left]
+            self._primaries = [self._primaries[i] for i in left]
+            self._attributes = [[own[i] for i in left] for own in self._attributes]
+            self._clones = [[own[i] for i in left] for own in self._clones]
+
+    def _lay_out(self) -> None:
+        self._forget_ended()
+        self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
+        self._names = list(chain.from_iterable(self._primaries))
+        self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
+        self._shapes = [tensor.shape for tensor in _tensors(self._tensors)]
+        # A buffer that several modules have is one for each replica, too.
+        distinct = {id(tensor): tensor for tensor in _tensors(self._tensors)}
+        owners: dict[int, list[int]] = {}
+        for i, own in enumerate(self._primaries):
+            for tensor in _tensors(own.values()):
+                owners.setdefault(id(tensor), []).append(i)
+        modules = [module() for module in self._modules]
+        self._loose = {}
+        flat: dict[int, Tensor] = {}
+        for key, one in distinct.items():
+            kinds = [modules[i] for i in owners[key]]
+            is_resized = any(map(_resizes_buffers, kinds))
+            is_of_norm = all(isinstance(kind, _NormBase) for kind in kinds)
+            if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
+                flat[key] = one
+            else:
+                self._loose[key] = _Loose(one, is_resized or one.numel() < 2, owners[key])
+        self._flats.lay_out(flat)
+        self._owners_of_vectors = [
+            i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
+        ]
+        self._is_laid_out = True
+
+    def _is_flat(self, buffer: Tensor) -> bool:
+        if (
+            buffer.layout is not torch.strided
+            or type(buffer) not in (Tensor, nn.Buffer)
+            or buffer.device != self._places[0]
+            or buffer.is_inference()
+            or not buffer.is_contiguous()
+        ):
+            return False
+        if buffer.dtype in _FLAT_FLOATS:
+            return buffer.numel() <= _MOST_FLOATS or _is_vector(buffer)
+        is_plain = not (buffer.is_floating_point() or buffer.is_complex() or buffer.is_quantized)
+        return is_plain and buffer.numel() <= _MOST_OTHERS
+
+    def _install(self) -> None:
+        """Puts the buffers of each replica into its clones."""
+        for i, clones in enumerate(self._clones):
+            parts = {id(one): self._part(one, i) for one in _tensors(self._tensors)}
+            self._given[i] = [parts.get(id(tensor)) for tensor in self._tensors]
+            self._small[i] = [part for key, part in parts.items() if key not in self._loose]
+            given = iter(self._given[i])
+            for clone, primary in zip(clones, self._primaries, strict=True):
+                clone.clear()
+                clone.update((name, next(given)) for name in primary)
+
+    def _part(self, primary: Tensor, replica_id: int) -> Tensor:
+        loose = self._loose.get(id(primary))
+        return self._flats.part(primary, replica_id) if loose is None else loose.parts[replica_id]
+
+    def _take_in(self) -> list[tuple[int, str]]:
+        """Takes buffers that replicas have replaced, and returns those of another kind than before.
+
+        They are named by the place of their module, and their name.
+        """
+        others: set[tuple[int, str]] = set()
+        for i, clones in enumerate(self._clones):
+            found = list(chain.from_iterable(map(dict.values, clones)))
+            is_same = len(found) == len(self._given[i]) and all(
+                map(operator.is_, found, self._given[i])
+            )
+            is_same = is_same and [one.shape for one in _tensors(found)] == self._shapes
+            if not is_same or list(chain.from_iterable(clones)) != self._names:
+                others.update(self._take_replaced(i))
+        return sorted(others)
+
+    def _take_replaced(self, replica_id: int) -> Iterable[tuple[int, str]]:
+        place = 0
+        for module, (primary, clone) in enumerate(
+            zip(self._primaries, self._clones[replica_id], strict=True)
+        ):
+            yield from ((module, name) for name in clone if name not in primary)
+            for name, before in primary.items():
+                given = self._given[replica_id][place]
+                found = clone.get(name)
+                if found is given and name in clone and _is_like(found, before):
+                    pass
+                elif self._is_resized(before, found, given):
+                    assert before is not None
+                    assert found is not None
+                    raise UnsupportedError(
+                        f"The buffer {self._name_of(before)} was resized in place in a step, from "
+                        f"{tuple(before.shape)} to {tuple(found.shape)}. Set a new tensor instead: "
+                        "`module.name = tensor`."
+                    )
+                elif before is None or given is None or not _is_like(found, before):
+                    yield module, name
+                elif sum(one is before for one in self._tensors) > 1:
+                    # It was one buffer of several modules, and is no longer.
+                    yield module, name
+                else:
+                    assert found is not None
+                    given.copy_(found.detach())
+                    clone[name] = given
+                place += 1
+
+    def _is_resized(
+        self, before: Tensor | None, found: Tensor | None, given: Tensor | None
+    ) -> bool:
+        """Whether a flat buffer is the one that was given, and has another size than before."""
+        is_given = before is not None and found is not None and found is given
+        return is_given and id(before) not in self._loose
+
+    def _is_written(self) -> bool:
+        """Whether small buffers may have been written; on many workers, all find the same."""
+        if not self._flats.is_any:
+            return False
+        if self._versions != self._count_writes():
+            return True
+        # All workers know who trains. And the values of a GPU cannot be seen without waiting.
+        is_unseen = self._workers.are_many or not self._is_on_host
+        if is_unseen and self._train(self._owners_of_vectors):
+            return True
+        return self._is_on_host and self._flats.differ()
+
+    def _train(self, modules: Iterable[int]) -> bool:
+        """Whether one of some modules, given by their places, is in training mode."""
+        return any(self._attributes[0][i].get("training", True) for i in modules)
+
+    def _count_writes(self) -> list[list[int]]:
+        return [[tensor._version for tensor in own] for own in self._small]
+
+    def _explanation(self, others: list[tuple[int, str]], loose: list[_Loose]) -> str:
+        names = [self._name_of(one.primary) for one in loose] + [name for _, name in others]
+        written = f" Of the large ones this worker wrote {', '.join(names)}." if names else ""
+        return (
+            "Raised when the buffers that the replicas wrote were brought together, at the end of "
+            f"`run`.{written} Every worker must make the same runs, and write the same large "
+            "buffers in them."
+        )
+
+    def _name_of(self, buffer: Tensor) -> str:
+        names = zip(self._names, self._tensors, strict=True)
+        return next((name for name, tensor in names if tensor is buffer), "a buffer")
+
+
+def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Returns the attributes that a module itself has, on a replica too."""
+    attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
+    return attributes
+
+
+def _resizes_buffers(module: nn.Module | None) -> bool:
+    """Whether a module gives its buffers another size in place, as torch's observers do."""
+    return any(cls.__module__.startswith("torch.ao.quantization") for cls in type(module).__mro__)
+
+
+def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:
+    return [buffer for buffer in buffers if buffer is not None]
+
+
+def _is_vector(buffer: Tensor | None) -> bool:
+    return buffer is not None and buffer.dim() == 1 and buffer.is_floating_point()
+
+
+def _is_like(found: Tensor | None, given: Tensor | None) -> bool:
+    if found is None or given is None:
+        return found is given
+    return (
+        found.shape == given.shape and found.dtype == given.dtype and found.layout is given.layout
+    )

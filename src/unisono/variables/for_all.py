@@ -1,0 +1,185 @@
+"""What runs once for all replicas, while these wait for it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+from torch.optim import swa_utils
+from torch.utils import _pytree as pytree
+
+from unisono.arguments import check_callable
+from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.values import select_replica
+
+if TYPE_CHECKING:
+    from unisono.strategies import StrategyExtended
+
+T = TypeVar("T")
+
+
+class for_all:
+    """Until the block ends, the code runs for all replicas, which wait in a meeting.
+
+    It sees modules and parameters as the program has them. Before, what replicas have written to
+    parameters themselves is refused, and what they have set in the groups of optimizers is taken
+    over. After it, what the block has written reaches every memory.
+
+    A class and not a generator, for the reason that `entered` gives.
+    """
+
+    __slots__ = ("_context", "_entered", "_mirrors", "_mode")
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+        self._mirrors = context.strategy.extended.mirrors
+        self._mode = context.notes.get("mode")
+        self._entered = entered(CrossReplicaContext(context.strategy))
+
+    def __enter__(self) -> None:
+        # Not each of the looks at a parameter is to ask the replica's mode.
+        with torch._C.DisableTorchFunction():
+            self._mirrors.watch.check()
+            self._mirrors.groups.settle(self._context.num_local_replicas)
+        if self._mode is not None:
+            self._mode.turn()
+        self._entered.__enter__()
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._entered.__exit__()
+        if self._mode is not None:
+            self._mode.turn()
+        if kind is None:
+            with torch._C.DisableTorchFunction():
+                self._mirrors.watch.settle()
+                self._mirrors.groups.renew()
+
+
+def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    """Calls `fn` once for all replicas, and gives every replica its result.
+
+    In a step the replicas wait for each other, and replica 0's `fn` is called, on every worker,
+    outside any replica: modules, parameters and optimizers are those of the program, gradients are
+    reduced, and what `fn` writes to them counts once and reaches all replicas. It is how a step
+    writes weights, adds to a counter, or writes a log.
+
+        def update_average():
+            for average, weight in zip(teacher.parameters(), student.parameters()):
+                average.data.lerp_(weight.data, 0.01)
+
+        unisono.once(update_average)
+
+    Outside a step, and with one replica, `fn` is just called.
+
+    Args:
+        fn: What to call. On many workers all call it, so it must do the same on each.
+        args: Its arguments. What is the same object on all replicas arrives as it is. What differs
+            arrives as a `PerReplica`. Parts of models arrive as those of the program.
+        kwargs: Its keyword arguments, likewise.
+
+    Returns:
+        What `fn` returns; of a `PerReplica` in it, every replica gets its own component.
+
+    Raises:
+        UnequalCallsError: If another replica makes another call, or has returned.
+    """
+    check_callable("fn", fn)
+    context = current_replica()
+    if context is None or context.strategy.extended.mirrors.is_single:
+        return fn(*args, **kwargs)
+
+    def work(given: list[Any]) -> list[Any]:
+        with torch._C.DisableTorchFunction():
+            _begin(context.strategy.extended)
+        results = _call(context, fn, given)
+        with torch._C.DisableTorchFunction():
+            _end(context.strategy.extended)
+        return results
+
+    mirrors = context.strategy.extended.mirrors
+    own = _of_program(mirrors, (args, kwargs))
+    name = getattr(fn, "__qualname__", type(fn).__name__)
+    fn = _method_of_program(mirrors, fn)
+    result: T = context.meeting.meet(context.local_id, f"once({name})", own, work)
+    return result
+
+
+def merge(
+    context: ReplicaContext, merge_fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Any
+) -> Any:
+    """Does the work of `ReplicaContext.merge_call`."""
+    fn = functools.partial(merge_fn, context.strategy)
+    work = functools.partial(_call, context, fn)
+    return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+
+
+def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
+    """Calls `fn` with the arguments that all replicas gave, and parts its result."""
+    extended = context.strategy.extended
+    args, kwargs = extended.counting.regrouped(given)
+    extended.mirrors.metrics.end(extended.current_weights)
+    with for_all(context):
+        result = fn(*args, **kwargs)
+    extended.mirrors.metrics.begin()
+    return [select_replica(i, result) for i in range(len(given))]
+
+
+def _begin(extended: StrategyExtended) -> None:
+    """Makes the program's modules show what the replicas have: gradients and buffers."""
+    owners = extended.mirrors.all_leaves
+    extended.mirrors.reduce_rest(owners)
+    for one in owners:
+        one.show_current_gradient()
+    extended.mirrors.buffers.bring_together(extended.current_weights)
+
+
+def _end(extended: StrategyExtended) -> None:
+    """Gives the replicas what was done to the program's modules."""
+    mirrors = extended.mirrors
+    for one in mirrors.all_leaves:
+        one.take_from_primary()
+    generation = mirrors.generation
+    mirrors.refresh()
+    if mirrors.generation != generation:
+        extended.gradients.begin(extended.current_weights)
+
+
+def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:
+    """Replaces a method that is bound to what a replica has of a module."""
+    bound = inspect.unwrap(fn)
+    owner = getattr(bound, "__self__", None)
+    primary = mirrors.module_of(owner) if isinstance(owner, nn.Module) else None
+    if primary is None:
+        return fn
+    # Looked up when it is called, which no replica does.
+    return lambda *args, **kwargs: getattr(primary, bound.__name__)(*args, **kwargs)
+
+
+def _of_program(mirrors: Any, structure: Any) -> Any:
+    """Replaces what a replica has of modules and parameters by what the program has."""
+
+    def replaced(leaf: Any) -> Any:
+        primary = None
+        if isinstance(leaf, nn.Module):
+            primary = mirrors.module_of(leaf)
+        elif isinstance(leaf, nn.Parameter):
+            primary = mirrors.primary_of(leaf)
+        return leaf if primary is None else primary
+
+    return pytree.tree_map(replaced, structure)
+
+
+@functools.cache
+def average_once() -> None:
+    """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
+    update = swa_utils.AveragedModel.update_parameters
+
+    @functools.wraps(update)
+    def update_parameters(self: Any, model: nn.Module) -> None:
+        once(update, self, model)
+
+    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]

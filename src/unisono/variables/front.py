@@ -1,0 +1,116 @@
+"""Classes that come before the class of an object for as long as replicas run."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+_PLAIN_CLASS = "_unisono_plain_class"
+_set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+
+
+class Front:
+    """Comes before a user's class. Copies, pickles and new objects are of the user's class."""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Keeps `__init_subclass__` of the user's class, such as a registry, from being called."""
+
+    @property
+    def __class__(self) -> Any:
+        """The user's class: what is asked of an object by its users."""
+        return plain_class(type(self))
+
+    @__class__.setter
+    def __class__(self, cls: type) -> None:
+        before = type(self).__mro__[1]
+        _set_class(self, in_front(before, plain_class(cls)))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns what the user's class returns, without a trace of the class before it."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        if isinstance(reduced, str):
+            return reduced
+        rebuild, args, *rest = reduced
+        plain = (plain_class(arg) if isinstance(arg, type) else arg for arg in args)
+        return (rebuild, tuple(plain), *rest)
+
+
+@functools.cache
+def in_front(before: type, cls: type) -> type:
+    """Returns a subclass of `cls`, with the same name, whose methods are first those of `before`.
+
+    Its only base is `cls`, so that objects can change between the two, whatever the layout of the
+    bases of `cls` is. Neither the metaclass of `cls` nor `__init_subclass__` hears of it.
+    """
+    first = before.__mro__[:-1]
+    metaclass = type(
+        type(cls).__name__, (type(cls),), {"mro": lambda made: [made, *first, *cls.__mro__]}
+    )
+    namespace = {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__slots__": (),
+        "__new__": lambda _, *args, **kwargs: cls(*args, **kwargs),
+        _PLAIN_CLASS: cls,
+    }
+    made: type = type.__new__(metaclass, cls.__name__, (cls,), namespace)
+    return made
+
+
+def plain_class(cls: type) -> Any:
+    """Returns the user's class of an object, whether replicas run or not."""
+    return vars(cls).get(_PLAIN_CLASS, cls)
+
+
+class Fronts:
+    """The objects of one strategy that have another class while its replicas run."""
+
+    def __init__(self) -> None:
+        self._added: list[tuple[weakref.ref[Any], type]] = []
+        # The objects of the current run, their classes, and those that they have during the run.
+        self._present: list[Any] = []
+        self._plain: list[type] = []
+        self._during: list[type] = []
+        self._is_up = False
+
+    def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
+        """Lets `before` come before the class of an object in the next run, or in this one, too."""
+        cls: Any = type(target)
+        self._added.append((weakref.ref(target), before))
+        if is_at_once and self._is_up:
+            self._present = [*self._present, target]
+            self._plain = [*self._plain, cls]
+            self._during = [*self._during, in_front(before, cls)]
+            _set_classes([target], self._during[-1:])
+
+    def put_up(self) -> None:
+        """Before a run: gives every object its other class."""
+        present = [target for ref, _ in self._added if (target := ref()) is not None]
+        if len(present) < len(self._added):
+            self._added = [one for one in self._added if one[0]() is not None]
+        plain = list(map(type, present))
+        if plain != self._plain:
+            self._during = list(map(in_front, (before for _, before in self._added), plain))
+            self._plain = plain
+        self._present = present
+        self._is_up = True
+        _set_classes(present, self._during)
+
+    def take_down(self) -> None:
+        """After a run: gives every object its own class back."""
+        self._is_up = False
+        present, plain = self._present, self._plain
+        if list(map(type, present)) != self._during[: len(present)]:
+            # In the run, an object was given another class, such as that of a parametrization.
+            plain = [plain_class(type(one)) for one in present]
+        _set_classes(present, plain)
+        self._present = []
+
+
+def _set_classes(targets: Sequence[Any], classes: Sequence[type]) -> None:
+    # One loop in C: it is fast, and Ctrl-C cannot end it halfway.
+    collections.deque(map(_set_class, targets, classes), maxlen=0)

@@ -1,0 +1,343 @@
+"""Metrics that are modules with states, as those of torchmetrics are.
+
+On a replica a metric counts the samples of that replica, from the start of each run. At the end of
+the run the states of all replicas of all workers are merged into those of the primary. So on every
+worker the primary has every sample once, and computing its value needs no communication.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.contexts import current_replica
+from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
+from unisono.kernels import reduce_batch
+from unisono.options import ReduceOp
+from unisono.reductions import Workers
+from unisono.variables.metric_parts import Part, as_list, packed, unpacked
+
+# Where metrics note how often they were updated.
+UPDATES = "_update_count"
+# What metrics note about themselves, and methods that they keep bound to themselves. It concerns
+# the one that has it, and no clone.
+_NOTES = frozenset(
+    (
+        *("_cache", "_computed", "_enable_grad", "_forward_cache", "_is_synced", "_should_unsync"),
+        *("_to_sync", "compute", "compute_on_cpu", "update", UPDATES),
+    )
+)
+# Whether a clone was reset in this run, and whether it had been before it was last reset.
+_WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
+_METRIC = "_unisono_metric"
+
+
+def is_metric(attributes: dict[str, Any]) -> bool:
+    """Whether a module with these attributes has states as the metrics of torchmetrics have."""
+    return all(isinstance(attributes.get(name), dict) for name in ("_defaults", "_reductions"))
+
+
+def is_own(attributes: dict[str, Any], name: str) -> bool:
+    """Whether an attribute is a state of a metric or about one, of which clones have their own."""
+    return is_metric(attributes) and (name in _NOTES or name in attributes["_defaults"])
+
+
+def is_clone(attributes: dict[str, Any]) -> bool:
+    """Whether a metric with these attributes is that of one replica."""
+    return _WAS_RESET in attributes
+
+
+def note_updates(clone: nn.Module, count: int) -> None:
+    """Notes what becomes of a clone whose number of updates is set to `count`.
+
+    `forward` resets a metric for a while, and sets the number back to what it was.
+    """
+    own = clone.__dict__
+    if count == 0:
+        own[_HAD_BEEN_RESET] = own[_WAS_RESET]
+        own[_WAS_RESET] = True
+    elif count != own[UPDATES] + 1:
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET]
+
+
+class MirroredMetric(NamedTuple):
+    """A metric, and its clones.
+
+    Attributes:
+        number: What it is called among workers.
+        name: What it is called in errors.
+        primary: The metric itself, which the clones do not keep alive.
+        clones: One for each replica of this worker.
+        fixed: The numbers and tensors of the primary that are no states.
+    """
+
+    number: int
+    name: str
+    primary: weakref.ref[nn.Module]
+    clones: list[nn.Module]
+    fixed: dict[str, Any]
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The attributes of the primary."""
+        attributes: dict[str, Any] = object.__getattribute__(self.primary(), "__dict__")
+        return attributes
+
+    def prepare(self, places: Sequence[torch.device], workers: Workers) -> None:
+        """Makes new clones count from nothing, and find each other where they are to be merged."""
+        # All that a process group could add is merged already; `bool()` is False.
+        self.attributes["distributed_available_fn"] = bool
+        notes = {name: self.attributes[name] for name in _NOTES if name in self.attributes}
+        for clone, place in zip(self.clones, places, strict=True):
+            cls: Any = type(clone)
+            clone.__dict__.update(
+                notes,
+                _device=place,
+                distributed_available_fn=_is_on_replica,
+                _sync_dist=functools.partial(_synchronize, self, workers),
+                update=cls._wrap_update(clone, types.MethodType(cls.update, clone)),
+                compute=cls._wrap_compute(clone, types.MethodType(cls.compute, clone)),
+            )
+            self._start(clone)
+
+    def begin(self) -> None:
+        """Before a run: forgets what was counted in the last one."""
+        for clone in self.clones:
+            own = clone.__dict__
+            own["_computed"] = None
+            own.update(self.fixed)
+            if own["_update_count"] or own[_WAS_RESET]:
+                self._start(clone)
+
+    def _start(self, clone: nn.Module) -> None:
+        own = clone.__dict__
+        own.update(_update_count=0, _computed=None, _cache=None, _is_synced=False)
+        own[_WAS_RESET] = own[_HAD_BEEN_RESET] = False
+        for name, default in own["_defaults"].items():
+            if not isinstance(default, Tensor):
+                own[name] = []
+            elif _how(own["_reductions"][name]) == "sum":
+                # The primary has the default already.
+                own[name] = torch.zeros_like(default, device=own["_device"])
+            else:
+                own[name] = default.detach().to(own["_device"], copy=True)
+
+    @property
+    def is_changed(self) -> bool:
+        """Whether a replica of this worker has updated or reset it in this run."""
+        return any(
+            clone.__dict__[UPDATES]
+            or clone.__dict__[_WAS_RESET]
+            or any(clone.__dict__[name] is not value for name, value in self.fixed.items())
+            for clone in self.clones
+        )
+
+    def part_of(self, clone: nn.Module) -> Part:
+        """Returns what a replica has counted."""
+        own = clone.__dict__
+        for name, value in self.fixed.items():
+            if own[name] is not value:
+                self._refuse(f"keeps {name!r} between updates, which is none of its states")
+        states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
+        return Part(own["_update_count"], own[_WAS_RESET], states)
+
+    def take(self, parts: Sequence[Part]) -> None:
+        """Adds what all replicas have counted to the primary."""
+        num_updates, states = self.merged(parts)
+        self.attributes.update(states, _update_count=num_updates, _computed=None)
+
+    def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
+        """Returns the number of updates and the states of the primary and all replicas together.
+
+        Args:
+            parts: What the replicas have counted, in the order of their ids.
+            with_own: Whether what the primary has counts.
+
+        Raises:
+            UnsupportedError: If the states cannot be merged.
+        """
+        if any(part.was_reset for part in parts) or not with_own:
+            states, num_before = self._defaults(), 0
+        else:
+            states, num_before = self._states(), self.attributes["_update_count"]
+        updated = [part for part in parts if part.num_updates]
+        if not updated:
+            return num_before, states
+        self._check()
+        weights = [num_before, *(part.num_updates for part in updated)]
+        for name, own in states.items():
+            values = [part.states[name] for part in updated]
+            states[name] = self._reduced(name, own, values, weights)
+        # Where all replicas make an update, one device makes one.
+        return num_before + max(part.num_updates for part in updated), states
+
+    def _states(self) -> dict[str, Any]:
+        return {name: self.attributes[name] for name in self.attributes["_defaults"]}
+
+    def _defaults(self) -> dict[str, Any]:
+        return {
+            name: default.detach().clone() if isinstance(default, Tensor) else []
+            for name, default in self.attributes["_defaults"].items()
+        }
+
+    def _check(self) -> None:
+        """Refuses metrics whose states are no sum, list or the like of what each sample gives."""
+        for name, reduction in self.attributes["_reductions"].items():
+            if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
+                self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
+
+    def _refuse(self, why: str) -> None:
+        raise UnsupportedError(
+            f"{self.name} was updated on replicas, but it {why}, so what the replicas have counted "
+            "cannot be merged. Return the predictions and targets from the step, and update it "
+            "outside of `run` with `metric.update(strategy.gather(predictions, axis=0), "
+            "strategy.gather(targets, axis=0))`."
+        )
+
+    def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
+        if isinstance(own, list) or isinstance(values[0], list):
+            return [one for value in (own, *values) for one in as_list(value)]
+        reduction = self.attributes["_reductions"][name]
+        how = _how(reduction)
+        here = [value.to(own.device) for value in values]
+        if how == "sum":
+            # In the order of all sums over replicas.
+            total: Tensor = reduce_batch(ReduceOp.SUM, [tuple(here)], [1])[0][0]
+            return own + total
+        if how == "mean":
+            weighted = [one * weight for one, weight in zip([own, *here], weights, strict=True)]
+            return torch.stack(weighted).sum(0) / sum(weights)
+        if how in ("max", "min"):
+            return functools.reduce(torch.maximum if how == "max" else torch.minimum, here, own)
+        return reduction(torch.cat([own, *here]) if how == "cat" else torch.stack([own, *here]))
+
+
+class Metrics:
+    """The metrics of one strategy.
+
+    Args:
+        places: Where the replicas of this worker are.
+        workers: All workers.
+    """
+
+    def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
+        self._places = places
+        self._workers = workers
+        # By identity, because metrics hash by their states. Workers name a metric by its number.
+        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._num_found = 0
+        # The first clones, which know of the others and live as long as the primary does.
+        self._clones: list[weakref.ref[nn.Module]] = []
+
+    def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
+        """Says which modules there are, each with its clones."""
+        self._clones = []
+        for module, clones in modules:
+            attributes = object.__getattribute__(module, "__dict__")
+            if is_metric(attributes):
+                if module not in self._numbers:
+                    self._numbers[module] = self._num_found = self._num_found + 1
+                number = self._numbers[module]
+                name = type(module).__name__
+                fixed = {k: v for k, v in attributes.items() if _is_fixed(attributes, k, v)}
+                metric = MirroredMetric(number, name, weakref.ref(module), clones, fixed)
+                metric.prepare(self._places, self._workers)
+                clones[0].__dict__[_METRIC] = metric
+                self._clones.append(weakref.ref(clones[0]))
+
+    def _all(self) -> list[MirroredMetric]:
+        clones = [clone() for clone in self._clones]
+        metrics = [clone.__dict__[_METRIC] for clone in clones if clone is not None]
+        return [metric for metric in metrics if metric.primary() is not None]
+
+    def begin(self) -> None:
+        """Before a run: lets all replicas count from nothing."""
+        for metric in self._all():
+            metric.begin()
+
+    def end(self, weights: Sequence[float]) -> None:
+        """After a run that has not failed: adds what all replicas have counted to the primaries.
+
+        On many workers this is a collective if a metric was updated or reset, so all workers must
+        do so in the same runs.
+
+        Args:
+            weights: What each replica counts for; 0 if it had no samples.
+        """
+        metrics = self._all()
+        if not any(metric.is_changed for metric in metrics):
+            return
+        try:
+            everybody = _parts_of_all(metrics, self._workers, [weight > 0 for weight in weights])
+        except UnequalCollectivesError as error:
+            add_note(
+                error,
+                "Raised when what the replicas have counted was brought together, at the end of "
+                "`run`. Every worker must make the same runs, and update metrics in the same ones.",
+            )
+            raise
+        for metric in metrics:
+            if metric.number in everybody:
+                metric.take(everybody[metric.number])
+
+
+def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -> None:
+    """On a replica, for `compute()` in a step: gives its clone what all have counted so far."""
+    context = current_replica()
+    assert context is not None
+    own = metric.clones[context.local_id].__dict__
+    # In `forward`, the value is that of a batch.
+    with_own = own["_should_unsync"]
+
+    def work(is_counted: list[bool]) -> list[Any]:
+        parts = _parts_of_all([metric], workers, is_counted).get(metric.number, [])
+        return [metric.merged(parts, with_own=with_own)[1]] * len(is_counted)
+
+    what = f"{metric.name}.compute()"
+    states = context.meeting.meet(context.local_id, what, context.weight > 0, work)
+    for name, value in states.items():
+        is_list = isinstance(value, list)
+        own[name] = list(value) if is_list else value.to(own["_device"], copy=True)
+
+
+def _is_on_replica() -> bool:
+    return current_replica() is not None
+
+
+def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
+    is_number = isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)
+    return is_number and not is_own(attributes, name)
+
+
+def _how(reduction: Any) -> str:
+    """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
+    name = getattr(reduction, "__name__", "")
+    return name.removeprefix("dim_zero_") if name.startswith("dim_zero_") else ""
+
+
+def _parts_of_all(
+    metrics: Sequence[MirroredMetric], workers: Workers, is_counted: list[bool]
+) -> dict[int, list[Part]]:
+    """Returns what all replicas of all workers have counted, by the numbers of the metrics."""
+    found = {}
+    for metric in metrics:
+        pairs = zip(metric.clones, is_counted, strict=True)
+        parts = [metric.part_of(clone) for clone, counts in pairs if counts]
+        if any(part.num_updates or part.was_reset for part in parts):
+            found[metric.number] = parts
+    if not workers.are_many:
+        return found
+    names = {metric.number: metric.name for metric in metrics}
+    states = {metric.number: list(metric.attributes["_defaults"]) for metric in metrics}
+    everybody: dict[int, list[Part]] = {}
+    for tensors in workers.gather_lists(packed(found, names)):
+        for number, parts in unpacked(tensors, states):
+            everybody.setdefault(number, []).extend(parts)
+    return everybody

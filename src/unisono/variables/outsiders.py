@@ -1,0 +1,257 @@
+"""What belongs to no model of a strategy must not be trained on its replicas.
+
+All replicas would use it at once: gradients of several threads would be added up in one place,
+and nobody would reduce them. What a replica makes itself in a step is its own and may be trained.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.contexts import ReplicaContext, current_replica, is_inside_run
+from unisono.errors import ContextError
+from unisono.variables.attributes import raw
+from unisono.variables.containers import variable_of
+from unisono.variables.mirrors import Mirrors
+from unisono.variables.once import owner_of, parameters_of, reduce_hidden
+
+# The number of the replica that made a parameter or module in a step.
+_makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Schedulers and scalers that a replica made in a step.
+_made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+@functools.cache
+def refuse_outsiders() -> None:
+    """From now on, what was made outside is refused in the steps of strategies."""
+    register_optimizer_step_pre_hook(_check_optimizer)
+    make: Any = nn.Parameter.__new__
+
+    @functools.wraps(make)
+    def made(cls: type, *args: Any, **kwargs: Any) -> Any:
+        parameter = make(cls, *args, **kwargs)
+        note_maker(parameter)
+        return parameter
+
+    nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
+    for name in ("scale", "unscale_", "step", "update"):
+        _check_before(GradScaler, name)
+    for cls in vars(lr_scheduler).values():
+        is_scheduler = isinstance(cls, type) and issubclass(cls, lr_scheduler.LRScheduler)
+        if is_scheduler and "step" in vars(cls):
+            _check_before(cls, "step")
+
+
+def note_maker(made: Tensor | nn.Module) -> None:
+    """Notes which replica made a parameter or module, if one did."""
+    context = current_replica()
+    if context is not None:
+        _makers[made] = context.local_id
+
+
+def check_metric(metric: nn.Module) -> None:
+    """Refuses an update, on a replica, of a metric that all replicas would write at once."""
+    context = current_replica()
+    if context is None or context.num_replicas_in_sync == 1:
+        return
+    if _makers.get(metric) != context.local_id:
+        raise ContextError(
+            f"{type(metric).__name__} was updated on a replica, but does not belong to "
+            f"{context.strategy!r}: all replicas would write its states at once. Make it in "
+            "`strategy.scope()`, or bring it in with `strategy.mirror(metric)`."
+        )
+
+
+def note_made_in_step(made: Any) -> None:
+    """Notes that a replica made a scheduler or scaler."""
+    _made_in_steps.add(made)
+
+
+class Outsiders:
+    """Keeps a replica from training what was made outside.
+
+    Args:
+        mirrors: What belongs to the strategy.
+        context: The replica.
+    """
+
+    def __init__(self, mirrors: Mirrors, context: ReplicaContext) -> None:
+        self._mirrors = mirrors
+        self._context = context
+        # By identity, parameters that were made outside and used, and the module that used them.
+        self._used: dict[int, nn.Module | None] = {}
+
+    def after_use(self, parameter: Tensor, result: Any) -> None:
+        """Notes a parameter made outside that gradients may flow back to from a result."""
+        found = result if isinstance(result, (tuple, list)) else (result,)
+        is_tracked = any(isinstance(one, Tensor) and one.grad_fn is not None for one in found)
+        if is_tracked and id(parameter) not in self._used and self._is_outsider(parameter):
+            self._used[id(parameter)] = _user_of(parameter)
+
+    def before_backward(self, root: Tensor) -> None:
+        """Refuses a backward pass that would reach a parameter that was made outside.
+
+        It looks at every node of the graph. So it does this only where such a parameter was used,
+        and in the first run of every step: there it also looks into TorchScript and custom
+        functions.
+        """
+        if self._mirrors.is_checked and not self._used:
+            return
+        self._mirrors.is_being_checked = True
+        own = self._mirrors.stand_ins[self._context.local_id]
+        for leaf in _leaves_below(root.grad_fn):
+            is_own = not isinstance(leaf, nn.Parameter) or own.get(id(leaf)) is leaf
+            if not is_own and self._is_outsider(leaf):
+                user = self._used.get(id(leaf)) or _owner_of(leaf)
+                raise ContextError(_message(user, leaf, self._context))
+
+    def before_write(self, running: Tensor) -> None:
+        """Refuses running statistics that two replicas write to, such as those of a frozen model.
+
+        Args:
+            running: The running mean of a batch normalisation.
+        """
+        replica_id = self._context.local_id
+        writer, _ = self._mirrors.statistics.setdefault(id(running), (replica_id, running))
+        if writer != replica_id:
+            raise ContextError(
+                "A batch normalisation that belongs to no model of "
+                f"{self._context.strategy!r} is in training mode, so all replicas would write to "
+                "its running statistics at once. Call `eval()` on its model, or bring the model in "
+                "with `strategy.mirror(model)`."
+            )
+
+    def _is_outsider(self, parameter: Tensor) -> bool:
+        """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
+        return (
+            parameter.requires_grad
+            and self._context.num_replicas_in_sync > 1
+            and _makers.get(parameter) != self._context.local_id
+            and variable_of(parameter) is None
+        )
+
+
+def _leaves_below(node: Any) -> Iterator[Tensor]:
+    seen, waiting = {node}, [node]
+    while waiting:
+        current = waiting.pop()
+        if current is None:
+            continue
+        leaf = getattr(current, "variable", None)
+        if leaf is not None:
+            yield leaf
+        for following, _ in reversed(current.next_functions):
+            if following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContext) -> str:
+    what = "A model" if module is None else type(module).__name__
+    name = None if module is None else _name_in(module, parameter)
+    named = f"{name!r}, " if name else ""
+    parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
+    if context.strategy.extended.mirrors.leaves_of(parameter) is not None:
+        return (
+            f"{what} uses {parameters} of a model of {context.strategy!r}, but not those of the "
+            "replica: TorchScript modules and custom functions keep what they were made with. Call "
+            "the model itself in the step, and hand its parameters over there."
+        )
+    return (
+        f"{what} has {parameters} that belong to no model of {context.strategy!r}, so all replicas "
+        "would train them at once and nobody would reduce their gradients. Make the model in "
+        "`strategy.scope()`, or bring it in with `strategy.mirror(model)`. One that is only read "
+        "is frozen with `requires_grad_(False)`, or called under `torch.no_grad()`."
+    )
+
+
+def _name_in(module: nn.Module, parameter: Tensor) -> str | None:
+    return next((n for n, one in module.named_parameters() if one is parameter), None)
+
+
+def _user_of(parameter: Tensor) -> nn.Module | None:
+    """Returns the outermost module under way in this thread that has the parameter."""
+    found, frame = None, sys._getframe()
+    while frame is not None:
+        user = frame.f_locals.get("self")
+        if isinstance(user, nn.Module) and any(parameter is one for one in user.parameters()):
+            found = user
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _owner_of(parameter: Tensor) -> nn.Module | None:
+    """Returns a module that has the parameter, found among all objects of the process."""
+    modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
+    return next((m for m in modules if _holds(m, parameter)), None)
+
+
+def _holds(module: nn.Module, parameter: Tensor) -> bool:
+    held = raw(module).get("_parameters") or {}
+    return any(parameter is one for one in held.values())
+
+
+def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuses an optimizer that several replicas would step, or whose parameters they share."""
+    context = current_replica()
+    owner = owner_of(optimizer)
+    if context is not None and context.num_replicas_in_sync > 1:
+        _check_optimizer_of_replica(optimizer, context)
+    elif owner is not None and not is_inside_run():
+        reduce_hidden(optimizer, owner)
+    elif owner is not None:
+        for parameter in parameters_of(optimizer):
+            if parameter.grad is not None and owner.leaves_of(parameter) is None:
+                raise ContextError(
+                    f"{type(optimizer).__name__} is given a parameter of shape "
+                    f"{tuple(parameter.shape)} that belongs to no model of the strategy, so all "
+                    "replicas have written to its one gradient at once. A model that is copied or "
+                    "loaded is brought in with `strategy.mirror()`, a tensor is made a `Variable`."
+                )
+
+
+def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -> None:
+    name = type(optimizer).__name__
+    if owner_of(optimizer) is context.strategy.extended.mirrors:
+        raise ContextError(
+            f"`{name}.step` was kept from before the run, so every replica would make the update. "
+            "Call `optimizer.step()` in the step instead."
+        )
+    if all(_makers.get(parameter) == context.local_id for parameter in parameters_of(optimizer)):
+        return
+    raise ContextError(
+        f"{name}.step() was called on a replica, but its parameters belong to no model of "
+        f"{context.strategy!r}: all replicas would write to them at once. Make model and optimizer "
+        "in `strategy.scope()`, or bring them in with `strategy.mirror()`."
+    )
+
+
+def _check_before(cls: Any, name: str) -> None:
+    """Lets a method of a scheduler or scaler refuse to work for several replicas at once."""
+    method: Callable[..., Any] = getattr(cls, name)
+
+    @functools.wraps(method)
+    def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_replica()
+        if context is not None and context.num_replicas_in_sync > 1:
+            is_own = self in _made_in_steps or owner_of(self) is context.strategy.extended.mirrors
+            if not is_own:
+                raise ContextError(
+                    f"{type(self).__name__}.{name}() was called on a replica, but the object does "
+                    f"not belong to {context.strategy!r}: every replica would change it. Make it "
+                    "in `strategy.scope()`, or bring it in with `strategy.mirror()`."
+                )
+        return method(self, *args, **kwargs)
+
+    setattr(cls, name, checked)

@@ -1,0 +1,123 @@
+"""Gradients that replicas have written themselves, and that no backward pass has reduced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.errors import UnsupportedError
+from unisono.options import ReduceOp
+from unisono.variables.accumulation import Weighting
+from unisono.variables.leaves import Leaves
+from unisono.variables.mirrors import Mirrors
+from unisono.variables.names import name_of
+
+
+class OwnGradients:
+    """Decides what becomes of gradients that are not the reduced ones any more.
+
+    A gradient that is equal on all replicas was made of the reduced one, by clipping for example,
+    and stays. Others are reduced as those of a backward pass are: `p.grad` that was assigned, added
+    to, or left alone by `no_sync`.
+
+    Args:
+        op: How gradients become one.
+        mirrors: Whose they are.
+        weighting: What each replica counts for.
+    """
+
+    def __init__(self, op: ReduceOp, mirrors: Mirrors, weighting: Weighting) -> None:
+        self._op = op
+        self._mirrors = mirrors
+        self._weighting = weighting
+
+    def reduce(self, own: Sequence[Leaves], reduce: Callable[[Sequence[Leaves]], None]) -> None:
+        """Reduces what is to be reduced, and shows all of it."""
+        others = [one for one in own if not _is_new(one)]
+        kept = {
+            id(one) for one, is_equal in zip(others, self._equal(others), strict=True) if is_equal
+        }
+        left = [one for one in own if id(one) not in kept]
+        for one in left:
+            self._check(one)
+            self._weigh(one)
+        if left:
+            reduce(left)
+        for one in own:
+            one.show_gradient()
+
+    def _equal(self, owners: Sequence[Leaves]) -> list[bool]:
+        """Returns for each parameter whether all replicas of all workers have one gradient."""
+        are_equal = [_are_equal([leaf.grad for leaf in one.leaves]) for one in owners]
+        workers = self._mirrors.workers
+        if not workers.are_many or not owners:
+            return are_equal
+        sums = torch.stack(
+            [
+                _fingerprint(one.leaves[0].grad if is_equal else None)
+                for one, is_equal in zip(owners, are_equal, strict=True)
+            ]
+        )
+        first, *rest = workers.gather(sums)
+        return [all(torch.equal(row, own[i]) for own in rest) for i, row in enumerate(first)]
+
+    def _check(self, one: Leaves) -> None:
+        name = name_of(self._mirrors, one.primary)
+        if self._op is not ReduceOp.MEAN and _is_same_object(one):
+            raise UnsupportedError(
+                f"The replicas have changed the gradient of {name} in different ways after "
+                f"`backward()` had reduced it with {self._op}, which cannot be reduced again. "
+                "Change it before: in a hook of the parameter, or in the loss. What is to happen "
+                "once for all replicas is done by `unisono.once(fn)`."
+            )
+        mixed = [leaf for leaf in one.leaves if self._weighting.is_mixed(leaf)]
+        if mixed:
+            raise UnsupportedError(
+                f"The gradient of {name} was assigned after backward passes in `no_sync()`, where "
+                "it is multiplied by what the replica counts for, because batches are uneven. Use "
+                "`torch.autograd.grad`, which gives the gradient as it is."
+            )
+
+    def _weigh(self, one: Leaves) -> None:
+        for leaf, weight in zip(one.leaves, self._weighting.weights, strict=True):
+            if weight != 1.0 and leaf.grad is not None and not self._weighting.is_applied(leaf):
+                leaf.grad = self._weighting.weigh(weight, leaf.grad)
+
+
+def _is_new(one: Leaves) -> bool:
+    """Whether a replica has a gradient where nothing was reduced before."""
+    pairs = zip(one.leaves, one.reduced, strict=True)
+    return any(mark is None and leaf.grad is not None for leaf, mark in pairs)
+
+
+def _is_same_object(one: Leaves) -> bool:
+    pairs = zip(one.leaves, one.reduced, strict=True)
+    return any(mark is not None and mark.grad() is leaf.grad for leaf, mark in pairs)
+
+
+def _are_equal(grads: Sequence[Tensor | None]) -> bool:
+    first = grads[0]
+    return first is not None and all(
+        other is not None and _is_equal(first, other) for other in grads[1:]
+    )
+
+
+def _is_equal(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    other = other.to(one.device)
+    return torch.equal(one, other) or (
+        torch.equal(one.isnan(), other.isnan())
+        and torch.equal(one.nan_to_num(), other.nan_to_num())
+    )
+
+
+def _fingerprint(grad: Tensor | None) -> Tensor:
+    """Returns two numbers that are the same on workers whose gradients are; NaN is not."""
+    if grad is None or grad.layout is not torch.strided:
+        return torch.full((2,), torch.nan, dtype=torch.float64)
+    real = torch.view_as_real(grad) if grad.is_complex() else grad
+    wide = real.detach().double().cpu().nan_to_num()
+    return torch.stack([wide.sum(), wide.square().sum()])

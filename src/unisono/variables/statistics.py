@@ -1,0 +1,210 @@
+"""Small buffers of all replicas, end to end in flat tensors, and how they become one.
+
+A mean is taken in float64 and rounded once, in the order of all sums. So values that are the same
+on all replicas keep their bits, and the result does not depend on who has which replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from unisono.kernels import reduce_batch
+from unisono.options import ReduceOp
+from unisono.reductions import Workers, replicas_in_a_term
+
+_WIDE = torch.float64
+# Vector units and libraries for GPUs like the beginning of a tensor to be aligned.
+_ALIGNMENT_BYTES = 16
+
+
+class _Flat:
+    """The buffers of one dtype: the primaries, and all of them in one tensor for each replica."""
+
+    def __init__(self, primaries: Sequence[Tensor], places: tuple[torch.device, ...]) -> None:
+        self.dtype = primaries[0].dtype
+        step = max(1, _ALIGNMENT_BYTES // self.dtype.itemsize)
+        padding = torch.zeros(step, dtype=self.dtype, device=places[0])
+        # What is put end to end, and where each of the primaries begins there.
+        self._sources: list[Tensor] = []
+        self.starts: dict[int, int] = {}
+        length = 0
+        for primary in primaries:
+            self.starts[id(primary)] = length
+            rest = -primary.numel() % step if self.dtype.is_floating_point else 0
+            self._sources += [primary.detach().view(-1), padding[:rest]]
+            length += primary.numel() + rest
+        self.length = length
+        # On the first place: what the replicas begin with, and then what they become.
+        self.whole = torch.empty(length, dtype=self.dtype, device=places[0])
+        self.parts = [torch.empty(length, dtype=self.dtype, device=place) for place in places]
+        self._targets = [primary.detach().view(-1) for primary in primaries]
+        self._results = [self.view_of(self.whole, primary).view(-1) for primary in primaries]
+
+    def view_of(self, flat: Tensor, primary: Tensor) -> Tensor:
+        """Returns what stands in `flat` for a primary: a tensor that counts its own writes."""
+        start = self.starts[id(primary)]
+        return flat[start : start + primary.numel()].view(primary.shape).data
+
+    def give(self) -> None:
+        """Gives the replicas what the primaries have, whoever has written it there and how."""
+        torch.cat(self._sources, out=self.whole)
+        for part in self.parts:
+            part.copy_(self.whole)
+
+    def differs(self) -> bool:
+        """Whether a replica, on the host, has other bits than it was given."""
+        # The widest integers are compared fastest.
+        num_bytes = self.length * self.dtype.itemsize
+        kind = torch.int64 if num_bytes % 8 == 0 else torch.uint8
+        given = self.whole.view(kind)
+        return not all(torch.equal(part.view(kind), given) for part in self.parts)
+
+    def write(self) -> None:
+        """Gives the primaries what they have become."""
+        torch._foreach_copy_(self._targets, self._results)
+
+
+class Statistics:
+    """The small buffers of all modules.
+
+    Args:
+        places: Where the replicas of this worker are.
+        workers: All workers.
+    """
+
+    def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
+        self._places = places
+        self._workers = workers
+        self._flats: dict[torch.dtype, _Flat] = {}
+
+    @property
+    def is_any(self) -> bool:
+        """Whether there is a small buffer."""
+        return bool(self._flats)
+
+    def lay_out(self, primaries: Mapping[int, Tensor]) -> None:
+        """Makes room for these buffers on all replicas."""
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for primary in primaries.values():
+            by_dtype.setdefault(primary.dtype, []).append(primary)
+        self._flats = {dtype: _Flat(own, self._places) for dtype, own in by_dtype.items()}
+
+    def part(self, primary: Tensor, replica_id: int) -> Tensor:
+        """Returns the buffer of a replica."""
+        flat = self._flats[primary.dtype]
+        return flat.view_of(flat.parts[replica_id], primary)
+
+    def give(self) -> None:
+        """Gives the replicas what the primaries have."""
+        for flat in self._flats.values():
+            flat.give()
+
+    def differ(self) -> bool:
+        """Whether a replica, on the host, has written a buffer."""
+        return any(flat.differs() for flat in self._flats.values())
+
+    def bring_together(self, weights: Sequence[float]) -> None:
+        """Gives the primaries the means of floats, and all else of replica 0."""
+        floats = [flat for flat in self._flats.values() if flat.dtype.is_floating_point]
+        others = [flat for flat in self._flats.values() if not flat.dtype.is_floating_point]
+        counters = self._counters(others) if self._workers.are_many else []
+        means, chosen = _mean(
+            [[flat.parts[i] for flat in floats] for i in range(len(self._places))],
+            weights,
+            self._workers,
+            counters,
+        )
+        for flat, mean in zip(floats, means, strict=True):
+            flat.whole.copy_(mean)
+        if self._workers.are_many:
+            _take_bytes(chosen, [flat.whole for flat in others])
+        else:
+            for flat in others:
+                flat.whole.copy_(flat.parts[0])
+        for flat in self._flats.values():
+            flat.write()
+
+    def _counters(self, others: Sequence[_Flat]) -> list[Tensor]:
+        """Returns what all workers take of the chief, as numbers that can be added to zeros."""
+        if not others:
+            return []
+        data = torch.cat([flat.parts[0].view(torch.uint8) for flat in others]).to(_WIDE)
+        return [data if self._workers.communicator.rank == 0 else torch.zeros_like(data)]
+
+
+def mean_of(parts: Sequence[Tensor], weights: Sequence[float], workers: Workers) -> Tensor:
+    """Returns the mean of one dense buffer over the replicas of all workers that had samples."""
+    first = parts[0]
+    (mean,), _ = _mean([[part.reshape(-1)] for part in parts], weights, workers, [])
+    return mean.to(first.dtype).view(first.shape).to(first.device)
+
+
+def chosen_of(parts: Sequence[Tensor], workers: Workers) -> Tensor:
+    """Returns the buffer of replica 0, on all workers."""
+    return workers.of_chief(parts[0])
+
+
+def _mean(
+    parts: Sequence[Sequence[Tensor]],
+    weights: Sequence[float],
+    workers: Workers,
+    chosen: Sequence[Tensor],
+) -> tuple[list[Tensor], Tensor]:
+    """Returns the mean of each vector over replicas, in float64, and the sum of what is `chosen`.
+
+    All travels in one collective, with how many replicas count.
+    """
+    home = parts[0][0].device if parts[0] else torch.device("cpu")
+    place = home if workers.communicator.takes(home) else torch.device("cpu")
+    packs = []
+    for i, (own, weight) in enumerate(zip(parts, weights, strict=True)):
+        # Not made of a Python list, for which a GPU would be waited for.
+        ones = torch.full((1,), float(weight != 0), dtype=_WIDE, device=place)
+        vectors = [
+            part.to(place) if weight else torch.zeros_like(part, device=place) for part in own
+        ]
+        rest = [one.to(place) if i == 0 else torch.zeros_like(one, device=place) for one in chosen]
+        packs.append(torch.cat([ones, *vectors, *rest]))
+    total = _combined(ReduceOp.SUM, packs, workers)
+    sizes = [part.numel() for part in parts[0]]
+    sums = total[1 : 1 + sum(sizes)]
+    means = list((sums / total[0]).split(sizes)) if sizes else []
+    for i, size in enumerate(sizes):
+        if parts[0][i].dtype == _WIDE and size:
+            vectors = [own[i].to(place) for own in parts]
+            means[i] = _exact(means[i], vectors, weights, workers)
+    return means, total[1 + sum(sizes) :]
+
+
+def _exact(
+    mean: Tensor, vectors: Sequence[Tensor], weights: Sequence[float], workers: Workers
+) -> Tensor:
+    """Keeps the bits of values on which all agree, where float64 itself is to be averaged."""
+    ends = []
+    for op, neutral in ((ReduceOp.MIN, torch.inf), (ReduceOp.MAX, -torch.inf)):
+        given = [
+            vector if weight else torch.full_like(vector, neutral)
+            for vector, weight in zip(vectors, weights, strict=True)
+        ]
+        ends.append(_combined(op, given, workers))
+    return torch.where(ends[0] == ends[1], ends[0], mean)
+
+
+def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor:
+    """Combines a vector per replica over the replicas of all workers, in the order of all sums."""
+    together = replicas_in_a_term(len(packs)) if workers.are_many else len(packs)
+    groups = [packs[first : first + together] for first in range(0, len(packs), together)]
+    terms = [reduce_batch(op, [tuple(group)], [1])[0][0] for group in groups]
+    if workers.are_many:
+        workers.communicator.all_reduce(op, terms)
+    return terms[0]
+
+
+def _take_bytes(data: Tensor, wholes: Sequence[Tensor]) -> None:
+    """Writes bytes, which came as numbers, into tensors of any dtype."""
+    parts = data.to(torch.uint8).split([whole.nbytes for whole in wholes])
+    for whole, part in zip(wholes, parts, strict=True):
+        whole.view(torch.uint8).copy_(part)

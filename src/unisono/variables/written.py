@@ -1,0 +1,187 @@
+"""Parameters that replicas write to themselves, which only one call for all of them may do.
+
+All replicas of a memory share the storage of a parameter, and torch's count of the writes to it.
+So a write by `p.add_()`, `p.data.copy_()`, an initialization or `load_state_dict()` on any replica
+is seen by a look at that count, wherever the replicas meet and when the run ends.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+
+from unisono.contexts import current_replica
+from unisono.errors import ContextError
+from unisono.variables.leaves import Leaves
+from unisono.variables.names import name_of
+
+if TYPE_CHECKING:
+    from unisono.variables.mirrors import Mirrors
+
+_REMEDY = (
+    "Let one call write for all replicas: `unisono.once(fn)` calls `fn` once while the replicas "
+    "wait, for example `unisono.once(lambda: model.weight.data.mul_(0.5))`."
+)
+_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+# Those whose parameters are in several memories, so that all writes must be seen.
+_spread_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+
+
+class Watch:
+    """Sees whether the parameters of one strategy were written to."""
+
+    def __init__(self, mirrors: Mirrors) -> None:
+        self._mirrors = weakref.ref(mirrors)
+        self._generation = -1
+        # One tensor for each parameter and memory, whose it is, and how often it was written to.
+        self._tensors: list[Tensor] = []
+        self._owners: list[Leaves | None] = []
+        self._versions: list[int] = []
+        # Whether a parameter is in several memories.
+        self._is_spread = False
+        # Copies of the parameters that belong to no strategy, so that all replicas share them.
+        self._copies: list[tuple[weakref.ref[Tensor], str]] = []
+        _watches.add(self)
+
+    def stamp(self) -> None:
+        """From now on, what is written to the parameters is written by replicas."""
+        mirrors = self._mirrors()
+        assert mirrors is not None
+        if self._generation != mirrors.generation:
+            self._generation = mirrors.generation
+            watched = [
+                (one, tensor)
+                for one in mirrors.all_leaves
+                for tensor in one.watched()
+                if not tensor.is_inference()
+            ]
+            self._owners = [one for one, _ in watched]
+            self._tensors = [tensor for _, tensor in watched]
+            self._is_spread = any(one.is_spread for one, _ in watched)
+            if self._is_spread:
+                _spread_watches.add(self)
+            self._add_copies()
+        self._versions = [tensor._version for tensor in self._tensors]
+
+    def check(self) -> None:
+        """Raises if a replica has written to a parameter.
+
+        Raises:
+            ContextError: It names the parameters.
+        """
+        versions = [tensor._version for tensor in self._tensors]
+        if versions != self._versions:
+            self._refuse([i for i, v in enumerate(versions) if v != self._versions[i]])
+
+    def settle(self) -> None:
+        """After something was done for all replicas: every memory gets what it has written."""
+        before, self._versions = self._versions, [tensor._version for tensor in self._tensors]
+        if self._is_spread and before != self._versions:
+            for owner, old, new in zip(self._owners, before, self._versions, strict=True):
+                if owner is not None and old != new:
+                    owner.spread()
+            self.stamp()
+
+    def sees(self, parameter: nn.Parameter) -> bool:
+        """Whether a parameter is one of this strategy."""
+        mirrors = self._mirrors()
+        return mirrors is not None and mirrors.leaves_of(parameter) is not None
+
+    def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
+        """Watches a copy of a parameter, if that is one of this strategy."""
+        mirrors = self._mirrors()
+        if mirrors is not None and not mirrors.is_single and mirrors.owns(parameter):
+            name = f"a copy of {name_of(mirrors, parameter)}"
+            self._copies.append((weakref.ref(copy), name))
+            self._generation = -1
+
+    def _add_copies(self) -> None:
+        self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
+        known = set(map(id, self._tensors))
+        for copy, _ in self._copies:
+            tensor = copy()
+            if tensor is not None and id(tensor) not in known:
+                self._tensors.append(tensor)
+                self._owners.append(None)
+
+    def _refuse(self, written: list[int]) -> NoReturn:
+        mirrors = self._mirrors()
+        assert mirrors is not None
+        names = []
+        for i in written:
+            owner, tensor = self._owners[i], self._tensors[i]
+            if owner is None:
+                names += [name for copy, name in self._copies if copy() is tensor]
+            else:
+                names.append(name_of(mirrors, owner.primary))
+        names = list(dict.fromkeys(names))
+        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        raise ContextError(
+            f"{names[0]}{more} was written to in a step, on the storage that all replicas share. "
+            "Each replica has written to it, so its value is wrong now: load it from a checkpoint, "
+            f"or make it anew. {_REMEDY}"
+        )
+
+
+@functools.cache
+def let_data_be_watched() -> None:
+    """Makes `parameter.data`, and copies of parameters, known to those who watch.
+
+    What torch's `data` returns has its own count of writes. On a replica, and where a parameter is
+    in several memories, `data` returns what `detach()` does: a tensor with the parameter's count.
+    """
+    original: Any = torch._C.TensorBase.data
+    get_data, set_data = original.__get__, original.__set__
+
+    def get(self: nn.Parameter) -> Any:
+        context = current_replica()
+        if context is None:
+            is_watched = any(watch.sees(self) for watch in _spread_watches)
+        else:
+            # A lazy parameter, which the replica itself has made, has no other tensor.
+            is_single = context.strategy.extended.mirrors.is_single
+            is_watched = not is_single and not nn.parameter.is_lazy(self)
+        return self.detach() if is_watched else get_data(self)
+
+    def put(self: nn.Parameter, value: Tensor) -> None:
+        context = current_replica()
+        if context is not None:
+            _check_assigned(context.strategy.extended.mirrors, self)
+        set_data(self, value)
+
+    nn.Parameter.data = property(get, put, doc=original.__doc__)  # type: ignore[assignment]
+    copied = nn.Parameter.__deepcopy__
+
+    @functools.wraps(copied)
+    def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
+        copy = copied(self, memo)  # type: ignore[no-untyped-call]
+        for watch in list(_watches):
+            watch.add_copy(self, copy)
+        return copy
+
+    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
+    flattened = nn.RNNBase.flatten_parameters
+
+    @functools.wraps(flattened)
+    def flatten_parameters(self: nn.RNNBase) -> None:
+        # It would move the weights of one replica away from the storage that all share.
+        context = current_replica()
+        if context is None or context.strategy.extended.mirrors.is_single:
+            flattened(self)
+
+    nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]
+
+
+def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
+    primary = mirrors.primary_of(parameter)
+    if primary is None and mirrors.leaves_of(parameter) is not None:
+        primary = parameter
+    if primary is not None and not mirrors.is_single:
+        raise ContextError(
+            f"`data` of {name_of(mirrors, primary)} was assigned in a step, where all replicas "
+            f"share the parameter. {_REMEDY}"
+        )

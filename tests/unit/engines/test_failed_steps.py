@@ -1,0 +1,113 @@
+"""A failed step leaves nothing behind: no memory, no threads."""
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as uo
+
+
+class Held:
+    """Stands for what a step uses: a weak reference tells whether it is still in memory."""
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def replica() -> uo.ReplicaContext:
+    context = uo.get_replica_context()
+    assert context is not None
+    return context
+
+
+def fail_everywhere(x: Tensor, model: nn.Module) -> None:
+    raise ValueError("no")
+
+
+def fail_while_others_wait(x: Tensor, model: nn.Module) -> None:
+    if replica().local_id == 1:
+        raise ValueError("no")
+    replica().all_reduce("SUM", x)
+
+
+def fail_after_backward(x: Tensor, model: nn.Module) -> None:
+    model(x).sum().backward()
+    raise ValueError("no")
+
+
+def fail_in_a_merge(x: Tensor, model: nn.Module) -> None:
+    def merge(strategy: uo.Strategy, x: Tensor) -> None:
+        raise ValueError("no")
+
+    replica().merge_call(merge, (x,))
+
+
+def call_unequally(x: Tensor, model: nn.Module) -> None:
+    if replica().local_id == 1:
+        replica().all_reduce("SUM", x)
+
+
+@pytest.mark.usefixtures("no_collector")
+@pytest.mark.parametrize(
+    "fail",
+    [
+        fail_everywhere,
+        fail_while_others_wait,
+        fail_after_backward,
+        fail_in_a_merge,
+        call_unequally,
+    ],
+)
+def test_failed_steps_keep_nothing_in_memory(fail: Callable[[Tensor, nn.Module], None]) -> None:
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        model = nn.Linear(3, 3)
+    used: list[weakref.ref[Held]] = []
+
+    def step(x: Tensor) -> None:
+        held = Held()
+        used.append(weakref.ref(held))
+        fail(x, model)
+
+    def run() -> None:
+        with suppress(ValueError, uo.errors.UnequalCallsError):
+            strategy.run(step, (torch.ones(2, 3),))
+
+    run()
+    num_threads = threading.active_count()
+    for _ in range(30):
+        run()
+
+    assert len(used) >= 31
+    assert [one() for one in used if one() is not None] == []
+    assert threading.active_count() == num_threads
+    strategy.close()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="errors have no notes before Python 3.11")
+def test_an_error_that_is_raised_again_gets_its_note_once() -> None:
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+    error = ValueError("no")
+
+    def step() -> None:
+        if replica().local_id == 1:
+            raise error
+
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no"):
+            strategy.run(step)
+
+    strategy.close()
+    assert len(error.__notes__) == 1

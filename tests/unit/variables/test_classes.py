@@ -1,0 +1,439 @@
+"""Between runs, models and optimizers of a strategy have their own class and attributes."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import gc
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+import textwrap
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn.utils import parametrize
+
+import unisono as uo
+from unisono.errors import UnsupportedError
+
+Make = Callable[..., uo.MirroredStrategy]
+T = TypeVar("T")
+
+
+class Abstract(abc.ABC, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    @abc.abstractmethod
+    def forward(self, x: Tensor) -> Tensor: ...
+
+
+class Concrete(Abstract):
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+class Typed(Generic[T], nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+class Slotless:
+    __slots__ = ()
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)  # type: ignore[attr-defined]
+        return output
+
+
+class Mixed(Slotless, nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+
+class Slotted(nn.Module):
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.factor = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x) * self.factor
+        return output
+
+
+class Keyed(nn.Module):
+    keys: ClassVar[list[str]] = []
+
+    def __init_subclass__(cls, *, key: str) -> None:
+        cls.keys.append(key)
+
+
+class Registered(Keyed, key="registered"):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+class Meta(type):
+    made: ClassVar[list[str]] = []
+
+    def __new__(mcs, name: str, *args: Any) -> Any:
+        mcs.made.append(name)
+        return super().__new__(mcs, name, *args)
+
+
+class Metaclassed(nn.Module, metaclass=Meta):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+class Comparing(nn.Module):
+    """All objects of this class are equal, but they are not the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Comparing)
+
+    def __hash__(self) -> int:
+        return 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
+KINDS = [Concrete, Typed, Mixed, Slotted, Registered, Metaclassed, Comparing]
+
+
+@pytest.mark.parametrize("cls", KINDS)
+def test_classes_of_every_layout_train_and_keep_their_class(mirrored: Make, cls: Any) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model, other = cls(), cls()
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=1.0)
+    before = model.layer.bias.item()
+
+    def step() -> tuple[bool, bool]:
+        optimizer.zero_grad()
+        (model(torch.ones(3, 2)) + 2 * other(torch.ones(3, 2))).mean().backward()
+        optimizer.step()
+        return isinstance(model, cls), type(model.layer) is nn.Linear
+
+    assert strategy.run(step) == (True, True)
+    assert type(model) is cls
+    assert type(model.layer) is nn.Linear
+    assert type(optimizer) is torch.optim.SGD
+    assert model.layer.bias.item() == pytest.approx(before - 1)
+    assert Keyed.keys == ["registered"]
+    assert Meta.made == ["Metaclassed"]
+
+
+def test_what_is_kept_in_slots_reaches_the_replicas(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = Slotted()
+
+    for factor in (3, 4):
+        model.factor = factor
+        assert strategy.run(lambda: model.factor) == factor
+
+
+def test_an_object_made_from_the_class_of_a_model_in_a_step_is_plain(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 3)
+
+    def step() -> tuple[Any, ...]:
+        made = type(model)(2, 3)
+        return type(made), type(copy.deepcopy(model)), model.__class__, isinstance(model, nn.Linear)
+
+    assert strategy.run(step) == (nn.Linear, nn.Linear, nn.Linear, True)
+
+
+def test_classes_are_given_back_after_a_step_that_fails(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def step() -> None:
+        raise LookupError
+
+    with pytest.raises(LookupError):
+        strategy.run(step)
+    assert type(model) is nn.Linear
+    assert type(optimizer) is torch.optim.SGD
+
+
+def test_in_a_merge_call_a_model_is_copied_and_pickled_as_a_plain_one(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def merged(_: uo.Strategy) -> list[type]:
+        copies = [
+            copy.deepcopy(model),
+            pickle.loads(pickle.dumps(model)),
+            copy.deepcopy(optimizer),
+        ]
+        return [type(one) for one in copies]
+
+    def step() -> Any:
+        context = uo.get_replica_context()
+        assert context is not None
+        return context.merge_call(merged)
+
+    assert strategy.run(step) == [nn.Sequential, nn.Sequential, torch.optim.SGD]
+
+
+def test_a_parametrization_in_a_merge_call_stays(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+
+    def step() -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        context.merge_call(
+            lambda _: parametrize.register_parametrization(model, "weight", nn.Identity()) and None
+        )
+
+    strategy.run(step)
+    assert parametrize.is_parametrized(model, "weight")
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+def test_nothing_of_a_strategy_is_an_attribute_of_a_model(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.run(lambda: model(torch.ones(1, 2)))
+
+    assert vars(model).keys() == vars(nn.Linear(2, 2)).keys()
+    assert vars(optimizer).keys() == vars(torch.optim.SGD([torch.ones(1)])).keys()
+
+
+LOADS = """
+    import sys, torch
+    sys.modules["unisono"] = None
+    from torch import nn
+    model, optimizer = torch.load(sys.argv[1], weights_only=False)
+    assert type(model[0]) is nn.Linear and type(optimizer) is torch.optim.SGD
+    model(torch.ones(4, 2)).sum().backward()
+    optimizer.step()
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.BatchNorm1d]):
+        assert type(torch.load(sys.argv[2], weights_only=True)[0]) is nn.Linear
+"""
+
+
+def test_what_is_saved_whole_loads_without_unisono(mirrored: Make, tmp_path: Path) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+
+    strategy.run(step)
+
+    torch.save([model, optimizer], tmp_path / "both.pt")
+    torch.save(model, tmp_path / "model.pt")
+    files = [str(tmp_path / name) for name in ("both.pt", "model.pt")]
+    command = [sys.executable, "-c", textwrap.dedent(LOADS), *files]
+    loaded = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert loaded.returncode == 0, loaded.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_model_is_scripted_as_a_plain_one_and_goes_on_training(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.run(lambda: model(torch.ones(1, 2)))
+
+    scripted = torch.jit.script(model)
+
+    assert torch.equal(scripted(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    strategy.run(lambda: (model(torch.ones(1, 2)).sum().backward(), optimizer.step()))
+    assert torch.equal(scripted(torch.ones(1, 2)), model(torch.ones(1, 2)))
+    with pytest.raises(RuntimeError, match="Call the model itself"):
+        mirrored_step(strategy, scripted)
+    file = io.BytesIO()
+    torch.jit.save(scripted, file)
+
+
+def mirrored_step(strategy: uo.Strategy, model: Any) -> None:
+    strategy.run(lambda: model(torch.ones(1, 2)).sum().backward())
+
+
+def test_fx_traces_a_model_as_a_plain_one(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    strategy.run(lambda: model(torch.ones(1, 2)))
+
+    graph = fx.symbolic_trace(model)
+
+    assert [node.op for node in graph.graph.nodes] == [
+        "placeholder",
+        "call_module",
+        "call_module",
+        "output",
+    ]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quantization_aware_training(mirrored: Make) -> None:
+    # Typed as anything, like what it makes of a model.
+    quantization: Any = importlib.import_module("torch.ao.quantization")
+    strategy = mirrored()
+    with strategy.scope():
+        model: Any = nn.Sequential(
+            quantization.QuantStub(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)
+        )
+    strategy.run(lambda: model(torch.ones(2, 4)))
+    model.qconfig = quantization.get_default_qat_qconfig("fbgemm")
+    quantization.prepare_qat(model.train(), inplace=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[1].weight.detach().clone()
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        strategy.run(step, args=(uo.PerReplica(torch.randn(8, 4).chunk(2)),))
+
+    assert type(model[1]).__module__.startswith("torch.ao.nn.qat")
+    assert not torch.equal(model[1].weight, before)
+    # The observers have seen the weights of each channel, and what the model was given.
+    observed = model[1].weight_fake_quant.activation_post_process
+    torch.testing.assert_close(observed.max_val, model[1].weight.amax(dim=1), rtol=0.2, atol=0.05)
+    assert model[0].activation_post_process.scale.item() != 1
+    converted = quantization.convert(copy.deepcopy(model).eval())
+    assert type(converted[1]).__module__.startswith("torch.ao.nn.quantized")
+
+
+def test_a_scheduler_made_before_the_optimizer_was_brought_in(mirrored: Make) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    strategy = mirrored()
+    for one in (model, optimizer, scheduler):
+        strategy.mirror(one)
+    nn.init.zeros_(model.bias)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    strategy.run(step)
+
+    assert model.bias.item() == -1
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_gradients_are_cleared_outside_on_all_replicas(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def accumulate() -> None:
+        with strategy.no_sync():
+            model(torch.ones(1, 1)).sum().backward()
+
+    def gradient() -> float:
+        model(torch.ones(1, 1)).sum().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.item()
+
+    for clear in (model.zero_grad, optimizer.zero_grad):
+        for set_to_none in (False, True):
+            strategy.run(accumulate)
+            clear(set_to_none)
+            assert strategy.run(gradient).values == (1, 1)
+            clear(set_to_none)
+            assert strategy.run(gradient).values == (1, 1)
+            clear()
+
+
+def test_a_model_and_its_clones_end_when_nobody_has_it_any_more(mirrored: Make) -> None:
+    strategy = mirrored()
+
+    def train() -> list[weakref.ref[nn.Module]]:
+        with strategy.scope():
+            model: Any = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+            model.captured = model[0].forward
+        strategy.run(lambda: model(torch.ones(1, 2)))
+        return [weakref.ref(one) for one in model.modules()]
+
+    watched = train()
+    gc.collect()
+
+    assert [one() for one in watched] == [None] * 3
+    strategy.run(lambda: None)
+    assert strategy.extended.mirrors.all_leaves == []
+
+
+def test_a_module_that_torch_put_in_without_telling_is_cloned(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1))
+    strategy.run(lambda: model(torch.ones(1, 1)))
+
+    model._modules["0"] = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model[0].weight)  # type: ignore[arg-type]
+    strategy.run(lambda: model(torch.full((1, 1), 3.0)).sum().backward())
+
+    assert model[0].weight.grad.item() == 3  # type: ignore[union-attr, operator]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+def test_a_scripted_module_in_a_model_is_refused(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(1, 1))
+
+    with pytest.raises(UnsupportedError, match="TorchScript"):
+        model.add_module("scripted", torch.jit.script(nn.Linear(1, 1)))
