@@ -40,9 +40,10 @@ class Ranks:
         self.processes: dict[int, BaseProcess] = {}
         self.results_so_far: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
-        for rank in sorted(set(range(size)) - set(skip)):
+        started = sorted(set(range(size)) - set(skip))
+        for rank in started:
             self._pipes[rank], theirs = _PROCESSES.Pipe(duplex=False)
-            arguments = (theirs, self.store.port, target, rank, size, args)
+            arguments = (theirs, self.store.port, target, rank, size, args, started)
             self.processes[rank] = _PROCESSES.Process(target=_run, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
@@ -106,13 +107,22 @@ def strategy_of(
 
 
 def _run(
-    pipe: Connection, port: int, target: Target, rank: int, size: int, args: tuple[Any, ...]
+    pipe: Connection,
+    port: int,
+    target: Target,
+    rank: int,
+    size: int,
+    args: tuple[Any, ...],
+    started: list[int],
 ) -> None:
     # There are more ranks than cores.
     torch.set_num_threads(1)
     limit = timedelta(seconds=60)
     try:
         store = TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
+        # The time that a test gives its ranks is not for processes to start.
+        store.set(f"started/{rank}", "")
+        store.wait([f"started/{one}" for one in started])
         pipe.send((True, target(store, rank, size, *args)))
     except BaseException:
         pipe.send((False, traceback.format_exc()))

@@ -24,9 +24,9 @@ from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
 from unisono.testing.namespaces import run
 
-pytestmark = pytest.mark.alone
-
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
+# What a busy machine may take where nobody has to wait for the end of a timeout.
+SECONDS_TO_NOTICE = 10.0
 EVERY_TENTH = slice(0, None, 10)
 
 
@@ -123,8 +123,8 @@ def test_a_cut_cable_is_told_on_both_sides(
     for rank, (raised, at_fault, seconds, seconds_to_close, left) in results.items():
         assert raised.startswith(("WorkerLostError", "WorkerTimeoutError"))
         assert at_fault == ((2, 3) if rank < 2 else (0,)), raised
-        assert seconds < 12
-        assert seconds_to_close < 4
+        assert seconds < 8 + SECONDS_TO_NOTICE
+        assert seconds_to_close < SECONDS_TO_NOTICE
         assert left == 0
 
 
@@ -192,14 +192,14 @@ def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_its_ends() -> N
 
     assert len({raised for raised, _ in results.values()}) == 1
     assert results[0][0].startswith(("(1,)", "(2,)", "(1, 2)"))
-    assert all(seconds < 4 + 5 for _, seconds in results.values())
+    assert all(seconds < 4 + SECONDS_TO_NOTICE for _, seconds in results.values())
 
 
 def lose_a_rank(
     store: Store, rank: int, size: int, names: list[str], lost: int
 ) -> tuple[str, float]:
     """A rank is killed before the second collective."""
-    communicator = join(rank, size, names, AUTO, timeout=20.0)
+    communicator = join(rank, size, names, AUTO, timeout=30.0)
     total = torch.ones(5)
     communicator.all_reduce(ReduceOp.SUM, [total])
     if rank == lost:
@@ -228,5 +228,5 @@ def test_a_dead_rank_of_another_host_is_told_to_all_by_its_number(
     assert sorted(results) == [rank for rank in range(4) if rank != lost]
     for raised, seconds in results.values():
         assert raised.startswith(f"WorkerLostError ({lost},): ")
-        assert seconds < 8
+        assert seconds < SECONDS_TO_NOTICE
     assert lost == 0 or len({raised for raised, _ in results.values()}) == 1

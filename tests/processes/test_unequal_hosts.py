@@ -17,8 +17,6 @@ from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
 
-pytestmark = pytest.mark.alone
-
 SUM, MAX = ReduceOp.SUM, ReduceOp.MAX
 SECONDS = 20.0
 Call = Callable[[Communicator], object]
