@@ -40,7 +40,7 @@ def rows_of(tmp_path: Path) -> Any:
         numbers, picture = tmp_path / "rows.json", tmp_path / "picture.png"
         outputs = ["--json", str(numbers), "--plot", str(picture)]
         command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments, *outputs]
-        status, output, errors = run(command, timeout_seconds=110)
+        status, output, errors = run(command, timeout_seconds=250)
         if status == 3:
             pytest.skip(errors)
         assert status == 0, errors
@@ -92,9 +92,8 @@ def test_sizes_and_batches_can_be_measured_alone(
     assert (sweep.sizes, sweep.batches) == expected
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_all_reduce_on_one_host(rows_of: Any, ranks: int) -> None:
-    sizes = ["--sizes", "4", "300004"]
+def test_all_reduce_on_one_host(rows_of: Any) -> None:
+    ranks, sizes = 3, ["--sizes", "4", "300004"]
 
     rows = rows_of("all_reduce", "--ranks", str(ranks), *sizes, "--seconds", "0.05")
 

@@ -49,7 +49,7 @@ class Ranks:
             theirs.close()
 
     def results(
-        self, timeout: float = 60.0, *, of: tuple[int, ...] | None = None
+        self, timeout: float = 120.0, *, of: tuple[int, ...] | None = None
     ) -> dict[int, Any]:
         """Returns what the ranks, or some of them, returned; one that was killed is left out.
 
@@ -86,7 +86,7 @@ class Ranks:
             self._pipes[rank].close()
 
 
-def run_ranks(size: int, target: Target, *args: Any, timeout: float = 60.0) -> list[Any]:
+def run_ranks(size: int, target: Target, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Runs `target(store, rank, size, *args)` in `size` processes, and returns results by rank."""
     with Ranks(size, target, *args) as ranks:
         results = ranks.results(timeout)
@@ -117,7 +117,7 @@ def _run(
 ) -> None:
     # There are more ranks than cores.
     torch.set_num_threads(1)
-    limit = timedelta(seconds=60)
+    limit = timedelta(seconds=120)
     try:
         store = TCPStore("127.0.0.1", port, timeout=limit, wait_for_workers=False)
         # The time that a test gives its ranks is not for processes to start.

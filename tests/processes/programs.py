@@ -46,7 +46,7 @@ def program(
 def run(
     command: Sequence[str | Path],
     environ: Mapping[str, str] | None = None,
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 200,
 ) -> tuple[int, str, str]:
     """The exit status, the standard output and the standard error of a program."""
     with program(command, environ) as process:
@@ -57,7 +57,7 @@ def run(
 def run_together(
     command: Sequence[str | Path],
     environs: Sequence[Mapping[str, str]],
-    timeout_seconds: float = 60,
+    timeout_seconds: float = 200,
 ) -> list[tuple[int, str, str]]:
     """What `run` returns, for programs that run at the same time."""
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def launcher(*arguments: str | Path) -> list[str | Path]:
     return [sys.executable, "-m", "unisono.cli", "launch", *arguments]
 
 
-def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 10) -> list[int]:
+def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 30) -> list[int]:
     """The processes that are still alive when the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while (alive := [one for one in process_ids if is_alive(one)]) and time.monotonic() < deadline:
