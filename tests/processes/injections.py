@@ -26,7 +26,7 @@ _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
     r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
     r"between collectives|to start|has not come|never came|to join|to invite|nobody answers|"
-    r"found nobody|cannot be reached|does not answer|the workers met"
+    r"found nobody|cannot be reached|could not connect|does not answer|the workers met"
 )
 
 
