@@ -53,7 +53,8 @@ def make_gloo_group(
         late = late or [other for other in range(size) if other != rank]
         raise WorkerTimeoutError(
             f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(late)} of {size} to "
-            "join, which had said before that they are there. Look at their logs.",
+            "join. All ranks had announced themselves before. Look at the logs of the missing "
+            "ranks.",
             late,
         ) from error
 

@@ -260,8 +260,8 @@ class _Reception:
         """The error for ranks that have not called in time."""
         return WorkerTimeoutError(
             f"Rank {self._rank} waited {seconds:g} s for {ranks_in_words(sorted(missing))} of "
-            f"{size} to connect, which had said before that they are there.{self._refused} Look at "
-            "their logs, and at the network and firewall between.",
+            f"{size} to connect. All ranks had announced themselves before.{self._refused} Look at "
+            "the logs of the missing ranks, and at the network and firewall between.",
             sorted(missing),
         )
 
