@@ -7,6 +7,7 @@ It takes a quarter of a microsecond while nobody records, and one while somebody
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -109,6 +110,7 @@ class Place(NamedTuple):
 
 _NOTHING = Span()
 _recorder: Recorder | None = None
+_lock = threading.Lock()
 _place = Place(0, 1)
 
 
@@ -147,12 +149,14 @@ def place() -> Place:
 def start(recorder: Recorder) -> None:
     """Gives every event to `recorder` from now on."""
     global _recorder
-    if _recorder is not None:
-        raise ContextError(
-            "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is "
-            "set. Leave the one or the other out."
-        )
-    _recorder = recorder
+    with _lock:
+        if _recorder is None:
+            _recorder = recorder
+            return
+    raise ContextError(
+        "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is set. "
+        "Leave the one or the other out."
+    )
 
 
 def stop() -> None:
