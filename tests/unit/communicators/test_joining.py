@@ -9,10 +9,10 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-import trustme
 from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -106,7 +106,7 @@ def test_an_interface_has_an_address() -> None:
         address_of_interface("no such network")
 
 
-def keys(folder: Path, authority: trustme.CA, name: str) -> dict[str, str]:
+def keys(folder: Path, authority: Any, name: str) -> dict[str, str]:
     """The environment of a host that encrypts."""
     certificate = authority.issue_cert(name)
     files = {"PKEY": folder / f"{name}.key", "CERT": folder / f"{name}.pem"}
@@ -139,7 +139,7 @@ def _is_encrypted(communicator: NetworkCommunicator) -> bool:
 
 
 def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path: Path) -> None:
-    authority = trustme.CA()
+    authority = pytest.importorskip("trustme").CA()
     settings = [keys(tmp_path, authority, f"host{rank}.test") for rank in range(3)]
 
     assert run_ranks(3, talk, settings) == [True] * 3
@@ -150,7 +150,7 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     settings = []
     for rank in range(2):
         (folder := tmp_path / str(rank)).mkdir()
-        settings.append(keys(folder, trustme.CA(), f"host{rank}.test"))
+        settings.append(keys(folder, pytest.importorskip("trustme").CA(), f"host{rank}.test"))
 
     first, second = run_ranks(2, talk, settings)
 
@@ -161,7 +161,8 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
 
 
 def test_encryption_on_some_ranks_alone_is_an_error(tmp_path: Path) -> None:
-    for kind, message, *_ in run_ranks(2, talk, [keys(tmp_path, trustme.CA(), "a.test"), {}]):
+    authority = pytest.importorskip("trustme").CA()
+    for kind, message, *_ in run_ranks(2, talk, [keys(tmp_path, authority, "a.test"), {}]):
         assert kind == "JobMismatchError"
         assert "Encrypt on all ranks or on none" in message
 
