@@ -190,7 +190,7 @@ def test_replicas_that_look_at_an_optimizer_first_find_one_state() -> None:
         for _ in range(20):
             with strategy.scope():
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-            found = strategy.run(lambda optimizer=optimizer: id(optimizer.state))  # type: ignore[misc]
+            found = strategy.run(lambda optimizer=optimizer: id(optimizer.state))
             assert len(set(strategy.experimental_local_results(found))) == 1
 
 
