@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import ContextError
 
 if TYPE_CHECKING:
+    from unisono.functions import Captures
     from unisono.reductions import CrossDeviceOps, Workers
     from unisono.strategies.runner import Runner
     from unisono.strategies.strategy import Strategy
@@ -25,6 +26,7 @@ class OwnProcess:
         workers: Workers
         gradients: GradientReducer
         _run_lock: AbstractContextManager[Any]
+        _captures: Captures
         _runner: Runner
 
         @property
@@ -62,5 +64,6 @@ class OwnProcess:
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
         self.gradients.close()
+        self._captures.close()
         self._runner.close()
         self.cross_device_ops.close()

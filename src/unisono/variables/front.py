@@ -70,7 +70,8 @@ class Fronts:
     """The objects of one strategy that have another class while its replicas run."""
 
     def __init__(self) -> None:
-        self._added: list[tuple[weakref.ref[Any], type]] = []
+        # By identity, in the order of adding.
+        self._added: dict[int, tuple[weakref.ref[Any], type]] = {}
         # The objects of the current run, their classes, and those that they have during the run.
         self._present: list[Any] = []
         self._plain: list[type] = []
@@ -80,7 +81,10 @@ class Fronts:
     def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
         cls: Any = type(target)
-        self._added.append((weakref.ref(target), before))
+        known = self._added.get(id(target))
+        if known is not None and known[0]() is target:
+            return
+        self._added[id(target)] = (weakref.ref(target), before)
         if is_at_once and self._is_up:
             self._present = [*self._present, target]
             self._plain = [*self._plain, cls]
@@ -89,12 +93,15 @@ class Fronts:
 
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
-        present = [target for ref, _ in self._added if (target := ref()) is not None]
-        if len(present) < len(self._added):
-            self._added = [one for one in self._added if one[0]() is not None]
+        added = self._added.values()
+        present = [target for ref, _ in added if (target := ref()) is not None]
+        if len(present) < len(added):
+            self._added = {key: one for key, one in self._added.items() if one[0]() is not None}
         plain = list(map(type, present))
         if plain != self._plain:
-            self._during = list(map(in_front, (before for _, before in self._added), plain))
+            self._during = list(
+                map(in_front, (before for _, before in self._added.values()), plain)
+            )
             self._plain = plain
         self._present = present
         self._is_up = True

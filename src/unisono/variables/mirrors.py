@@ -71,6 +71,8 @@ class Mirrors:
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
+        # By identity, the modules of a single replica.
+        self._singles: dict[int, weakref.ref[nn.Module]] = {}
         # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # For each replica, by the identity of a primary module, its clone.
@@ -224,6 +226,11 @@ class Mirrors:
         found = (mirror.primary() for mirror in list(self._mirrors.values()))
         return [module for module in found if module is not None]
 
+    def modules(self) -> list[nn.Module]:
+        """Returns the modules, also those that have no clones because there is one replica."""
+        alone = (module() for module in list(self._singles.values()))
+        return self.primaries() + [module for module in alone if module is not None]
+
     def _adopt_new(self) -> None:
         """Adopts modules that were put into primaries, also behind torch's back."""
         for primary in self.primaries():
@@ -243,6 +250,7 @@ class Mirrors:
         self.is_in_use = True
         if self.is_single:
             self.move(module)
+            self._singles[id(module)] = weakref.ref(module)
         elif mirror is None:
             self.adopt(module)
 
