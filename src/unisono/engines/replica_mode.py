@@ -225,6 +225,15 @@ class ReplicaMode(TorchFunctionMode):
         device = _device(args, kwargs)
         own = self._generators.on(device)
         default = _default_generator(device)
+        if device.type == "cuda":
+            # The state itself changes hands, also while a CUDA graph is captured.
+            with _default_lock:
+                given = default.graphsafe_get_state()
+                default.graphsafe_set_state(own.graphsafe_get_state())
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    default.graphsafe_set_state(given)
         with _default_lock:
             kept = default.get_state()
             default.set_state(own.get_state())

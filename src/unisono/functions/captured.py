@@ -69,6 +69,7 @@ class Captures:
             self.obstacle = "steps are captured on one GPU only, and replicas are on several"
         self._functions: dict[Hashable, _CapturedFunction] = {}
         self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
         self._stream: torch.cuda.Stream | None = None
         self._generators: KeptGenerators | None = None
 
@@ -107,6 +108,11 @@ class Captures:
         """The memory pool of all graphs."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+            # A pool ends with its last graph, so one stays that does nothing of use.
+            self._anchor = torch.cuda.CUDAGraph()
+            self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            torch.zeros(1, device=self.places[0])
+            self._anchor.capture_end()
         return self._pool
 
     @property
@@ -130,7 +136,7 @@ class Captures:
     def close(self) -> None:
         """Frees all graphs and their memory."""
         self._functions.clear()
-        self._pool = None
+        self._pool = self._anchor = None
 
 
 class _Step:
@@ -165,6 +171,8 @@ class _CapturedFunction:
         # The settings of optimizers in the last eager call, and how often they changed.
         self._settings: list[Settings] = []
         self._num_changes = 0
+        # Calls that were seen to wait for the GPU, which no graph can do.
+        self._waiting: set[str] = set()
         self.reason = ""
 
     def __call__(
@@ -195,7 +203,8 @@ class _CapturedFunction:
         with self._of.on_own_stream():
             if step.num_eager < _NUM_EAGER:
                 step.num_eager += 1
-                return self._rehearse(args, kwargs, weights)
+                is_last = step.num_eager == _NUM_EAGER
+                return self._rehearse(args, kwargs, weights, is_last=is_last)
             return self._capture(step, args, kwargs, weights, inputs.tensors)
 
     def _eagerly(
@@ -230,16 +239,25 @@ class _CapturedFunction:
             return step.results()
 
     def _rehearse(
-        self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
+        self,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        weights: Sequence[float],
+        *,
+        is_last: bool,
     ) -> Any:
-        """Runs eagerly, and finds out whether the step can be captured."""
+        """Runs eagerly, and finds out whether the step can be captured.
+
+        What only the first call does, such as setting up a library, is no obstacle.
+        """
         rehearsal = Rehearsal()
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
-        if rehearsal.reason:
+        if rehearsal.reason and is_last:
             self.stay_eager(rehearsal.reason)
         if not all(settings.are_current() for settings in self._settings):
             self._num_changes = _MAX_CHANGES
+        self._waiting = rehearsal.waiting
         # As they are after the update, which makes the state of an optimizer.
         self._settings = [settings.renewed() for settings in rehearsal.settings]
         return result
@@ -263,7 +281,7 @@ class _CapturedFunction:
             self._of.mirrors,
             generators,
             self._of.pool,
-            takes_updates=self._num_changes < _MAX_CHANGES,
+            self._waiting if self._num_changes < _MAX_CHANGES else None,
         )
         step.rooms = [tensor.clone() for tensor in tensors]
         rooms = iter(step.rooms)

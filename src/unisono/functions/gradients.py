@@ -20,7 +20,7 @@ def trained_by(mirrors: Mirrors) -> list[Tensor]:
     return [
         *(one.primary for one in leaves),
         *(parameter for parameter in chain.from_iterable(tables) if parameter is not None),
-        *chain.from_iterable(one.leaves for one in leaves),
+        *chain.from_iterable(zip(*(one.leaves for one in leaves), strict=True)),
     ]
 
 
@@ -36,11 +36,14 @@ class Gradients:
         self._tensors = tensors
         self._grads = list(map(_gradient, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves
+        # Replicas change their gradients together, so it is enough to look at the first's.
+        self._num_seen = 2 * len(self._leaves) or len(tensors)
         self._marks = [(list(one.reduced), one.is_shown) for one in self._leaves]
 
     def restore(self) -> None:
         """Gives the parameters these gradients again."""
-        if not all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
+        seen = self._tensors[: self._num_seen]
+        if not all(map(operator.is_, map(_gradient, seen), self._grads)):
             for tensor, grad in zip(self._tensors, self._grads, strict=True):
                 tensor.grad = grad
         for one, (reduced, is_shown) in zip(self._leaves, self._marks, strict=True):

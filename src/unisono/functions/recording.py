@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -58,7 +58,8 @@ class Recording:
         generators: Those of the run. A graph draws new numbers from the kept ones at every replay.
             None for a single replica, which draws from torch's own.
         pool: The memory pool that all graphs of a strategy share.
-        takes_updates: Whether updates of optimizers that allow it become a part of the graphs.
+        waiting: The updates of optimizers that do not become a part of the graphs, even if their
+            settings allow it; None for all.
 
     Attributes:
         settings: The settings of these optimizers, on which the graphs depend.
@@ -66,12 +67,16 @@ class Recording:
     """
 
     def __init__(
-        self, mirrors: Mirrors, generators: RunGenerators | None, pool: Any, *, takes_updates: bool
+        self,
+        mirrors: Mirrors,
+        generators: RunGenerators | None,
+        pool: Any,
+        waiting: Collection[str] | None,
     ) -> None:
         self._mirrors = mirrors
         self.generators = generators
         self._pool = pool
-        self._takes_updates = takes_updates
+        self._waiting = waiting
         self._parts: list[_Call | torch.cuda.CUDAGraph] = []
         self._open: torch.cuda.CUDAGraph | None = None
         self._arena = TableArena()
@@ -101,7 +106,8 @@ class Recording:
 
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Ends the graph so far, makes a call in Python, and begins the next graph."""
-        if settings is not None and self._takes_updates and settings.can_be_captured:
+        takes_in = self._waiting is not None and what not in self._waiting
+        if settings is not None and takes_in and settings.can_be_captured:
             self.settings.append(settings)
             return work()
         self._finish()

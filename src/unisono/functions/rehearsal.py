@@ -34,6 +34,7 @@ class Rehearsal:
     Attributes:
         reason: Why the step cannot be captured; empty if nothing was found.
         settings: Those of the optimizers that could be captured.
+        waiting: What they did that waits for the GPU.
     """
 
     generators: RunGenerators | None = None
@@ -41,6 +42,7 @@ class Rehearsal:
     def __init__(self) -> None:
         self.reason = ""
         self.settings: list[Settings] = []
+        self.waiting: set[str] = set()
 
     def refuse(self, reason: str) -> None:
         """Notes why the step cannot be captured; the first reason counts."""
@@ -48,13 +50,9 @@ class Rehearsal:
 
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Makes a call that Python will make at every replay, too; its results must be tensors."""
-        # There, waiting is allowed.
-        mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("default")
-        try:
+        # Python may wait there, unless the call is to become a part of a graph.
+        with _waits(lambda _: self.waiting.add(what)):
             result = work()
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
         if settings is not None and settings.can_be_captured:
             self.settings.append(settings)
         for leaf in flatten(result)[0]:
@@ -68,6 +66,8 @@ class Rehearsal:
     @contextmanager
     def watching(self, mirrors: Mirrors, outer: OuterVariables) -> Iterator[None]:
         """Within the block, notes what a replay could not do again."""
+        if not mirrors.is_single:
+            mirrors.refresh()
         clones = [clone for _, clone in mirrors.clones_of([0])] if mirrors.clones[0] else []
         state = ModuleState()
         state.number(mirrors.modules() + clones)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from unisono.functions.signature import Same, constant
 from unisono.variables import Contents, raw
 
+_TENSORS = ("_parameters", "_buffers")
 _CONTAINERS = (list, tuple, set, dict)
 # A container may hold itself.
 _MAX_DEPTH = 8
@@ -76,12 +77,22 @@ class ModuleState:
         ]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
         self._attributes = {
-            f"{type(module).__name__}.{name} (module {place})": frozen(value)
+            f"{type(module).__name__}.{name} (module {place})": (
+                _places(value) if name in _TENSORS else frozen(value)
+            )
             for place, (module, table) in enumerate(zip(modules, tables, strict=True))
             for name, value in table.items()
         }
-        key = tuple(map(Same, modules)), tuple(self._attributes.items()), tuple(self._addresses)
+        key = tuple(map(Same, modules)), tuple(self._attributes.items())
         self._number = self._numbers.setdefault(key, len(self._numbers))
+
+
+def _places(table: dict[str, Tensor | None]) -> Hashable:
+    """Returns where the tensors of a table lie. Others in the same place are as good."""
+    return tuple(
+        (name, None if one is None else (one.data_ptr(), one.shape, one.dtype))
+        for name, one in table.items()
+    )
 
 
 def frozen(value: Any, depth: int = 0) -> Hashable:

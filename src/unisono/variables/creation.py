@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
 from unisono.variables.attributes import raw
+from unisono.variables.clipping import let_clipping_be_known
 from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
@@ -90,6 +91,7 @@ def watch_torch() -> None:
     _install_hooks()
     refuse_outsiders()
     _watch_attributes()
+    let_clipping_be_known()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 

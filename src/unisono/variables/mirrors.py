@@ -79,6 +79,9 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # By the identity of a parameter or a leaf, whose it is, in one generation.
+        self._owners: dict[int, Leaves] = {}
+        self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
@@ -168,6 +171,15 @@ class Mirrors:
             return True
         parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
+
+    def owner_of_leaf(self, leaf: object) -> Leaves | None:
+        """Returns the parameter that a replica has `leaf` of, or that `leaf` is itself."""
+        if self._owners_generation != self.generation:
+            self._owners_generation = self.generation
+            self._owners = {
+                id(own): one for one in self._leaves.values() for own in (one.primary, *one.leaves)
+            }
+        return self._owners.get(id(leaf))
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
         """Returns the parameter that a replica has `leaf` of, if there is one."""
