@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.contexts.notes import ReplicaNotes
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
 from unisono.errors import ContextError
@@ -70,7 +71,7 @@ class ReplicaContext:
     local_id: int
     meeting: Meeting
     weight: float = 1.0
-    notes: dict[Any, Any] = field(default_factory=dict, repr=False)
+    notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
 
     @property
     def counts(self) -> bool:

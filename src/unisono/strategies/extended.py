@@ -22,6 +22,7 @@ from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.functions import Captures, Function
+from unisono.gradients import GradientReducer
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
@@ -41,12 +42,10 @@ from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
 from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
-    GradientReducer,
     Leaves,
     Mirrors,
     Outsiders,
     Variable,
-    WorkerGradientReducer,
     bring_in,
     creating,
     merge,
@@ -129,20 +128,17 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         if not self.mirrors.is_single:
             watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
+        if self.workers.are_many:
+            communicator = self.workers.communicator
+            self.cross_device_ops = AcrossWorkers(cross_device_ops, communicator, devices)
         self.gradients = GradientReducer(
             self.mirrors,
             devices,
-            cross_device_ops,
+            self.cross_device_ops,
             reduce_gradients,
             options,
             predicted_cost(cross_device_ops, devices, tuning),
         )
-        if self.workers.are_many:
-            across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
-            self.cross_device_ops = across
-            self.gradients = WorkerGradientReducer(
-                self.mirrors, devices, across, reduce_gradients, options
-            )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
         self._runner = Runner(devices, self.workers, is_serial=is_serial)
@@ -230,13 +226,13 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self.gradients = WorkerGradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
             self.reduce_gradients,
             self.options,
-            CommHook(
+            hook=CommHook(
                 self.process_group if state is None else state,
                 hook,
                 f"worker {communicator.rank} of {communicator.size}",
@@ -311,13 +307,13 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
         """Returns what makes torch functions work for a replica."""
         mirrors = self.mirrors
-        mode = context.notes["mode"] = ReplicaMode(
+        batch_norm = functools.partial(synchronized_batch_norm, context)
+        mode = context.notes.mode = ReplicaMode(
             generators,
             context.replica_id_in_sync_group,
             mirrors.stand_ins[context.local_id],
-            functools.partial(self.gradients.after_backward, context),
-            Outsiders(mirrors, context),
-            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
+            watch=Outsiders(mirrors, context),
+            batch_norm=batch_norm if mirrors.synchronizes else None,
         )
         return mode
 

@@ -11,10 +11,11 @@ from unisono.errors import ContextError
 
 if TYPE_CHECKING:
     from unisono.functions import Captures
+    from unisono.gradients import GradientReducer
     from unisono.reductions import CrossDeviceOps, Workers
     from unisono.strategies.runner import Runner
     from unisono.strategies.strategy import Strategy
-    from unisono.variables import GradientReducer, Mirrors
+    from unisono.variables import Mirrors
 
 
 class OwnProcess:

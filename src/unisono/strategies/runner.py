@@ -78,7 +78,7 @@ class Runner:
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
-                context.notes.clear()
+                context.notes.forget()
 
     def _run_on(
         self,

@@ -32,7 +32,7 @@ def synchronized_batch_norm(
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+    context.notes.num_batch_norms += 1
     output, mean, squares, count = _normalized(context, input, eps)
     _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
     if weight is not None:
@@ -84,12 +84,12 @@ class SynchronizedBatchNorm:
         uses_batch = module.training or module.running_mean is None
         if context is None or not uses_batch:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        before = context.notes.get("batch_norms", 0)
+        before = context.notes.num_batch_norms
         # In a backward pass, where a checkpoint computes again, no mode is on.
         is_off = torch._C._len_torch_function_stack() == 0
-        with context.notes["mode"] if is_off else nullcontext():
+        with (context.notes.mode if is_off else None) or nullcontext():
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if context.notes.get("batch_norms", 0) == before:
+        if context.notes.num_batch_norms == before:
             raise UnsupportedError(
                 f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
                 "`forward` calls neither that of torch's class nor "

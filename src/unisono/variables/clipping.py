@@ -19,11 +19,10 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 def let_clipping_be_known() -> None:
     """Lets a reduced gradient count as reduced also after torch has clipped it."""
     for name in _NAMES:
-        clip: Any = getattr(torch.nn.utils.clip_grad, name, None)
-        if clip is None:
-            continue  # Older versions of torch have fewer.
+        clip = getattr(torch.nn.utils.clip_grad, name, None)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            if getattr(module, name, None) is clip:
+            # Older versions of torch have fewer.
+            if clip is not None and getattr(module, name, None) is clip:
                 setattr(module, name, _wrapped(clip))
 
 

@@ -37,7 +37,7 @@ class for_all:
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
         self._mirrors = context.strategy.extended.mirrors
-        self._mode = context.notes.get("mode")
+        self._mode = context.notes.mode
         self._entered = entered(CrossReplicaContext(context.strategy))
 
     def __enter__(self) -> None:

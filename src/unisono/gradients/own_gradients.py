@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.errors import UnsupportedError
+from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
-from unisono.variables.accumulation import Weighting
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.names import name_of
