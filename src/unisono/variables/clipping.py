@@ -26,7 +26,7 @@ def let_clipping_be_known() -> None:
                 setattr(module, name, _wrapped(clip))
 
 
-def _wrapped(clip: Callable[..., Any]) -> Callable[..., Any]:
+def _wrapped(clip: Any) -> Callable[..., Any]:
     @functools.wraps(clip)
     def wrapped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
