@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import traceback
 import weakref
@@ -70,7 +71,6 @@ class Captures:
         self._functions: dict[Hashable, _CapturedFunction] = {}
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._stream: torch.cuda.Stream | None = None
         self._generators: KeptGenerators | None = None
 
     def run(
@@ -125,13 +125,12 @@ class Captures:
     @contextmanager
     def on_own_stream(self) -> Iterator[None]:
         """A capture needs a stream that is not the default one, and the calls before it, too."""
-        if self._stream is None:
-            self._stream = torch.cuda.Stream(self.places[0])
-        current = torch.cuda.current_stream(self._stream.device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        stream = _stream_on(self.places[0])
+        current = torch.cuda.current_stream(stream.device)
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             yield
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
 
     def close(self) -> None:
         """Frees all graphs and their memory."""
@@ -173,7 +172,7 @@ class _CapturedFunction:
         self._num_changes = 0
         # Calls that were seen to wait for the GPU, which no graph can do.
         self._waiting: set[str] = set()
-        self.reason = ""
+        self.reason = self._last_reason = ""
 
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
@@ -253,6 +252,9 @@ class _CapturedFunction:
         rehearsal = Rehearsal()
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
+        # A step that sets an attribute has another signature in each call, so none is the last.
+        is_last = is_last or rehearsal.reason == self._last_reason
+        self._last_reason = rehearsal.reason
         if rehearsal.reason and is_last:
             self.stay_eager(rehearsal.reason)
         if not all(settings.are_current() for settings in self._settings):
@@ -318,6 +320,12 @@ class _CapturedFunction:
         if self._function.strict:
             raise CaptureError(f"{self._function!r} cannot be captured: {reason}.")
         _logger.warning("%r stays eager: %s.", self._function, reason)
+
+
+@functools.cache
+def _stream_on(place: torch.device) -> torch.cuda.Stream:
+    """Returns the stream of all captures on a GPU. cuBLAS keeps memory for each that it sees."""
+    return torch.cuda.Stream(place)
 
 
 def _replaced(leaf: Any, rooms: Iterator[Tensor]) -> Any:
