@@ -132,6 +132,12 @@ class WorkerLostError(CommunicationError):
 class WorkerTimeoutError(CommunicationError, TimeoutError):
     """A worker that did not take part in a collective within the time given."""
 
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        # Programs look for these words in the errors of any backend.
+        if "timed out" not in message.lower():
+            message = f"Timed out: the timeout has passed. {message}"
+        super().__init__(message, ranks)
+
 
 class UnequalCollectivesError(CommunicationError):
     """Workers that call different collectives, or one with another shape, dtype or operation."""
