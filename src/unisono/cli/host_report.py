@@ -35,7 +35,7 @@ from unisono.errors import DeviceError, TuningError
 from unisono.kernels import native_core, triton_status
 from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
-from unisono.tracing import has_lock
+from unisono.tracing.lock_waits import has_lock
 
 NATIVE, NCCL, FREE_THREADS = "native core", "NCCL", "free threads"
 

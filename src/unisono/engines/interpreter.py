@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any, TypeAlias
 
-from unisono.tracing import LockWaits, can_measure, has_lock, is_recording, metered, span
+from unisono.tracing.lock_waits import LockWaits, can_measure, has_lock
+from unisono.tracing.spans import is_recording, metered, span
 
 Calls: TypeAlias = Sequence[Callable[[], Any]]
 

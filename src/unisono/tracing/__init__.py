@@ -8,15 +8,13 @@ summarise, timeline                             where the step went; what Perfet
 
 from unisono.tracing.clocks import align
 from unisono.tracing.files import Event, Thread, WorkerTrace, read_folder
-from unisono.tracing.lock_waits import LockWaits, can_measure, has_lock
 from unisono.tracing.recording import Trace, record, record_if_asked
-from unisono.tracing.spans import Span, is_recording, join_workers, metered, span
+from unisono.tracing.spans import Span, join_workers, span
 from unisono.tracing.summary import Shares, Straggler, Summary, summarise
 from unisono.tracing.timeline import timeline
 
 __all__ = [
     "Event",
-    "LockWaits",
     "Shares",
     "Span",
     "Straggler",
@@ -25,11 +23,7 @@ __all__ = [
     "Trace",
     "WorkerTrace",
     "align",
-    "can_measure",
-    "has_lock",
-    "is_recording",
     "join_workers",
-    "metered",
     "read_folder",
     "record",
     "record_if_asked",

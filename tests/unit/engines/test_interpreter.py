@@ -12,7 +12,7 @@ import torch
 
 import unisono as uo
 from unisono.engines import Interpreter
-from unisono.tracing import can_measure, has_lock
+from unisono.tracing.lock_waits import can_measure, has_lock
 
 Make = Callable[..., uo.MirroredStrategy]
 measurable = pytest.mark.skipif(not can_measure(), reason="only Linux counts waits for a core")

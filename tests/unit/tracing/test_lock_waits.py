@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from unisono.tracing import LockWaits, can_measure, metered, span
-from unisono.tracing.lock_waits import Reading, lock_share
+from unisono.tracing.lock_waits import LockWaits, Reading, can_measure, lock_share
+from unisono.tracing.spans import metered, span
 
 MS = 1_000_000
 measurable = pytest.mark.skipif(not can_measure(), reason="only Linux counts waits for a core")
