@@ -45,11 +45,12 @@ class Interpreter:
             return run_all(calls)
         waits = LockWaits()
         with metered(waits) as is_mine:
-            if not is_mine:
-                return run_all(calls)
-            results = run_all([waits.of_replica(call) for call in calls])
-            share = waits.share() if self._has_lock else 0.0
-        self._note(share)
+            if is_mine and self._has_lock:
+                calls = [waits.of_replica(call) for call in calls]
+            results = run_all(calls)
+            share = waits.share()
+        if is_mine:
+            self._note(share)
         return results
 
     def _is_due(self) -> bool:
@@ -75,8 +76,8 @@ class Interpreter:
             return
         self._has_told = True
         ways = [
-            f"start one process per replica (`unisono launch -n {self._num_replicas} SCRIPT`, with "
-            "`MultiWorkerMirroredStrategy`)",
+            "start one process per replica (for example `unisono launch -n "
+            f"{self._num_replicas} SCRIPT`, with `MultiWorkerMirroredStrategy`)",
             "use free-threaded Python",
         ]
         if self._has_gpus:

@@ -100,7 +100,12 @@ class LockWaits:
         """Returns the call of a replica, which is measured on the thread that makes it."""
 
         def measured() -> T:
-            clock = self._own.clock = _ThreadClock(time.perf_counter_ns() - self._start)
+            try:
+                clock = _ThreadClock(time.perf_counter_ns() - self._start)
+            except OSError:
+                # The process may have no more files to open. That is no reason to fail.
+                return call()
+            self._own.clock = clock
             try:
                 result = call()
                 clock.pause()

@@ -109,3 +109,12 @@ def test_a_call_that_fails_is_left_out() -> None:
         waits.of_replica(lambda: int("on purpose"))()
 
     assert waits.share() == 0.0
+
+
+def test_a_process_that_can_open_no_file_runs_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("unisono.tracing.lock_waits._SCHEDULED", "/nowhere")
+    waits = LockWaits()
+
+    assert not can_measure()
+    assert waits.of_replica(lambda: 7)() == 7
+    assert waits.share() == 0.0
