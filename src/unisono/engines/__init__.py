@@ -4,6 +4,7 @@ from unisono.engines.ambient import Ambient
 from unisono.engines.generators import KeptGenerators, RunGenerators, draw_seed
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
+from unisono.engines.interpreter import Interpreter
 from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.replica_mode import ReplicaMode
 from unisono.engines.threads import ReplicaThreads
@@ -13,6 +14,7 @@ __all__ = [
     "Ambient",
     "GlobalRandomness",
     "Guard",
+    "Interpreter",
     "KeptGenerators",
     "OneByOne",
     "Recorder",

@@ -363,7 +363,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{in_words(value)} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is a single value, not one value per replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)

@@ -18,6 +18,7 @@ from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
     GlobalRandomness,
+    Interpreter,
     OneByOne,
     Recorder,
     ReplicaMeeting,
@@ -52,6 +53,9 @@ class Runner:
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
+        self._interpreter = Interpreter(
+            len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
+        )
 
     def run(
         self,
@@ -124,7 +128,8 @@ class Runner:
 
         with self._lock:
             before = self._global_randomness.before()
-            results = self._threads.run([call(context) for context in contexts], meeting)
+            calls = [call(context) for context in contexts]
+            results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
             self._global_randomness.after(before)
         generators.settle()
         return results
