@@ -12,7 +12,7 @@ MAX_LINES = 400
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
-    ["errors"],
+    ["errors", "sharing"],
     ["arguments"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ContextError
+from unisono.sharing import computed_once
 
 T = TypeVar("T")
 
@@ -195,7 +196,7 @@ class _DefaultGenerator:
         return getattr(torch.default_generator if own is None else own.on(_CPU), name)
 
 
-@functools.cache
+@computed_once
 def install() -> None:
     """Makes torch's functions for seeds and states mean a replica's generator on a replica.
 

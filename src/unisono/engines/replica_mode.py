@@ -20,6 +20,7 @@ from unisono.engines.random_functions import (
     WITH_GENERATOR,
     draws_from_default,
 )
+from unisono.sharing import computed_once
 
 _SPECIAL = RANDOM | {Tensor.backward, functional.batch_norm}
 
@@ -37,7 +38,7 @@ class _Active(threading.local):
 _active = _Active()
 
 
-@functools.cache
+@computed_once
 def _install() -> None:
     install()
     torch.random.fork_rng = _wrap_fork(torch.random.fork_rng)

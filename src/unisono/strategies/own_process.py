@@ -52,7 +52,7 @@ class OwnProcess:
                 "the strategy in the process that made it, or start processes with `spawn`."
             )
         self._process = os.getpid()
-        self.mirrors.fronts.take_down()
+        self.mirrors.fronts.take_down_in_child()
         self._runner = self._runner.restarted()
         if not self.mirrors.is_single:
             # A thread of the parent may have held it.

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.sharing import computed_once
 from unisono.values import select_replica
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def _of_program(mirrors: Any, structure: Any) -> Any:
     return pytree.tree_map(replaced, structure)
 
 
-@functools.cache
+@computed_once
 def average_once() -> None:
     """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
     update = swa_utils.AveragedModel.update_parameters

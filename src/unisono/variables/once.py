@@ -145,8 +145,14 @@ class OnceOptimizer(OnceUpdate):
     def state(self) -> dict[Any, Any]:
         """The state, which a replica finds under its own parameters, too."""
         state: dict[Any, Any] = vars(self)["state"]
-        if not isinstance(state, SeenState):
-            state = vars(self)["state"] = SeenState(state, _mirrors_of(self))
+        if isinstance(state, SeenState):
+            return state
+        mirrors = _mirrors_of(self)
+        with mirrors.groups.lock:
+            # Another replica may have been faster. What is written to its object must be seen here.
+            state = vars(self)["state"]
+            if not isinstance(state, SeenState):
+                state = vars(self)["state"] = SeenState(state, mirrors)
         return state
 
     @state.setter

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
@@ -17,6 +16,7 @@ from torch import Tensor
 from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
 from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -46,7 +46,7 @@ class Triton(NamedTuple):
     sums: ModuleType | None = None
 
 
-@functools.cache
+@computed_once
 def triton_status() -> Triton:
     """Loads the kernels once. `UNISONO_TRITON=0` in the environment leaves them out."""
     if os.environ.get("UNISONO_TRITON") == "0":
