@@ -44,7 +44,7 @@ class _Board:
         """Waits for the next call of a replica; None is the last."""
         while True:
             seen = self.has_new.count
-            given = self.given.pop(replica_id, _NOTHING)
+            given: tuple[Call, Outcomes] | None = self.given.pop(replica_id, _NOTHING)
             if given is not _NOTHING:
                 return given
             self.has_new.wait(seen, _LOOK_AGAIN_S)
