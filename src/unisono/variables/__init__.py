@@ -1,7 +1,7 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
 from unisono.variables.assignable import Component
-from unisono.variables.attributes import Contents, raw
+from unisono.variables.attributes import TORCH_TABLES, Contents, raw
 from unisono.variables.batch_norm import synchronized_batch_norm
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
@@ -15,6 +15,7 @@ from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
 
 __all__ = [
+    "TORCH_TABLES",
     "Component",
     "Contents",
     "Leaves",
