@@ -1,11 +1,12 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
-from unisono.engines.generators import RunGenerators
+from unisono.engines.compiled import tell_compiler
+from unisono.engines.drawing import drawing
+from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.replica_mode import ReplicaMode
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
@@ -14,10 +15,12 @@ __all__ = [
     "GlobalRandomness",
     "Guard",
     "OneByOne",
+    "ReplicaGenerators",
     "ReplicaMeeting",
-    "ReplicaMode",
     "ReplicaStopped",
     "ReplicaThreads",
     "RunGenerators",
     "Turns",
+    "drawing",
+    "tell_compiler",
 ]

@@ -19,7 +19,6 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
-from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
@@ -43,13 +42,11 @@ from unisono.variables import (
     GradientReducer,
     Leaves,
     Mirrors,
-    Outsiders,
     Variable,
     WorkerGradientReducer,
     bring_in,
     creating,
     merge,
-    synchronized_batch_norm,
     undone,
     watch_torch,
 )
@@ -277,12 +274,12 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.gradients.begin(weights)
         self.current_weights = weights
         if self.mirrors.is_single:
-            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+            results = self._runner.run(self.strategy, fn, args, kwargs, weights)
             return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
             with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
-                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+                results = self._runner.run(self.strategy, fn, args, kwargs, weights)
             self.mirrors.watch.check()
             self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))
@@ -292,19 +289,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
-
-    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
-        """Returns what makes torch functions work for a replica."""
-        mirrors = self.mirrors
-        mode = context.notes["mode"] = ReplicaMode(
-            generators,
-            context.replica_id_in_sync_group,
-            mirrors.stand_ins[context.local_id],
-            functools.partial(self.gradients.after_backward, context),
-            Outsiders(mirrors, context),
-            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
-        )
-        return mode
 
     def merge_call(
         self,

@@ -1,14 +1,12 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
 from unisono.variables.assignable import Component
-from unisono.variables.batch_norm import synchronized_batch_norm
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.gradients import GradientReducer
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.outsiders import Outsiders
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
@@ -19,7 +17,6 @@ __all__ = [
     "GradientReducer",
     "Leaves",
     "Mirrors",
-    "Outsiders",
     "Variable",
     "VariableSynchronization",
     "WorkerGradientReducer",
@@ -27,7 +24,6 @@ __all__ = [
     "creating",
     "merge",
     "once",
-    "synchronized_batch_norm",
     "undone",
     "variable_of",
     "watch_torch",

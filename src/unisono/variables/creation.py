@@ -27,6 +27,7 @@ from unisono.variables.outsiders import (
     note_maker,
     refuse_outsiders,
 )
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -89,6 +90,7 @@ def watch_torch() -> None:
     """Before the first strategy of several replicas: notices what is done outside its runs."""
     _install_hooks()
     refuse_outsiders()
+    watch_calls()
     _watch_attributes()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)

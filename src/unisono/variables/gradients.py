@@ -227,8 +227,10 @@ class GradientReducer:
         def work(_: Any) -> list[None]:
             current.trail.follow()
             arrived = self._complete(current)
-            for one in arrived:
-                one.show_gradient()
+            # The primary itself is meant, not the replica's leaf.
+            with torch._C.DisableTorchFunctionSubclass():
+                for one in arrived:
+                    one.show_gradient()
             if self._hooked:
                 arrived = set(arrived)
                 call_hooks(context, [one for one in self._hooked if one in arrived])
