@@ -109,7 +109,7 @@ class OnceOptimizer(OnceUpdate):
             cleared = [leaves.leaves[context.local_id] for leaves in owners]
             if context.local_id == 0:
                 cleared += [leaves.primary for leaves in owners]
-        # Without asking the replica's mode for every gradient.
+        # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with torch._C.DisableTorchFunction():
             for tensor in cleared:
                 clear(tensor, set_to_none=set_to_none)
