@@ -68,7 +68,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
     what = f"{type(optimizer).__name__}.step()"
-    if context is None:
+    if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
         settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
