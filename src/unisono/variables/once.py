@@ -85,20 +85,19 @@ class OnceOptimizer(Front):
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
         owners = _leaves(self)
-        if context is None:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-            cleared = [leaf for leaves in owners for leaf in leaves.leaves]
-        else:
-            cleared = [leaves.leaves[context.local_id] for leaves in owners]
-            if context.local_id == 0:
-                cleared += [leaves.primary for leaves in owners]
         # Without asking the replica's mode for every gradient.
         with torch._C.DisableTorchFunction():
-            for tensor in cleared:
-                clear(tensor, set_to_none=set_to_none)
-            if context is not None:
+            if context is None:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
                 for leaves in owners:
-                    leaves.mark_cleared(context.local_id)
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
+                return
+            replica_id = context.local_id
+            for leaves in owners:
+                if replica_id == 0:
+                    clear(leaves.primary, set_to_none=set_to_none)
+                leaves.clear(replica_id, set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -257,9 +256,8 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
-    mirrors = _mirrors_of(optimizer)
-    found = (mirrors.leaves_of(parameter) for parameter in parameters_of(optimizer))
-    return [leaves for leaves in found if leaves is not None]
+    find = _mirrors_of(optimizer).leaves_of
+    return [one for p in parameters_of(optimizer) if (one := find(p)) is not None]
 
 
 def _step_with_closures(
