@@ -22,8 +22,18 @@ if TYPE_CHECKING:
 class Meeting(Protocol):
     """Where the replicas of one `run` meet."""
 
+    # What records the run, if something does.
+    recorder: Any
+
     def meet(
-        self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
+        self,
+        replica_id: int,
+        what: str,
+        given: Any,
+        work: Callable[[list[Any]], Sequence[Any]],
+        *,
+        in_python: bool = False,
+        settings: Any = None,
     ) -> Any:
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 
 
 def synchronized_batch_norm(
@@ -99,7 +99,7 @@ class SynchronizedBatchNorm:
         return output
 
 
-@functools.cache
+@computed_once
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
     if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):
