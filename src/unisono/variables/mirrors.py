@@ -361,7 +361,7 @@ class Mirrors:
         """After an update of the primaries: copies them to the memories that have their own."""
         for parameter in parameters:
             leaves = self._leaves.get(id(parameter))
-            if leaves is not None:
+            if leaves is not None and leaves.is_spread:
                 leaves.spread()
 
 
