@@ -94,7 +94,7 @@ def test_a_trace_has_the_share(mirrored: Make, tmp_path: Path) -> None:
     strategy = mirrored(2)
 
     with uo.tracing.record(tmp_path) as trace:
-        for _ in range(5):
+        for _ in range(9):
             strategy.run(lambda: torch.ones(2) + 1)
 
     summary = trace.summary()
