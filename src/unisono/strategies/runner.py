@@ -20,6 +20,7 @@ from unisono.engines import (
     GlobalRandomness,
     Interpreter,
     OneByOne,
+    Recorder,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
@@ -64,11 +65,14 @@ class Runner:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+        recorder: Recorder | None = None,
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
-        meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
+        meeting = ReplicaMeeting(
+            num_replicas, turns, self._gpus, names=self._names, recorder=recorder
+        )
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
@@ -78,7 +82,7 @@ class Runner:
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
-                context.notes.clear()
+                context.notes.forget()
 
     def _run_on(
         self,
@@ -93,7 +97,8 @@ class Runner:
         if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        generators = RunGenerators()
+        recorded = None if meeting.recorder is None else meeting.recorder.generators
+        generators = recorded or RunGenerators()
         if len(contexts) == 1:
             mode = make_mode(contexts[0], generators)
             return (self._run_alone(contexts[0], mode, fn, args, kwargs),)

@@ -7,6 +7,7 @@ It takes a quarter of a microsecond while nobody records, and one while somebody
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -141,6 +142,7 @@ _recorder: Recorder | None = None
 _waits: LockWaits | None = None
 # What a replica does outside of Python, where it may be blocked by something else than the lock.
 _OUTSIDE_PYTHON = frozenset(("wait", "collective", "reduce", "copy", "input"))
+_lock = threading.Lock()
 _place = Place(0, 1)
 
 
@@ -200,12 +202,14 @@ def is_recording() -> bool:
 def start(recorder: Recorder) -> None:
     """Gives every event to `recorder` from now on."""
     global _recorder
-    if _recorder is not None:
-        raise ContextError(
-            "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is "
-            "set. Leave the one or the other out."
-        )
-    _recorder = recorder
+    with _lock:
+        if _recorder is None:
+            _recorder = recorder
+            return
+    raise ContextError(
+        "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is set. "
+        "Leave the one or the other out."
+    )
 
 
 def stop() -> None:
