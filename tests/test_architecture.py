@@ -22,6 +22,8 @@ LAYERS = [
     ["reductions", "cluster", "backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
+    ["gradients"],
+    ["functions"],
     ["strategies"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
     ["benchmarks", "demo"],

@@ -25,7 +25,7 @@ _STOP_AGAIN_S = 0.1
 _LOOK_AGAIN_S = 60.0
 # How long the end of the program waits for a thread.
 _LAST_WAIT_S = 1.0
-_NOTHING = object()
+_NOTHING: Any = object()
 
 
 class _Board:
@@ -44,9 +44,9 @@ class _Board:
         """Waits for the next call of a replica; None is the last."""
         while True:
             seen = self.has_new.count
-            given: Any = self.given.pop(replica_id, _NOTHING)
+            given: tuple[Call, Outcomes] | None = self.given.pop(replica_id, _NOTHING)
             if given is not _NOTHING:
-                return given  # type: ignore[no-any-return]
+                return given
             self.has_new.wait(seen, _LOOK_AGAIN_S)
 
     def end(self, num_replicas: int) -> None:

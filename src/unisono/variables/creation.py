@@ -16,6 +16,7 @@ from torch.optim import Optimizer, lr_scheduler
 from unisono.contexts import current_replica
 from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import raw
+from unisono.variables.clipping import let_clipping_be_known
 from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
@@ -27,6 +28,7 @@ from unisono.variables.outsiders import (
     note_maker,
     refuse_outsiders,
 )
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -89,7 +91,9 @@ def watch_torch() -> None:
     """Before the first strategy of several replicas: notices what is done outside its runs."""
     _install_hooks()
     refuse_outsiders()
+    watch_calls()
     _watch_attributes()
+    let_clipping_be_known()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 

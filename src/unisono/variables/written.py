@@ -125,11 +125,11 @@ class Watch:
             else:
                 names.append(name_of(mirrors, owner.primary))
         names = list(dict.fromkeys(names))
-        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        others = len(names) - 1
+        more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
         raise ContextError(
-            f"{names[0]}{more} was written to in a step, on the storage that all replicas share. "
-            "Each replica has written to it, so its value is wrong now: load it from a checkpoint, "
-            f"or make it anew. {_REMEDY}"
+            f"A step wrote to {names[0]}{more}, on the storage that all replicas share, so the "
+            f"values are wrong now: load them from a checkpoint, or create them again. {_REMEDY}"
         )
 
 
