@@ -19,13 +19,11 @@ using namespace unisono::shared;
 
 namespace {
 
-constexpr std::size_t kArenaBytes = 32 << 20;
-
 using Body = std::function<void(Group&)>;
 
 struct World {
   World(std::size_t size, const Body& body, std::chrono::milliseconds timeout) {
-    const Layout layout{size, kArenaBytes};
+    const Layout layout{size};
     const int fd = memfd_create("unisono test", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(layout.bytes())) == 0);
     for (std::size_t rank = 0; rank < size; ++rank) {
@@ -107,8 +105,8 @@ void checkReductions(Group& group, std::size_t count, std::size_t num_terms, std
 }
 
 void checkArena(Group& group, std::size_t count) {
-  const std::size_t place = allocate(group, 100, count * sizeof(float));
-  auto* data = reinterpret_cast<float*>(group.mapping()->arena(group.rank()) + place);
+  allocate(group, 100);
+  auto* data = reinterpret_cast<float*>(allocate(group, count * sizeof(float)));
   void* term = data;
   for (int round = 0; round < 3; ++round) {
     for (std::size_t i = 0; i < count; ++i) data[i] = valueOf(group.rank(), 0, i);

@@ -149,7 +149,7 @@ class _Door:
         return WorkerTimeoutError(
             f"Rank {one.rank} of {one.size} has tried for {self._timeout_seconds:g} s to reach "
             f"rank {one.coordinator_rank} at {one.coordinator}, and nobody answers as the store of "
-            f"this job: {reason}. Check that it runs, that this is its address, and that no "
+            f"this job: {reason.splitlines()[0]}. Check that it runs, that this is its address, and that no "
             "firewall is in between.",
             ranks=[one.coordinator_rank],
         )
