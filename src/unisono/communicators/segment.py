@@ -237,20 +237,13 @@ def _entered(
             connection.send(json.dumps({"failure": str(failure)}).encode())
         raise failure from error
     try:
-        connection.send(b"{}")
-        connection.settimeout(max(0.1, deadline - time.monotonic()))
-        verdict = connection.recv(_MAX_MESSAGE)
-    except TimeoutError:
-        verdict = b""
-    except OSError:
-        # Rank 0 has ended, which the memory shows, too.
-        return entered
+        # Rank 0 may have said no and hung up already. If it has ended, the memory shows that, too.
+        with contextlib.suppress(OSError):
+            connection.send(b"{}")
+        with contextlib.suppress(OSError):
+            connection.settimeout(max(0.1, deadline - time.monotonic()))
+            _raise_refusal(_read(connection.recv(_MAX_MESSAGE)))
     except BaseException:
-        entered.close()
-        raise
-    try:
-        _raise_refusal(_read(verdict))
-    except CommunicationError:
         entered.close()
         raise
     return entered
