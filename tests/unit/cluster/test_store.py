@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import pytest
 from processes.ports import free_ports
+from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from unisono.cluster import Membership, SimpleClusterResolver, open_store
@@ -139,6 +140,18 @@ def test_a_worker_that_waits_hears_ctrl_c(change: Callable[[Membership], Members
     with pytest.raises(KeyboardInterrupt):
         connect_to_silence(change(workers()[1]), 1.0)
     timer.join()
+
+
+def test_the_port_of_torchs_default_group_is_shared() -> None:
+    first, second = workers()
+    store = TCPStore("127.0.0.1", first.coordinator_port, is_master=True, wait_for_workers=False)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with served(first) as own:
+            assert own.port != first.coordinator_port
+            assert open_store(second, SECONDS).port == own.port
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_where_a_launcher_keeps_a_store_rank_0_says_there_where_its_own_is() -> None:
