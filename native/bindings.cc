@@ -79,7 +79,8 @@ NB_MODULE(_native, m) {
       .def("broadcast", &SharedGroup::broadcast, "tensor"_a, "root"_a,
            "Overwrites the tensor in place, or returns why it is not taken.")
       .def("barrier", &SharedGroup::barrier, "Returns when every rank has called it.")
-      .def("allocate", &SharedGroup::allocate, "num_bytes"_a, "Returns bytes that all ranks share. MemoryError may be raised on some ranks alone.")
+      .def("allocate", &SharedGroup::allocate, "num_bytes"_a,
+           "Returns bytes that all ranks share. MemoryError may be raised on some ranks alone.")
       .def("set_timeout", &SharedGroup::setTimeout, "seconds"_a,
            "Says how long collectives may wait for other ranks.")
       .def("check_health", &SharedGroup::checkHealth, "Raises if a rank is lost.")

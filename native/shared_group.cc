@@ -101,9 +101,7 @@ SharedGroup::SharedGroup(nb::type_object tensor_type, nb::tuple ops, nb::callabl
 
 void SharedGroup::setTimeout(double seconds) { group_.setTimeout(inNanoseconds(seconds)); }
 
-std::size_t SharedGroup::segmentBytes(std::size_t size) {
-  return shared::Layout{size}.bytes();
-}
+std::size_t SharedGroup::segmentBytes(std::size_t size) { return shared::Layout{size}.bytes(); }
 
 // Calls `work` without the GIL, and raises what it throws.
 template <class Work>

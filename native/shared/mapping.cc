@@ -42,8 +42,7 @@ std::byte* mapped(int fd, std::size_t offset, std::size_t bytes) {
 
 }  // namespace
 
-Mapping::Mapping(int fd, Layout layout)
-    : layout_(layout), base_(mapped(fd, 0, layout.bytes())) {
+Mapping::Mapping(int fd, Layout layout) : layout_(layout), base_(mapped(fd, 0, layout.bytes())) {
   arenas_.reserve(kMaxArenas);
 }
 

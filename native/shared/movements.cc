@@ -84,6 +84,7 @@ void barrier(Group& group) {
 
 std::byte* allocate(Group& group, std::size_t bytes) {
   Turn turn(group, {.header = {.kind = Kind::allocate, .elements = bytes}});
+  // The turn holds the group to the end, so that no other thread is given the same place.
   Mapping& mapping = *group.mapping();
   bool is_long_enough = true;
   if (group.rank() == 0) {

@@ -33,9 +33,9 @@ class Gather {
 
 void barrier(Group& group);
 
-// Returns `bytes` bytes of this rank at the same place on every rank, for which all must have asked.
-// Throws std::bad_alloc where there is no memory, which may be on some ranks alone: then nobody may
-// use what it has got, nor ask again.
+// Returns `bytes` bytes of this rank at the same place on every rank, for which all must have
+// asked. Throws std::bad_alloc where there is no memory, which may be on some ranks alone: then
+// nobody may use what it has got, nor ask again.
 std::byte* allocate(Group& group, std::size_t bytes);
 
 }  // namespace unisono::shared

@@ -245,11 +245,11 @@ void reduceInArena(Turn& turn, const Shape& shape) {
   turn.share(num_pieces, [&](std::size_t index) {
     const std::size_t begin = index * piece;
     for (std::size_t rank = 0, i = 0; rank < shape.group.size(); ++rank) {
-      const auto steps = static_cast<std::ptrdiff_t>(rank) -
-                         static_cast<std::ptrdiff_t>(shape.group.rank());
+      const auto steps =
+          static_cast<std::ptrdiff_t>(rank) - static_cast<std::ptrdiff_t>(shape.group.rank());
       for (std::size_t term = 0; term < strides.size(); ++term) {
-        inputs[i++] = at(shape.terms.data[term], begin * shape.element_bytes) +
-                      steps * strides[term];
+        inputs[i++] =
+            at(shape.terms.data[term], begin * shape.element_bytes) + steps * strides[term];
       }
       outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + steps * strides[0];
     }

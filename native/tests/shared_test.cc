@@ -5,9 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <functional>
 #include <numeric>
 #include <string>
+#include <thread>
 
 #include "check.h"
 #include "instruction_set.h"
@@ -152,6 +155,30 @@ void checkCollectives(Group& group) {
   for (std::size_t bytes : {0, 1, 1000, 2000001}) checkMovements(group, bytes);
 }
 
+// The threads of a rank make the same calls, so whichever comes first, all ranks agree.
+void checkThreadsOfOneRank(Group& group) {
+  constexpr int kThreads = 3, kRounds = 50;
+  std::atomic<int> num_left = kThreads;
+  std::vector<std::byte*> places[kThreads];
+  std::vector<std::thread> threads;
+  for (std::vector<std::byte*>& own : places) {
+    threads.emplace_back([&group, &num_left, &own] {
+      for (int i = 0; i < kRounds; ++i) own.push_back(allocate(group, 64));
+      --num_left;
+    });
+  }
+  while (num_left > 0) {
+    group.checkHealth();
+    group.setTimeout(std::chrono::seconds(30));
+    std::this_thread::yield();
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::byte*> all;
+  for (const auto& own : places) all.insert(all.end(), own.begin(), own.end());
+  std::ranges::sort(all);
+  CHECK(std::ranges::adjacent_find(all) == all.end());
+}
+
 template <class Work>
 Failure failureOf(const Work& work) {
   try {
@@ -217,6 +244,7 @@ void checkLateRank() {
 
 int main() {
   for (std::size_t size : {1, 2, 3, 5}) runRanks(size, checkCollectives);
+  runRanks(2, checkThreadsOfOneRank);
   runRanks(2, checkDifferentCalls);
   runRanks(3, checkDifferentCalls);
   checkKilledRank();

@@ -7,7 +7,8 @@ import math
 import os
 import socket
 import ssl
-import weakref
+
+from unisono.sharing import LiveSet
 
 # What a socket raises that cannot move bytes now.
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -15,7 +16,7 @@ NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _MAX_IDLE_SECONDS = 60
 _MAX_SECONDS = 24 * 3600
 
-_own: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_own: LiveSet[socket.socket] = LiveSet()
 
 
 def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: bool = False) -> None:
@@ -86,7 +87,7 @@ def _set(connected: socket.socket, name: str, value: int) -> None:
 
 def _close_in_child() -> None:
     """Sees to it that connections end with this process, though its children live on."""
-    for one in list(_own):
+    for one in _own:
         one.close()
 
 
