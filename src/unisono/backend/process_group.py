@@ -30,6 +30,7 @@ from unisono.backend import collectives
 from unisono.backend.arguments import listed, listed_twice, options
 from unisono.backend.lane import Lane
 from unisono.backend.other_devices import make_backend
+from unisono.backend.recorded import traced
 from unisono.backend.work import CollectiveWork
 from unisono.communicators import Communicator, connect
 from unisono.options import ReduceOp
@@ -68,11 +69,14 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = PrefixStore(f"visit {visit}", store)
         self._timeout = timeout
         self._others = distributed.ProcessGroup(self._store, rank, size)
+        self._backends: list[Any] = []
+        self._num_splits = 0
         self._lane = Lane(f"unisono-backend-{rank}")
         engine = PrefixStore("engine", self._store)
         seconds = timeout.total_seconds()
         self._communicator = connect(engine, rank, size, timeout_seconds=seconds)
         try:
+            self._communicator = traced(self._communicator)
             # Not when it is first needed: two ranks that send and receive would need the others.
             self._get_backend(torch.device("cpu"))
         except BaseException:
@@ -88,6 +92,29 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._lane.close()
         self._communicator.close()
         super().shutdown()
+
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> UnisonoProcessGroup | None:
+        """Returns a group of some of the ranks, each of which calls this; None on other ranks.
+
+        `opts` and `device_types`, which torch passes too, are for backends in C++.
+        """
+        if self.rank() not in new_ranks:
+            return None
+        self._num_splits += 1
+        name = group_name or f"{self.group_name}:split:{self._num_splits}"
+        store, place = PrefixStore(name, self._store), new_ranks.index(self.rank())
+        part = UnisonoProcessGroup(store, place, len(new_ranks), timeout or self._timeout)
+        part._set_group_name(name)
+        part._set_group_desc(group_desc or name)
+        return part
 
     def get_group_store(self) -> Store:
         """Where the ranks of this group meet."""
@@ -306,6 +333,8 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Returns who carries tensors on `device` that are not carried here."""
         if device.type not in [known.type for known in self._others._device_types]:
             kind, backend = make_backend(self, device, self._store, self._timeout)
+            # torch keeps the backend, but not its Python object, which others are shared by.
+            self._backends.append(backend)
             for group in (self, self._others):
                 group._register_backend(device, kind, backend)
                 group._set_default_backend(kind)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import threading
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import distributed
@@ -21,6 +23,10 @@ GRACE_SECONDS = 2.0
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
+_devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
+_device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+_lock = threading.Lock()
+
 
 def make_gloo_group(
     store: Store,
@@ -30,6 +36,7 @@ def make_gloo_group(
     host: str | None,
     timeout_seconds: float,
     joining_seconds: float | None = None,
+    num_threads: int = 4,
 ) -> Any:
     """Returns a group of its own, apart from torch's default one.
 
@@ -42,11 +49,14 @@ def make_gloo_group(
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
     options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
-    options._devices = [_device(own)]
+    device = _device(own)
+    options._devices = [device]
     # As many collectives as are under way at a time.
-    options._threads = 4
+    options._threads = num_threads
     try:
-        return group(PrefixStore("gloo", store), rank, size, options)
+        made = group(PrefixStore("gloo", store), rank, size, options)
+        _device_of[made] = device
+        return made
     except DistStoreError as error:
         # It names the key that nobody wrote, which ends with the rank that should have.
         late = [int(number) for number in re.findall(r"/gloo/\d+/(\d+)", str(error))]
@@ -60,6 +70,19 @@ def make_gloo_group(
 
 
 def _device(address: str) -> Any:
+    """Returns what connects groups to an address: a thread, a listening socket and its queue.
+
+    The groups of a process share it, and it ends with the last of them. A forked child has none of
+    its threads, so it gets another.
+    """
+    key = os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
+    with _lock:
+        if (device := _devices.get(key)) is None:
+            device = _devices[key] = _make_device(address)
+        return device
+
+
+def _make_device(address: str) -> Any:
     group: Any = distributed.ProcessGroupGloo
     try:
         return group.create_device(hostname=address)

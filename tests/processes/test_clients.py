@@ -1,0 +1,108 @@
+"""Trainers of other projects over the backend: every program in examples/torch_backend runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import runpy
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._C._distributed_c10d import Store
+
+from processes.harness import run_ranks
+from processes.programs import clean_environment, run
+from unisono.cli.local_tasks import free_ports
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "torch_backend"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def needs(*packages: str) -> Any:
+    missing = [name for name in packages if find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"{', '.join(missing)} is not installed")
+
+
+def loss_of_one_process() -> float:
+    """What the examples do, in one process that sees the whole batch."""
+    torch.manual_seed(0)
+    inputs = torch.randn(16, 4)
+    labels = inputs.sum(1, keepdim=True)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(20):
+        optimizer.zero_grad()
+        nn.functional.mse_loss(model(inputs), labels).backward()
+        optimizer.step()
+    return nn.functional.mse_loss(model(inputs), labels).item()
+
+
+def check_program(*command: str | Path, **variables: str) -> None:
+    """The program says that it trained over Unisono, to the loss of one process."""
+    environ = clean_environment(OMP_NUM_THREADS="1", **variables)
+
+    status, output, errors = run(command, environ)
+
+    assert status == 0, errors
+    found = re.search(r"^unisono: loss (\S+)$", output, re.MULTILINE)
+    assert found is not None, output + errors
+    assert float(found[1]) == pytest.approx(loss_of_one_process(), abs=2e-6)
+
+
+def run_example(store: Store, rank: int, size: int, name: str, port: int) -> float:
+    """Calls `main` of an example in a process that looks like one that torchrun has started."""
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        OMP_NUM_THREADS="1",
+    )
+    loss: float = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]()
+    return loss
+
+
+def losses_of(name: str) -> list[float]:
+    losses: list[float] = run_ranks(2, run_example, name, free_ports(1)[0], timeout=200)
+    return losses
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+def test_the_first_lines_say_how_to_run_it(path: Path) -> None:
+    assert f"examples/torch_backend/{path.name}\n" in path.read_text().replace("    #", "\n")
+
+
+def test_torchrun() -> None:
+    check_program(*TORCHRUN, EXAMPLES / "with_torchrun.py")
+
+
+@needs("accelerate")
+def test_accelerate() -> None:
+    assert losses_of("with_accelerate") == pytest.approx([loss_of_one_process()] * 2, rel=1e-5)
+
+
+@needs("accelerate", "transformers")
+def test_the_trainer_of_hugging_face() -> None:
+    losses = losses_of("with_hf_trainer")
+
+    # A model that knows nothing has the logarithm of 24.
+    assert losses[0] == losses[1] < 2.5
+
+
+@needs("lightning")
+@pytest.mark.parametrize("name", ["with_lightning", "with_fabric"])
+def test_lightning(name: str) -> None:
+    check_program(sys.executable, EXAMPLES / f"{name}.py")
+
+
+@needs("ray", "pandas", "pyarrow")
+def test_ray_train(tmp_path: Path) -> None:
+    # Ray writes a token into the home folder.
+    check_program(sys.executable, EXAMPLES / "with_ray_train.py", HOME=str(tmp_path))
