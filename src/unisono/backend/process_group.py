@@ -333,7 +333,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Returns who carries tensors on `device` that are not carried here."""
         if device.type not in [known.type for known in self._others._device_types]:
             kind, backend = make_backend(self, device, self._store, self._timeout)
-            # torch keeps the backend, but not its Python object, which others are shared by.
+            # torch keeps the backend, but not its Python object, which keeps Gloo's device.
             self._backends.append(backend)
             for group in (self, self._others):
                 group._register_backend(device, kind, backend)

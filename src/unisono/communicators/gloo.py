@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import threading
 from datetime import timedelta
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -24,8 +23,8 @@ GRACE_SECONDS = 2.0
 _UNUSED_TAG = 0x7FFFFFFF
 
 _devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
+# Keeps the device of each group that is in use.
 _device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-_lock = threading.Lock()
 
 
 def make_gloo_group(
@@ -76,10 +75,9 @@ def _device(address: str) -> Any:
     its threads, so it gets another.
     """
     key = os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
-    with _lock:
-        if (device := _devices.get(key)) is None:
-            device = _devices[key] = _make_device(address)
-        return device
+    if (device := _devices.get(key)) is None:
+        device = _devices[key] = _make_device(address)
+    return device
 
 
 def _make_device(address: str) -> Any:

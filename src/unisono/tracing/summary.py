@@ -142,8 +142,8 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
     has_collectives = any(e.category == "collective" for w in workers for e in w.events())
     if num_local == 0 and not has_collectives:
         raise TraceError(
-            "The trace holds no step and no collective: `Strategy.run` was not called while it was "
-            "recorded. Record some steps of training."
+            "The trace holds no step and no collective: neither `Strategy.run` nor a collective of "
+            "the backend was called while it was recorded. Record some steps of training."
         )
     first = workers[0]
     summary = Summary(
