@@ -1,7 +1,6 @@
 """Accelerate over Unisono.
 
     torchrun --nproc-per-node 2 examples/torch_backend/with_accelerate.py
-    accelerate launch --cpu --num_processes 2 examples/torch_backend/with_accelerate.py
 
 On CPUs Accelerate accepts no backend but its own in `InitProcessGroupKwargs`. It keeps a process
 group that exists already, so the program makes the group first.

@@ -70,7 +70,6 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._timeout = timeout
         self._others = distributed.ProcessGroup(self._store, rank, size)
         self._backends: list[Any] = []
-        self._num_splits = 0
         self._lane = Lane(f"unisono-backend-{rank}")
         engine = PrefixStore("engine", self._store)
         seconds = timeout.total_seconds()
@@ -108,8 +107,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         if self.rank() not in new_ranks:
             return None
-        self._num_splits += 1
-        name = group_name or f"{self.group_name}:split:{self._num_splits}"
+        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, new_ranks))}"
         store, place = PrefixStore(name, self._store), new_ranks.index(self.rank())
         part = UnisonoProcessGroup(store, place, len(new_ranks), timeout or self._timeout)
         part._set_group_name(name)
