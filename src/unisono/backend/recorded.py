@@ -20,5 +20,9 @@ def traced(communicator: Communicator) -> Communicator:
         join_workers(communicator.rank, communicator.size)
     # Traces of the ranks are matched by it, so no other group of the job may have the same.
     number = torch.tensor(secrets.randbits(48))
-    communicator.broadcast(number)
+    try:
+        communicator.broadcast(number)
+    except BaseException:
+        communicator.close()
+        raise
     return TracedCommunicator(communicator, group=int(number))

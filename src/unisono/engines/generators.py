@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from unisono.errors import ContextError
+from unisono.sharing import computed_once
 
 T = TypeVar("T")
 
@@ -64,12 +65,53 @@ class _Given:
             )
 
 
-class RunGenerators:
-    """The generators of one run: its seed, and what random functions were given in it."""
+class KeptGenerators:
+    """Generators that stay from run to run, because the CUDA graphs of a run draw from them.
 
-    def __init__(self) -> None:
-        # From the generator of the caller, which so goes on from run to run.
-        self.seed = int(_seed.value.random_())
+    Args:
+        places: The device of each replica.
+    """
+
+    def __init__(self, places: Sequence[torch.device]) -> None:
+        self._by_replica = {
+            (replica_id, place): torch.Generator(place) for replica_id, place in enumerate(places)
+        }
+
+    @property
+    def all(self) -> list[torch.Generator]:
+        """The generators."""
+        return list(self._by_replica.values())
+
+    def get(self, replica_id: int, device: torch.device) -> torch.Generator | None:
+        """Returns the generator that a replica has on a device, if it is kept."""
+        return self._by_replica.get((replica_id, device))
+
+    def seed(self, seed: int) -> None:
+        """Before a run: seeds them as new generators of that run would be."""
+        for (replica_id, _), generator in self._by_replica.items():
+            generator.manual_seed(_seed_of(seed, replica_id))
+
+
+def draw_seed() -> int:
+    """Draws the seed of a run from the caller's generator, which so goes on from run to run."""
+    return int(_seed.value.random_())
+
+
+def _seed_of(seed: int, replica_id: int) -> int:
+    return (seed + replica_id * _STEP) % 2**63
+
+
+class RunGenerators:
+    """The generators of one run: its seed, and what random functions were given in it.
+
+    Args:
+        kept: Generators that are used in place of new ones. They are seeded already.
+        seed: The seed of the run; None draws one.
+    """
+
+    def __init__(self, kept: KeptGenerators | None = None, seed: int | None = None) -> None:
+        self.seed = draw_seed() if seed is None else seed
+        self.kept = kept
         self._given: dict[int, _Given] = {}
         self._lock = threading.Lock()
 
@@ -118,13 +160,16 @@ class ReplicaGenerators:
     """
 
     def __init__(self, of_run: RunGenerators, replica_id: int) -> None:
-        self._seed = (of_run.seed + replica_id * _STEP) % 2**63
+        self._seed = _seed_of(of_run.seed, replica_id)
+        self._kept = of_run.kept
+        self._replica_id = replica_id
         self._by_device: dict[torch.device, torch.Generator] = {}
 
     def on(self, device: torch.device) -> torch.Generator:
         """Returns the default generator for a device."""
         if device not in self._by_device:
-            self._by_device[device] = torch.Generator(device).manual_seed(self._seed)
+            kept = None if self._kept is None else self._kept.get(self._replica_id, device)
+            self._by_device[device] = kept or torch.Generator(device).manual_seed(self._seed)
         return self._by_device[device]
 
     def seed_gpus(self, seed: int) -> None:
@@ -151,7 +196,7 @@ class _DefaultGenerator:
         return getattr(torch.default_generator if own is None else own.on(_CPU), name)
 
 
-@functools.cache
+@computed_once
 def install() -> None:
     """Makes torch's functions for seeds and states mean a replica's generator on a replica.
 

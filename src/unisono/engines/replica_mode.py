@@ -20,6 +20,7 @@ from unisono.engines.random_functions import (
     WITH_GENERATOR,
     draws_from_default,
 )
+from unisono.sharing import computed_once
 
 _SPECIAL = RANDOM | {Tensor.backward, functional.batch_norm}
 
@@ -37,7 +38,7 @@ class _Active(threading.local):
 _active = _Active()
 
 
-@functools.cache
+@computed_once
 def _install() -> None:
     install()
     torch.random.fork_rng = _wrap_fork(torch.random.fork_rng)
@@ -225,6 +226,15 @@ class ReplicaMode(TorchFunctionMode):
         device = _device(args, kwargs)
         own = self._generators.on(device)
         default = _default_generator(device)
+        if device.type == "cuda":
+            # The state itself changes hands, also while a CUDA graph is captured.
+            with _default_lock:
+                given = default.graphsafe_get_state()
+                default.graphsafe_set_state(own.graphsafe_get_state())
+                try:
+                    return func(*args, **kwargs)
+                finally:
+                    default.graphsafe_set_state(given)
         with _default_lock:
             kept = default.get_state()
             default.set_state(own.get_state())

@@ -18,7 +18,9 @@ from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
     GlobalRandomness,
+    Interpreter,
     OneByOne,
+    Recorder,
     ReplicaMeeting,
     ReplicaMode,
     ReplicaThreads,
@@ -51,6 +53,9 @@ class Runner:
         self._threads = ReplicaThreads(len(devices))
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
+        self._interpreter = Interpreter(
+            len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
+        )
 
     def run(
         self,
@@ -60,11 +65,14 @@ class Runner:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
+        recorder: Recorder | None = None,
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
-        meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
+        meeting = ReplicaMeeting(
+            num_replicas, turns, self._gpus, names=self._names, recorder=recorder
+        )
         contexts = [
             ReplicaContext(strategy, replica_id, meeting, weight)
             for replica_id, weight in enumerate(weights)
@@ -74,7 +82,7 @@ class Runner:
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
-                context.notes.clear()
+                context.notes.forget()
 
     def _run_on(
         self,
@@ -89,7 +97,8 @@ class Runner:
         if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        generators = RunGenerators()
+        recorded = None if meeting.recorder is None else meeting.recorder.generators
+        generators = recorded or RunGenerators()
         if len(contexts) == 1:
             mode = make_mode(contexts[0], generators)
             return (self._run_alone(contexts[0], mode, fn, args, kwargs),)
@@ -119,7 +128,8 @@ class Runner:
 
         with self._lock:
             before = self._global_randomness.before()
-            results = self._threads.run([call(context) for context in contexts], meeting)
+            calls = [call(context) for context in contexts]
+            results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
             self._global_randomness.after(before)
         generators.settle()
         return results

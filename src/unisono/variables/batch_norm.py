@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from contextlib import nullcontext
 from typing import Any, cast
 
@@ -14,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 
 
 def synchronized_batch_norm(
@@ -32,7 +32,7 @@ def synchronized_batch_norm(
         return functional.batch_norm(
             input, running_mean, running_var, weight, bias, training, momentum, eps
         )
-    context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+    context.notes.num_batch_norms += 1
     output, mean, squares, count = _normalized(context, input, eps)
     _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
     if weight is not None:
@@ -84,12 +84,12 @@ class SynchronizedBatchNorm:
         uses_batch = module.training or module.running_mean is None
         if context is None or not uses_batch:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        before = context.notes.get("batch_norms", 0)
+        before = context.notes.num_batch_norms
         # In a backward pass, where a checkpoint computes again, no mode is on.
         is_off = torch._C._len_torch_function_stack() == 0
-        with context.notes["mode"] if is_off else nullcontext():
+        with (context.notes.mode if is_off else None) or nullcontext():
             output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if context.notes.get("batch_norms", 0) == before:
+        if context.notes.num_batch_norms == before:
             raise UnsupportedError(
                 f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
                 "`forward` calls neither that of torch's class nor "
@@ -99,7 +99,7 @@ class SynchronizedBatchNorm:
         return output
 
 
-@functools.cache
+@computed_once
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
     if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):

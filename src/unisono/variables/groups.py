@@ -7,6 +7,7 @@ over.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ class GroupCopies:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        # Held while the state of an optimizer is replaced by what replicas see of it.
+        self.lock = threading.Lock()
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Groups]] = (
             weakref.WeakKeyDictionary()
         )
