@@ -60,7 +60,7 @@ def test_groups_take_no_more_than_those_of_gloo_and_leave_nothing() -> None:
 def split(store: Store, rank: int, size: int) -> list[Any]:
     with joined(store, rank, size):
         world: Any = distributed.group.WORLD
-        told = []
+        told: list[Any] = []
         for ranks in ([0, 2], [0, 2], [1]):
             part = world.split_group(ranks)
             if part is None:
