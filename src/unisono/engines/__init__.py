@@ -1,17 +1,18 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
-from unisono.engines.compiled import tell_compiler
-from unisono.engines.drawing import drawing
+from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
+    "Compilations",
     "GlobalRandomness",
     "Guard",
     "OneByOne",
@@ -22,5 +23,4 @@ __all__ = [
     "RunGenerators",
     "Turns",
     "drawing",
-    "tell_compiler",
 ]

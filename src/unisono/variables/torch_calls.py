@@ -75,9 +75,10 @@ def _watch_batch_norm() -> None:
             )
         return original(*given)
 
+    made: Any = batch_norm
     # `torch.compile` goes by the file of a function: this one is to be traced as torch's own is.
-    batch_norm.__code__ = batch_norm.__code__.replace(co_filename=original.__code__.co_filename)
+    made.__code__ = made.__code__.replace(co_filename=original.__code__.co_filename)
     # TorchScript compiles the function that these name.
-    batch_norm.__script_if_tracing_wrapper = True  # type: ignore[attr-defined]
-    batch_norm.__original_fn = original  # type: ignore[attr-defined]
-    functional.batch_norm = batch_norm
+    made.__script_if_tracing_wrapper = True
+    made.__original_fn = original
+    functional.batch_norm = made
