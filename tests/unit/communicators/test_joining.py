@@ -136,7 +136,7 @@ def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path
 
 
 def test_the_store_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in keys(tmp_path, trustme.CA(), "host.test").items():
+    for name, value in keys(tmp_path, pytest.importorskip("trustme").CA(), "host.test").items():
         monkeypatch.setenv(name, value)
     served = serve_store("127.0.0.1", listening("127.0.0.1", 0), b"key", encryption())
     address = served.host, served.port
