@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -16,12 +17,13 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from unisono.communicators import coordinator_store
+from unisono.communicators import coordinator_store, translated_store_errors
 from unisono.communicators.gloo import make_gloo_group
 from unisono.communicators.greeting import call
 from unisono.communicators.job_store import JobStore, serve_store, store_at
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import store_for_threads
+from unisono.errors import WorkerLostError, WorkerTimeoutError
 
 KEY = b"k" * 32
 SECONDS = 30.0
@@ -141,6 +143,29 @@ def test_an_answer_that_does_not_come_ends_at_the_deadline(served: JobStore) -> 
         # An answer that comes later must not be taken for another one.
         with pytest.raises(DistNetworkError):
             other.check(["another"])
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"), [(DistStoreError, WorkerTimeoutError), (DistNetworkError, WorkerLostError)]
+)
+def test_a_silent_coordinator_is_late_and_one_that_hung_up_is_lost(
+    error: type[Exception], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match="The coordinator, which usually"), translated_store_errors():
+        raise error("reason")
+
+
+def test_a_question_hears_ctrl_c(served: JobStore) -> None:
+    served.set("key", "secret")
+    main = threading.main_thread().ident
+    assert main is not None
+    with relay((served.host, served.port), None) as address:
+        other = connected(address)
+        timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            other.get("key")
+        timer.join()
 
 
 def test_nonsense_ends_a_connection_and_not_the_server(served: JobStore) -> None:
