@@ -260,12 +260,6 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return self._others.barrier(opts)
         return self._begin(lambda communicator: communicator.barrier(), [], "barrier", opts)
 
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, *, wait_all_ranks: bool = False
-    ) -> None:
-        """Waits for all ranks; the error names all that are missing, with either value."""
-        self.barrier(options(BarrierOptions, None, timeout=timeout)).wait()
-
     # What torch calls them before 2.13.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single

@@ -58,6 +58,9 @@ class Weighting:
 
     def begin(self, weights: Sequence[float], owners: Iterable[Leaves]) -> None:
         """Before a run: hooks the leaves of replicas that do not count as one."""
+        if not (self._removals or self._alone) and set(weights) == {1.0}:
+            self.weights = weights
+            return
         for remove in self._removals:
             remove()
         self._removals.clear()

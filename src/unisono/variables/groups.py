@@ -45,6 +45,8 @@ class GroupCopies:
 
     def settle(self, num_replicas: int) -> None:
         """Where replicas meet: takes over what all of them have changed."""
+        if not self._copies:
+            return
         for optimizer, copies in list(self._copies.items()):
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
@@ -55,6 +57,8 @@ class GroupCopies:
 
     def renew(self) -> None:
         """After something was done for all replicas: they see what has become of the groups."""
+        if not self._copies:
+            return
         for optimizer, copies in list(self._copies.items()):
             groups: Groups = vars(optimizer)["param_groups"]
             for own in copies.values():

@@ -68,7 +68,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
     what = f"{type(optimizer).__name__}.step()"
-    if context is None:
+    if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
         settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
@@ -102,20 +102,19 @@ class OnceOptimizer(OnceUpdate):
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
         owners = _leaves(self)
-        if context is None:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-            cleared = [leaf for leaves in owners for leaf in leaves.leaves]
-        else:
-            cleared = [leaves.leaves[context.local_id] for leaves in owners]
-            if context.local_id == 0:
-                cleared += [leaves.primary for leaves in owners]
-        # Without asking the replica's mode for every gradient.
+        # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with torch._C.DisableTorchFunction():
-            for tensor in cleared:
-                clear(tensor, set_to_none=set_to_none)
-            if context is not None:
+            if context is None:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
                 for leaves in owners:
-                    leaves.mark_cleared(context.local_id)
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
+                return
+            replica_id = context.local_id
+            for leaves in owners:
+                if replica_id == 0:
+                    clear(leaves.primary, set_to_none=set_to_none)
+                leaves.clear(replica_id, set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -287,8 +286,8 @@ def _leaves(optimizer: Any) -> list[Leaves]:
     mirrors = owner_of(optimizer)
     if mirrors is None:
         return []
-    found = (mirrors.leaves_of(parameter) for parameter in parameters_of(optimizer))
-    return [leaves for leaves in found if leaves is not None]
+    find = mirrors.leaves_of
+    return [one for p in parameters_of(optimizer) if (one := find(p)) is not None]
 
 
 def _step_with_closures(

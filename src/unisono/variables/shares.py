@@ -32,6 +32,8 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
     """
     if cls not in _INDEPENDENT or has_hooks(optimizer):
         return False
+    if sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) < _LEAST_BYTES:
+        return False
     shares = _shares(optimizer, context.num_local_replicas)
     if shares is None:
         return False
