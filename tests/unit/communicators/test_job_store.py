@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from torch import distributed
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.communicators import coordinator_store, translated_store_errors
@@ -44,7 +44,7 @@ def test_all_ends_see_one_table(served: JobStore) -> None:
     other = connected((served.host, served.port))
     prefixed = PrefixStore("a", PrefixStore("b", other))
 
-    prefixed.set("bytes", bytes(range(256)))
+    other.set("b/a/bytes", bytes(range(256)))
     prefixed.set("text", "é")
     assert served.get("b/a/bytes") == bytes(range(256))
     assert prefixed.multi_get(["text", "bytes"]) == ["é".encode(), bytes(range(256))]
@@ -76,7 +76,7 @@ def test_gloo_and_threads_of_torch_can_use_it(served: JobStore) -> None:
         total = torch.ones(2)
         group.allreduce([total]).wait()
         native = store_for_threads(stores[rank], rank, SECONDS)
-        assert isinstance(native, distributed.TCPStore)
+        assert isinstance(native, TCPStore)
         native.set(f"came/{rank}", "")
         native.wait([f"came/{1 - rank}"], timedelta(seconds=SECONDS))
         native.add("left", 1)
@@ -170,8 +170,9 @@ def test_a_question_hears_ctrl_c(served: JobStore) -> None:
 
 def test_nonsense_ends_a_connection_and_not_the_server(served: JobStore) -> None:
     address = served.host, served.port
-    for question in (["add", "key", "one"], ["get"], 7, {}, ["set", "key"]):
+    questions: list[Any] = [["add", "key", "one"], ["get"], 7, {}, ["set", "key"]]
+    for question in questions:
         other = connected(address)
         with pytest.raises(DistNetworkError):
-            other._put(question, time.monotonic() + SECONDS)  # type: ignore[arg-type]
+            other._put(question, time.monotonic() + SECONDS)
     assert connected(address).add("count", 1) == 1
