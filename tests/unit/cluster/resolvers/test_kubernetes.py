@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from unisono.cluster import Launch
 from unisono.cluster_resolver import KubernetesClusterResolver
@@ -23,7 +23,7 @@ ENVIRON = {
     "UNISONO_NUM_WORKERS": "3",
     "UNISONO_COORDINATOR": "train-0.train:29500",
 }
-TYPES = {
+TYPES: dict[str, Any] = {
     "object": dict,
     "array": list,
     "string": str,
