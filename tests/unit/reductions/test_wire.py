@@ -166,7 +166,9 @@ def test_a_random_state_arrives() -> None:
 
 
 @pytest.mark.parametrize(
-    "thing", [Evil(), lambda: 1, io.StringIO(), Noisy(), random, torch.nn.Linear(1, 1)], ids=repr
+    "thing",
+    [Evil(), lambda: 1, io.StringIO(), Noisy(), random, torch.nn.Linear(1, 1)],
+    ids=lambda thing: type(thing).__name__,
 )
 def test_what_could_run_code_is_not_sent(thing: Any) -> None:
     with pytest.raises(UnsupportedError, match="cannot be sent to other workers"):
