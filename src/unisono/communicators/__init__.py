@@ -2,15 +2,20 @@
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
+from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.job_store import JobStore
 from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
     STORE_ERRORS,
     Countdown,
+    coordinator_store,
     have_come,
+    in_thread,
+    tcp_store,
     translated_store_errors,
 )
 from unisono.communicators.torch_ops import own_op
@@ -18,18 +23,23 @@ from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
+    "JOB_TOKEN",
     "STORE_ERRORS",
     "Carrier",
     "Communicator",
     "Countdown",
     "IdentityCommunicator",
+    "JobStore",
     "Layout",
     "TracedCommunicator",
     "all_reduce_sparse",
     "choose_carrier",
     "connect",
+    "coordinator_store",
     "have_come",
+    "in_thread",
     "own_op",
     "slice_of",
+    "tcp_store",
     "translated_store_errors",
 ]

@@ -75,7 +75,7 @@ class Exchange:
         """Sends each rank a header and a payload of bytes, and returns what all ranks sent here.
 
         What is returned lies in memory that the next meeting uses again, and is longer than what
-        was sent. There is nothing of one's own.
+        was sent. This rank's own entry is empty.
 
         Raises:
             UnequalCollectivesError: if the headers are not those of one collective.

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
-import re
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed import DistStoreError
 
 from unisono.communicators.addresses import own_address
 from unisono.communicators.headers import ranks_in_words
+from unisono.communicators.stores import Countdown, have_come, translated_store_errors
 from unisono.errors import UnsupportedError, WorkerTimeoutError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
 GRACE_SECONDS = 2.0
+_LOOK_SECONDS = 0.1
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
@@ -37,26 +42,56 @@ def make_gloo_group(
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
     torch was built with it.
     """
-    patience = timeout_seconds if joining_seconds is None else joining_seconds
-    own = own_address(store, rank, size, host=host, timeout_seconds=patience)
+    left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
+    own = own_address(store, rank, size, host=host, timeout_seconds=left.seconds())
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
-    options._timeout = timedelta(seconds=timeout_seconds + GRACE_SECONDS)
+    options._timeout = timedelta(seconds=left.seconds())
     options._devices = [_device(own)]
     # As many collectives as are under way at a time.
     options._threads = 4
-    try:
-        return group(PrefixStore("gloo", store), rank, size, options)
-    except DistStoreError as error:
-        # It names the key that nobody wrote, which ends with the rank that should have.
-        late = [int(number) for number in re.findall(r"/gloo/\d+/(\d+)", str(error))]
-        late = late or [other for other in range(size) if other != rank]
-        raise WorkerTimeoutError(
-            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(late)} of {size} to "
-            "join. All ranks had announced themselves before. Look at the logs of the missing "
-            "ranks.",
-            late,
-        ) from error
+    make = functools.partial(group, PrefixStore("gloo", store), rank, size, options)
+    made = _connected(PrefixStore("ends", store), rank, size, make, left.seconds())
+    made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
+    return made
+
+
+def _connected(store: Store, rank: int, size: int, make: Callable[[], Any], seconds: float) -> Any:
+    """Returns the group that `make` connects, or raises an error that names the missing ranks.
+
+    Gloo takes up to five times its timeout to connect, and does not hear Ctrl-C meanwhile. It names
+    one rank at most, which often has itself waited in vain for another. So a thread connects, and
+    every rank says through the store that it has connected or given up. Missing ranks say neither.
+    """
+    outcome: Future[Any] = Future()
+
+    def connect() -> None:
+        try:
+            outcome.set_result(make())
+        except RuntimeError as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, name="unisono gloo", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    with translated_store_errors():
+        while not wait([outcome], _LOOK_SECONDS).done:
+            if time.monotonic() > deadline or store.check(["given up"]):
+                break
+        why = outcome.exception() if outcome.done() else None
+        store.set(f"{rank}", "")
+        if outcome.done() and why is None:
+            return outcome.result()
+        store.set("given up", "")
+        others = [other for other in range(size) if other != rank]
+        have_come(store, [f"{other}" for other in others], GRACE_SECONDS)
+        missing = [other for other in others if not store.check([f"{other}"])]
+    raise WorkerTimeoutError(
+        f"Rank {rank} waited up to {seconds:.3g} s for {ranks_in_words(missing or others)} of "
+        f"{size} to connect through Gloo{f' ({why})' if why else ''}. All ranks had announced "
+        "themselves before. Look at the logs of the missing ranks, and at the network and firewall "
+        "between the hosts.",
+        missing,
+    ) from why
 
 
 def _device(address: str) -> Any:

@@ -5,7 +5,8 @@ from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
-from unisono.engines.meeting import ReplicaMeeting
+from unisono.engines.interpreter import Interpreter
+from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
@@ -15,7 +16,9 @@ __all__ = [
     "Compilations",
     "GlobalRandomness",
     "Guard",
+    "Interpreter",
     "OneByOne",
+    "Recorder",
     "ReplicaGenerators",
     "ReplicaMeeting",
     "ReplicaStopped",

@@ -143,6 +143,11 @@ class ReplicaGenerators:
             self._seeded.add(device)
         return self._by_device[device]
 
+    @property
+    def has_drawn_on_host(self) -> bool:
+        """Whether the replica has drawn from the generator of the CPU in this run."""
+        return _CPU in self._seeded
+
     def draw(self, given: torch.Generator, fn: Callable[[torch.Generator], T]) -> T:
         """Calls `fn` with what the replica draws from where it was given a generator."""
         return self._of_run.draw(given, self._replica_id, fn)

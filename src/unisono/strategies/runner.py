@@ -19,7 +19,9 @@ from unisono.engines import (
     Ambient,
     Compilations,
     GlobalRandomness,
+    Interpreter,
     OneByOne,
+    Recorder,
     ReplicaGenerators,
     ReplicaMeeting,
     ReplicaThreads,
@@ -48,7 +50,7 @@ class Runner:
         numbers = range(rank * len(devices), (rank + 1) * len(devices))
         self._names = [f"replica {number}{where}" for number in numbers]
         self._for_all = ReplicaGenerators(-1)
-        self._generators = [ReplicaGenerators(number, self._for_all) for number in numbers]
+        self.generators = [ReplicaGenerators(number, self._for_all) for number in numbers]
         self._places = [this_machine().torch_device(device) for device in devices]
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
@@ -57,6 +59,9 @@ class Runner:
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._compilations = Compilations()
+        self._interpreter = Interpreter(
+            len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
+        )
 
     def run(
         self,
@@ -65,16 +70,19 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
+        recorder: Recorder | None = None,
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         is_serial = self._compilations.may_come(fn, (tuple(args), kwargs)) or self._is_serial
         turns = OneByOne(num_replicas) if is_serial else self._all_at_once
-        meeting = ReplicaMeeting(num_replicas, turns, self._gpus, names=self._names)
+        meeting = ReplicaMeeting(
+            num_replicas, turns, self._gpus, names=self._names, recorder=recorder
+        )
         is_single = strategy.extended.mirrors.is_single
         contexts = [
             ReplicaContext(strategy, i, meeting, weight, generators=None if is_single else own)
-            for i, (weight, own) in enumerate(zip(weights, self._generators, strict=True))
+            for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
             results = self._run_on(contexts, meeting, fn, args, kwargs)
@@ -83,7 +91,7 @@ class Runner:
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
-                context.notes.clear()
+                context.notes.forget()
 
     def _run_on(
         self,
@@ -97,9 +105,11 @@ class Runner:
         if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        of_run = RunGenerators()
-        for own in (*self._generators, self._for_all):
-            own.begin(of_run)
+        of_run = None if meeting.recorder is None else meeting.recorder.generators
+        if of_run is None:
+            of_run = RunGenerators()
+            for own in (*self.generators, self._for_all):
+                own.begin(of_run)
         if len(contexts) == 1:
             return (self._run_alone(contexts[0], fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
@@ -128,7 +138,8 @@ class Runner:
 
         with self._lock:
             before = self._global_randomness.before()
-            results = self._threads.run([call(context) for context in contexts], meeting)
+            calls = [call(context) for context in contexts]
+            results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
             self._global_randomness.after(before)
         of_run.settle()
         return results

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 
 
 def synchronized_batch_norm(
@@ -25,7 +25,7 @@ def synchronized_batch_norm(
     eps: float,
 ) -> Tensor:
     """Does what `functional.batch_norm` does in training, over the batches of all replicas."""
-    context.notes["batch_norms"] = context.notes.get("batch_norms", 0) + 1
+    context.notes.num_batch_norms += 1
     output, mean, squares, count = _normalized(context, input, eps)
     _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
     if weight is not None:
@@ -77,9 +77,9 @@ class SynchronizedBatchNorm:
         uses_batch = module.training or module.running_mean is None
         if context is None or not uses_batch:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
-        before = context.notes.get("batch_norms", 0)
+        before = context.notes.num_batch_norms
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
-        if context.notes.get("batch_norms", 0) == before:
+        if context.notes.num_batch_norms == before:
             raise UnsupportedError(
                 f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
                 "`forward` calls neither that of torch's class nor "
@@ -89,7 +89,7 @@ class SynchronizedBatchNorm:
         return output
 
 
-@functools.cache
+@computed_once
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
     if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
+from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
@@ -31,7 +32,7 @@ _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-@functools.cache
+@computed_once
 def refuse_outsiders() -> None:
     """From now on, what was made outside is refused in the steps of strategies."""
     register_optimizer_step_pre_hook(_check_optimizer)

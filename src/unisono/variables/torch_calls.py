@@ -1,4 +1,4 @@
-"""What two functions of torch do in the thread of a replica: backward passes, and `batch_norm`."""
+"""What `batch_norm` does in the thread of a replica."""
 
 from __future__ import annotations
 
@@ -11,39 +11,18 @@ from torch.nn import functional
 
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.variables.batch_norm import synchronized_batch_norm
-from unisono.variables.outsiders import check_backward, check_statistics
+from unisono.variables.outsiders import check_statistics
 
 
 @functools.cache
 def watch_calls() -> None:
-    """From now on, replicas are asked before and after their backward passes, and normalise."""
-    _watch_backward()
+    """From now on, replicas look at batch normalisation, and synchronise it if that is asked."""
     _watch_batch_norm()
 
 
 def _replica() -> ReplicaContext | None:
     context = current_replica()
     return None if context is None or context.strategy.extended.mirrors.is_single else context
-
-
-def _watch_backward() -> None:
-    # `Tensor.backward`, `torch.autograd.backward` and `torch.autograd.grad` all call it there.
-    autograd: Any = torch.autograd
-    run = autograd._engine_run_backward
-
-    @functools.wraps(run)
-    def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        context = _replica()
-        # A pass within another one is a part of that, such as that of a checkpoint.
-        is_inner = torch._C._current_graph_task_id() != -1
-        if context is None or is_inner or not kwargs.get("accumulate_grad"):
-            return run(roots, *args, **kwargs)
-        check_backward(context, roots)
-        result = run(roots, *args, **kwargs)
-        context.strategy.extended.gradients.after_backward(context)
-        return result
-
-    autograd._engine_run_backward = run_backward
 
 
 def _watch_batch_norm() -> None:

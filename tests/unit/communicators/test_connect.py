@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from processes.harness import run_ranks
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import make_gloo_group, make_mpi_group
 from unisono.communicators.network import NetworkCommunicator
@@ -47,6 +50,31 @@ def test_ranks_of_one_host_share_memory_and_a_log_line_says_so() -> None:
         assert [name.split(",")[0] for name in names] == [fast, "torch.distributed with gloo"]
         assert len(lines) == 2
         assert lines[1].endswith("asked for.")
+
+
+def connect_but_for_one(store: Store, rank: int, size: int) -> tuple[str, tuple[int, ...], str]:
+    """Rank 1 says where it listens, and is gone when the others call it."""
+    if rank == 1:
+        group: Any = distributed.ProcessGroupGloo
+        with pytest.raises(RuntimeError):
+            group(PrefixStore("gloo", store), rank, size, timedelta(milliseconds=1))
+        store.set("published", "")
+        own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
+        return "", (), ""
+    store.wait(["published"], timedelta(seconds=60))
+    try:
+        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60, joining_seconds=4)
+    except CommunicationError as error:
+        return type(error).__name__, error.ranks, str(error)
+    return "nothing", (), ""
+
+
+def test_a_rank_that_gloo_cannot_reach_is_named() -> None:
+    results = run_ranks(3, connect_but_for_one)
+
+    for kind, ranks, message in (results[0], results[2]):
+        assert (kind, ranks) == ("WorkerTimeoutError", (1,))
+        assert "for rank 1 of 3 to connect" in message
 
 
 def test_one_rank_needs_no_store() -> None:
