@@ -94,11 +94,11 @@ class _Block(nn.Module):
         return x + wider
 
 
-def images(batch: int, **where: Any) -> tuple[Tensor, Tensor]:
-    pictures = torch.randn(batch, 3, 224, 224, **where)
+def images(batch: int, size: int = 224, **where: Any) -> tuple[Tensor, Tensor]:
+    pictures = torch.randn(batch, 3, size, size, **where)
     return pictures.to(memory_format=torch.channels_last), torch.randint(1000, (batch,), **where)
 
 
-def texts(batch: int, **where: Any) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(NUM_TOKENS, (batch, LENGTH + 1), **where)
+def texts(batch: int, length: int = LENGTH, **where: Any) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(NUM_TOKENS, (batch, length + 1), **where)
     return tokens[:, :-1], tokens[:, 1:].flatten()

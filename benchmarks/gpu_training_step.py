@@ -1,11 +1,27 @@
 """A training step with several replicas on one GPU, against plain torch.
 
-    python benchmarks/gpu_training_step.py                 # both models, 1, 2 and 4 replicas
+    python benchmarks/gpu_training_step.py                 # both tables
+    python benchmarks/gpu_training_step.py --tables host --short    # about a minute
 
-Replicas on virtual GPUs share the real one, so the best that R replicas can do is the compute of R
-forward and backward passes and one update. `limit` is that, through plain torch, with the same
-batches; all are taken in turn, timed with device events, and numbers are medians. Before that, one
-step from the same weights must leave the weights that plain torch has after the mean gradient.
+Replicas on virtual GPUs share the real one. All competitors of one process are taken in turn and
+timed with device events; numbers are medians.
+
+The first table, `compute`, has large batches. The best that R replicas can do there is the compute
+of R forward and backward passes and one update. `limit` is that, through plain torch, with the same
+batches. The second table, `host`, has batches so small that the host is the limit:
+
+plain           one step of one replica, plain torch
+plain graph     the same as one CUDA graph
+apart           R processes of plain torch on this GPU that never meet
+unisono         R replicas in one process
+captured        the same through `unisono.function`
+returns         how long the host is in `run` for a captured step
+drift           by how much captured steps lead elsewhere than uncaptured ones; 0 if all kernels are
+                the same, and anything otherwise: with so small batches, rounding changes gradients
+
+On R real GPUs a step of one process cannot be shorter than the time of its host, which the second
+table measures. Before the first one is timed, a step from the same weights must leave the weights
+that plain torch has after the mean gradient. `apart` is the difference, as a part of the change.
 """
 
 from __future__ import annotations
@@ -13,9 +29,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import multiprocessing
+import statistics
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import gpu_models
 import torch
@@ -30,6 +51,10 @@ from unisono.benchmarks.rows import machine
 
 Batch = tuple[Tensor, Tensor]
 
+# Captured steps are compared with uncaptured ones after this many. The first ones run uncaptured.
+NUM_COMPARED = 12
+DEADLINE_S = 120.0
+
 
 class Case(NamedTuple):
     """A model, and one replica's batch."""
@@ -39,9 +64,13 @@ class Case(NamedTuple):
     batch_size: int
 
 
-CASES = {
+COMPUTE = {
     "ResNet-50": Case(gpu_models.resnet50, gpu_models.images, 256),
     "GPT-2 small": Case(gpu_models.Gpt2, gpu_models.texts, 16),
+}
+HOST = {
+    "ResNet-50": Case(gpu_models.resnet50, partial(gpu_models.images, size=64), 2),
+    "GPT-2 small": Case(gpu_models.Gpt2, partial(gpu_models.texts, length=64), 2),
 }
 
 
@@ -77,11 +106,23 @@ class Plain:
             parameter.grad /= len(self.batches)
         self.optimizer.step()
 
+    def graph(self) -> Work:
+        """Returns a step as one CUDA graph."""
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                self.step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            self.step()
+        return graph.replay
+
 
 class Unisono:
     """R replicas on virtual GPUs."""
 
-    def __init__(self, case: Case, batches: Sequence[Batch]) -> None:
+    def __init__(self, case: Case, batches: Sequence[Batch], *, is_captured: bool = False) -> None:
         devices = [f"cuda:{i}" for i in range(len(batches))]
         self.strategy = uo.MirroredStrategy(devices)
         torch.manual_seed(0)
@@ -89,9 +130,12 @@ class Unisono:
             self.model = case.make_model()
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.batch = [uo.PerReplica(parts, devices) for parts in zip(*batches, strict=True)]
+        self.function: Callable[..., Any] = self._replica_step
+        if is_captured and hasattr(uo, "function"):
+            self.function = uo.function(self._replica_step, strict=True)
 
     def step(self) -> None:
-        self.strategy.run(self._replica_step, args=self.batch)
+        self.strategy.run(self.function, args=self.batch)
 
     def _replica_step(self, inputs: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -100,59 +144,172 @@ class Unisono:
         return loss
 
 
-def largest_difference(case: Case, batches: Sequence[Batch]) -> float:
-    """Returns by how much the weights differ after a step, in parts of how far they went."""
-    plain, ours = Plain(case, batches), Unisono(case, batches)
-    start = [parameter.detach().clone() for parameter in plain.model.parameters()]
-    plain.step_with_mean()
-    ours.step()
-    ours.strategy.close()
-    pairs = zip(start, plain.model.parameters(), ours.model.parameters(), strict=True)
+def difference(case: Case, expected: nn.Module, found: nn.Module) -> float:
+    """Returns by how much the weights differ, in parts of how far they went from the first ones."""
+    torch.manual_seed(0)
+    start = case.make_model().cuda()
+    modules = zip(start.parameters(), expected.parameters(), found.parameters(), strict=True)
     moved, apart = 0.0, 0.0
     with torch.no_grad():
-        for before, expected, found in pairs:
-            moved += float((expected - before).double().square().sum())
-            apart += float((expected - found).double().square().sum())
+        for before, one, other in modules:
+            moved += float((one - before).double().square().sum())
+            apart += float((one - other).double().square().sum())
     return math.sqrt(apart / moved)
 
 
+def check(name: str, case: Case, batches: Sequence[Batch]) -> float:
+    """Returns the difference from plain torch after a step; ends the program if it is large."""
+    plain, ours = Plain(case, batches), Unisono(case, batches)
+    plain.step_with_mean()
+    ours.step()
+    ours.strategy.close()
+    found = difference(case, plain.model, ours.model)
+    if found > 0.02:
+        raise SystemExit(f"{name}, {len(batches)} replicas: {found:.3g} apart.")
+    return found
+
+
+def drift(case: Case, batches: Sequence[Batch]) -> float:
+    """Returns the difference of captured steps from uncaptured ones, after some of both."""
+    models = []
+    for is_captured in (False, True):
+        ours = Unisono(case, batches, is_captured=is_captured)
+        for _ in range(NUM_COMPARED):
+            ours.step()
+        ours.strategy.close()
+        models.append(ours.model)
+    return difference(case, *models)
+
+
+def compute_row(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures large batches."""
+    case = COMPUTE[name]
+    batches = make_batches(case, replicas)
+    apart = check(name, case, batches)
+    plain, ours = Plain(case, batches), Unisono(case, batches)
+    works: dict[str, Work] = {"limit": plain.step, "unisono": ours.step}
+    times = interleaved(works, rounds=options.rounds, calls=options.steps)
+    ours.strategy.close()
+    ratio = times["unisono"] / times["limit"]
+    return {"model": name, "replicas": replicas, **times, "unisono / limit": ratio, "apart": apart}
+
+
+def host_row(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures batches so small that the host is the limit."""
+    case = HOST[name]
+    batches = make_batches(case, replicas)
+    drifted = drift(case, batches)
+    ours, captured = Unisono(case, batches), Unisono(case, batches, is_captured=True)
+    works: dict[str, Work] = {
+        "plain": Plain(case, batches[:1]).step,
+        "plain graph": Plain(case, batches[:1]).graph(),
+        "unisono": ours.step,
+        "captured": captured.step,
+    }
+    for _ in range(NUM_COMPARED):
+        captured.step()
+    times = interleaved(works, rounds=options.rounds, calls=options.steps)
+    returns = host_milliseconds(captured.step, options.rounds * options.steps)
+    ours.strategy.close()
+    captured.strategy.close()
+    return {
+        "model": name,
+        "replicas": replicas,
+        **times,
+        "apart": apart_milliseconds(name, replicas, options.rounds * options.steps),
+        "returns": returns,
+        "unisono / R plain": times["unisono"] / replicas / times["plain"],
+        "captured / R graph": times["captured"] / replicas / times["plain graph"],
+        "drift": drifted,
+    }
+
+
+def make_batches(case: Case, replicas: int) -> list[Batch]:
+    torch.manual_seed(replicas)
+    return [case.make_batch(case.batch_size, device="cuda") for _ in range(replicas)]
+
+
+def host_milliseconds(step: Work, count: int) -> float:
+    """Returns how long the host is in a call that finds an idle GPU."""
+    times = []
+    for _ in range(count):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        step()
+        times.append(time.perf_counter() - start)
+    return 1e3 * statistics.median(times)
+
+
+def apart_milliseconds(name: str, replicas: int, count: int) -> float:
+    """Returns the time of a step in processes of plain torch that run at the same time."""
+    context = multiprocessing.get_context("spawn")
+    start, answers = context.Barrier(replicas), context.Queue()
+    crew = [
+        context.Process(target=step_apart, args=(name, count, start, answers), daemon=True)
+        for _ in range(replicas)
+    ]
+    for process in crew:
+        process.start()
+    found: list[float] = [answers.get(timeout=DEADLINE_S) for _ in crew]
+    for process in crew:
+        process.join(timeout=DEADLINE_S)
+    return statistics.median(found)
+
+
+def step_apart(name: str, count: int, start: Barrier, answers: Any) -> None:
+    """In a process of its own: takes steps, and answers with the milliseconds of one."""
+    case = HOST[name]
+    plain = Plain(case, make_batches(case, 1))
+    for _ in range(5):
+        plain.step()
+    torch.cuda.synchronize()
+    start.wait(DEADLINE_S)
+    begin = time.perf_counter()
+    for _ in range(count):
+        plain.step()
+    torch.cuda.synchronize()
+    answers.put(1e3 * (time.perf_counter() - begin) / count)
+
+
+ROWS = {"compute": compute_row, "host": host_row}
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--models", nargs="+", choices=CASES, default=list(CASES))
-    parser.add_argument("--rounds", type=int, default=7)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", nargs="+", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--replicas", type=int, nargs="+")
+    parser.add_argument("--models", nargs="+", choices=COMPUTE, default=list(COMPUTE))
+    parser.add_argument("--rounds", type=int)
     parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--short", action="store_true", help="fewer rounds, and R = 1 and 8 alone")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    rows = []
-    todo = [(name, replicas) for name in options.models for replicas in options.replicas]
-    with Progress(transient=True) as progress:
-        for name, replicas in progress.track(todo):
-            with uo.testing.virtual_gpus(replicas):
-                case = CASES[name]
-                torch.manual_seed(replicas)
-                batches = [case.make_batch(case.batch_size, device="cuda") for _ in range(replicas)]
-                difference = largest_difference(case, batches)
-                if difference > 0.02:
-                    raise SystemExit(f"{name}, {replicas} replicas: {difference:.3g} apart.")
-                plain, ours = Plain(case, batches), Unisono(case, batches)
-                works: dict[str, Work] = {"limit": plain.step, "unisono": ours.step}
-                times = interleaved(works, rounds=options.rounds, calls=options.steps)
-                ours.strategy.close()
-            rows.append({"model": name, "replicas": replicas, "apart": difference, **times})
-    table = Table("model", "replicas", "limit ms", "unisono ms", "unisono / limit", "apart")
+    options.rounds = options.rounds or (3 if options.short else 7)
+    content: dict[str, Any] = {"machine": machine(), "gpu": torch.cuda.get_device_name()}
+    for table in options.tables:
+        replicas = options.replicas or ([1, 8] if options.short else [1, 2, 4, 8])
+        todo = [(name, number) for name in options.models for number in replicas]
+        rows = []
+        with Progress(transient=True) as progress:
+            for name, number in progress.track(todo, description=table):
+                with uo.testing.virtual_gpus(number):
+                    rows.append(ROWS[table](name, number, options))
+                torch.cuda.empty_cache()
+        content[table] = rows
+        print_table(table, rows)
+        if options.json:
+            options.json.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def print_table(title: str, rows: Sequence[dict[str, Any]]) -> None:
+    table = Table(*rows[0], title=f"{title}, ms")
     for row in rows:
-        ratio = row["unisono"] / row["limit"]
-        times_shown = f"{row['limit']:.2f}", f"{row['unisono']:.2f}", f"{ratio:.3f}"
-        table.add_row(row["model"], str(row["replicas"]), *times_shown, f"{row['apart']:.1e}")
-    Console(width=100).print(table)
-    if options.json:
-        content = {
-            "command": "python benchmarks/gpu_training_step.py",
-            "machine": machine(),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(content, indent=1) + "\n")
+        table.add_row(
+            *(f"{cell:.3g}" if isinstance(cell, float) else str(cell) for cell in row.values())
+        )
+    Console(width=140).print(table)
 
 
 if __name__ == "__main__":

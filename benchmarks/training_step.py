@@ -1,4 +1,4 @@
-"""Training steps on two CPU replicas: `unisono bench step`, from a checkout.
+"""Training steps on CPU replicas: `unisono bench step`, from a checkout.
 
     python benchmarks/training_step.py --help
 

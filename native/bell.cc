@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "pool.h"
 #include "spin.h"
 
 namespace unisono {
@@ -16,7 +17,14 @@ void Bell::ring() {
 
 bool Bell::wait(std::uint64_t seen, double timeout_s) {
   const auto has_rung = [&] { return count_.load() > seen; };
-  if (spinUntil(looks_, has_rung)) return true;
+  if (looks_ > 0) {
+    Guest guest;
+    const auto has_rung_or_helped = [&] { return has_rung() || guest.help(); };
+    // What a guest has helped with is often what it waits for.
+    while (spinUntil(looks_, has_rung_or_helped)) {
+      if (has_rung()) return true;
+    }
+  }
   std::unique_lock lock(mutex_);
   sleepers_.fetch_add(1);
   const bool rang = rung_.wait_for(lock, std::chrono::duration<double>(timeout_s), has_rung);

@@ -39,8 +39,11 @@ Pool& Pool::instance() {
 
 bool Pool::open(const Work& work, std::size_t helpers) {
   if (helpers == 0 || taken_.exchange(true)) return false;
-  startWorkers(helpers);
-  if (!keepOff(currentCore())) {
+  // Guests are on cores of their own, and awake.
+  const std::size_t guests = std::min<std::size_t>(num_guests_, helpers);
+  startWorkers(helpers - guests);
+  if (!keepOff(currentCore())) helpers = guests;
+  if (helpers == 0) {
     taken_ = false;
     return false;
   }
@@ -125,6 +128,10 @@ void Pool::help(Worker& self, std::size_t index) {
 bool Pool::join(Worker& self) {
   const int core = currentCore();
   if (self.core.load(std::memory_order_relaxed) != core) self.core = core;
+  return takePlace();
+}
+
+bool Pool::takePlace() {
   std::uint64_t places = places_.load();
   while (places % kInside > 0) {
     if (places_.compare_exchange_weak(places, places - 1 + kInside)) return true;
@@ -139,6 +146,18 @@ void Pool::leave() {
     const std::lock_guard lock(mutex_);
   }
   left_.notify_one();
+}
+
+Guest::Guest() : pool_(Pool::instance()) { ++pool_.num_guests_; }
+
+Guest::~Guest() { --pool_.num_guests_; }
+
+bool Guest::help() {
+  if (!pool_.takePlace()) return false;
+  // Which share a guest begins with does not matter: it has none of its own in every call.
+  (*pool_.work_)(0);
+  pool_.leave();
+  return true;
 }
 
 Offer::Offer(Work work, std::size_t helpers) : work_(std::move(work)) {

@@ -25,10 +25,14 @@ class Pool {
   // The workers started so far.
   std::size_t numWorkers() const { return num_workers_; }
 
-  // Those that look for work at this moment, and would begin at once.
-  std::size_t numAwake() const { return num_workers_ - num_asleep_; }
+  // Those that look for work at this moment, and would begin at once; guests too.
+  std::size_t numAwake() const { return num_workers_ - num_asleep_ + num_guests_; }
+
+  // The threads that help while they wait for something else.
+  std::size_t numGuests() const { return num_guests_; }
 
  private:
+  friend class Guest;
   friend class Offer;
 
   struct Worker {
@@ -46,6 +50,7 @@ class Pool {
   void wake(std::size_t helpers);
   void help(Worker& self, std::size_t index);
   bool join(Worker& self);
+  bool takePlace();
   void leave();
 
   std::atomic<bool> taken_ = false;
@@ -54,6 +59,7 @@ class Pool {
   std::atomic<std::uint64_t> places_ = 0;
   std::deque<Worker> workers_;  // changed and read by those who have taken the pool
   std::atomic<std::size_t> num_workers_ = 0;
+  std::atomic<std::size_t> num_guests_ = 0;
 
   // Only for those who sleep.
   std::mutex mutex_;
@@ -61,6 +67,23 @@ class Pool {
   std::condition_variable left_;
   std::atomic<std::size_t> num_asleep_ = 0;
   std::atomic<bool> closer_sleeps_ = false;
+};
+
+// While it lives, its thread counts among those that help, and `help` is to be called again and
+// again. It is for threads that wait without sleeping: the replicas that wait for one of them do
+// its reduction together.
+class Guest {
+ public:
+  Guest();
+  ~Guest();
+  Guest(const Guest&) = delete;
+  Guest& operator=(const Guest&) = delete;
+
+  // Does what there is to be done; false if that is nothing.
+  bool help();
+
+ private:
+  Pool& pool_;
 };
 
 // While it lives, up to `helpers` threads call `work`, once each; its end waits for those that

@@ -70,6 +70,8 @@ std::chrono::steady_clock::duration now() {
 }
 
 std::size_t usefulThreads(std::size_t traffic, std::size_t max_threads) {
+  // Who waits anyway takes no core from anybody.
+  max_threads += Pool::instance().numGuests();
   const std::size_t most = std::min(max_threads, traffic / kBytesAThread);
   if (most <= 1) return 1;
   if (now() - last_end.load(std::memory_order_relaxed) < kSeriesGap) return most;

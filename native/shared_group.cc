@@ -269,7 +269,6 @@ void SharedGroup::barrier() {
 nb::object SharedGroup::allocate(std::size_t bytes) {
   std::size_t place = 0;
   run([&] { place = shared::allocate(group_, arena_used_, bytes); });
-  arena_used_ = place + bytes;
   const std::int64_t length = static_cast<std::int64_t>(bytes);
   TensorView view = {};
   view.stored_dtype = {dlpack::TypeCode::unsigned_integer, 8, 1};

@@ -12,7 +12,7 @@ MAX_LINES = 400
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
-    ["errors"],
+    ["errors", "sharing"],
     ["arguments"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
@@ -22,6 +22,8 @@ LAYERS = [
     ["reductions", "cluster", "backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
+    ["gradients"],
+    ["functions"],
     ["strategies"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
     ["benchmarks", "demo"],

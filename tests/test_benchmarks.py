@@ -125,10 +125,27 @@ def test_all_reduce_beside_mpi(rows_of: Any) -> None:
 
 
 def test_training_steps(rows_of: Any) -> None:
-    rows = rows_of("training_step", "--quick", "--seconds", "0.1")
+    rows = rows_of("training_step", "--quick", "--seconds", "0.1", "--replicas", "2")
 
-    assert [row["model"] for row in rows] == ["MLP 256", "Embedding"]
+    assert [(row["model"], row["batch"]) for row in rows] == [
+        ("MLP 256", "2 x 32"),
+        ("Embedding", "2 x 64"),
+    ]
     assert all(set(row["ratios"]) == {"workers", "DDP", "DDP uo", "limit"} for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("replicas", "expected", "num_measurements"), [((), (2,), 6), ((1, 4, 8), (1, 4, 8), 18)]
+)
+def test_training_steps_are_measured_with_each_number_of_replicas(
+    replicas: tuple[int, ...], expected: tuple[int, ...], num_measurements: int
+) -> None:
+    command = bench.commands["step"].callback
+    assert command is not None
+
+    sweep = inspect.unwrap(command)(quick=False, seconds=0, tensorflow=None, replicas=replicas)
+
+    assert (sweep.replicas, sweep.num_measurements) == (expected, num_measurements)
 
 
 @pytest.mark.parametrize(
@@ -141,6 +158,7 @@ def test_training_steps(rows_of: Any) -> None:
         ("all-reduce --rate 1gbit", "give --hosts 2"),
         ("all-reduce --hosts 2 --mpi python", "leave out --mpi or --hosts"),
         ("reduce --replicas 2 1", "2 or more, got [2, 1]"),
+        ("step --replicas 2 0", "1 or more, got [2, 0]"),
         ("step --plot nowhere/out.png", "the folder 'nowhere' does not exist"),
         ("step --plot out.txt", "must end in .png or .svg or .pdf"),
         ("step --quik", "--quick"),

@@ -82,13 +82,15 @@ void barrier(Group& group) {
   turn.finish(0);
 }
 
-std::size_t allocate(Group& group, std::size_t used, std::size_t bytes) {
+std::size_t allocate(Group& group, std::size_t& used, std::size_t bytes) {
+  // The turn holds the group to the end, so that no other thread is given the same place.
   Turn turn(group, {.header = {.kind = Kind::allocate, .elements = bytes}});
   turn.meet();
   turn.finish(0);
   const std::size_t place = roundUp(used, bytes < kHugePageBytes ? kApart : kHugePageBytes);
   const std::size_t arena_bytes = group.mapping()->layout().arena_bytes;
   if (place > arena_bytes || bytes > arena_bytes - place) throw std::bad_alloc();
+  used = place + bytes;
   return place;
 }
 

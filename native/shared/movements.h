@@ -34,7 +34,8 @@ class Gather {
 void barrier(Group& group);
 
 // Returns the place of `bytes` bytes in the arenas, which must all have been asked for as much.
-// Those before it are `used`. Throws std::bad_alloc on every rank if they are full.
-std::size_t allocate(Group& group, std::size_t used, std::size_t bytes);
+// Those before it are `used`, which then counts these, too. Throws std::bad_alloc on every rank if
+// they are full.
+std::size_t allocate(Group& group, std::size_t& used, std::size_t bytes);
 
 }  // namespace unisono::shared

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <thread>
 
+#include "bell.h"
 #include "check.h"
 #include "cores.h"
 
@@ -37,6 +38,27 @@ void checkHelpersCome() {
   };
   const Offer offer(work, 2);
   work(2);
+}
+
+// A thread that waits for a bell helps, and does not miss the bell.
+void checkThoseWhoWaitHelp() {
+  Bell bell(1 << 30);
+  std::thread guest([&] { CHECK(bell.wait(0, 30.0)); });
+  while (Pool::instance().numGuests() == 0) std::this_thread::yield();
+  CHECK(Pool::instance().numWorkers() == 0);
+  for (int round = 0; round < 100; ++round) {
+    std::atomic<int> inside = 0;
+    const auto work = [&](std::size_t) {
+      ++inside;
+      while (inside < 2) std::this_thread::yield();
+    };
+    const Offer offer(work, 1);
+    work(1);
+  }
+  bell.ring();
+  guest.join();
+  CHECK(Pool::instance().numGuests() == 0);
+  CHECK(Pool::instance().numWorkers() == 0);
 }
 
 // Bound to a core, as the worker that it starts would be too.
@@ -79,10 +101,14 @@ void checkChildHasItsOwnPool() {
 }  // namespace
 
 int main() {
+  checkThoseWhoWaitHelp();
   checkHelpersComeOnOtherCores();
   offerManyTimes(1000);
   checkHelpersCome();
+#if !defined(__SANITIZE_THREAD__)
+  // ThreadSanitizer lets no child start threads.
   checkChildHasItsOwnPool();
+#endif
   std::vector<std::thread> callers;
   for (int i = 0; i < 2; ++i) callers.emplace_back([] { offerManyTimes(3000); });
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)

@@ -5,9 +5,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <functional>
 #include <numeric>
 #include <string>
+#include <thread>
 
 #include "check.h"
 #include "instruction_set.h"
@@ -107,7 +110,9 @@ void checkReductions(Group& group, std::size_t count, std::size_t num_terms, std
 }
 
 void checkArena(Group& group, std::size_t count) {
-  const std::size_t place = allocate(group, 100, count * sizeof(float));
+  std::size_t used = 100;
+  const std::size_t place = allocate(group, used, count * sizeof(float));
+  CHECK(used == place + count * sizeof(float));
   auto* data = reinterpret_cast<float*>(group.mapping()->arena(group.rank()) + place);
   void* term = data;
   for (int round = 0; round < 3; ++round) {
@@ -152,6 +157,32 @@ void checkCollectives(Group& group) {
   checkArena(group, 1000);
   checkArena(group, 200001);
   for (std::size_t bytes : {0, 1, 1000, 2000001}) checkMovements(group, bytes);
+}
+
+// The threads of a rank make the same calls, so whichever comes first, all ranks agree.
+void checkThreadsOfOneRank(Group& group) {
+  constexpr int kThreads = 3, kRounds = 50;
+  std::size_t used = 0;
+  std::atomic<int> num_left = kThreads;
+  std::vector<std::size_t> places[kThreads];
+  std::vector<std::thread> threads;
+  for (std::vector<std::size_t>& own : places) {
+    threads.emplace_back([&group, &used, &num_left, &own] {
+      for (int i = 0; i < kRounds; ++i) own.push_back(allocate(group, used, 64));
+      --num_left;
+    });
+  }
+  while (num_left > 0) {
+    group.checkHealth();
+    group.setTimeout(std::chrono::seconds(30));
+    std::this_thread::yield();
+  }
+  for (std::thread& thread : threads) thread.join();
+  std::vector<std::size_t> all;
+  for (const auto& own : places) all.insert(all.end(), own.begin(), own.end());
+  std::ranges::sort(all);
+  CHECK(std::ranges::adjacent_find(all) == all.end());
+  CHECK(used == all.back() + 64);
 }
 
 template <class Work>
@@ -219,6 +250,7 @@ void checkLateRank() {
 
 int main() {
   for (std::size_t size : {1, 2, 3, 5}) runRanks(size, checkCollectives);
+  runRanks(2, checkThreadsOfOneRank);
   runRanks(2, checkDifferentCalls);
   runRanks(3, checkDifferentCalls);
   checkKilledRank();

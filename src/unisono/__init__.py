@@ -18,6 +18,7 @@ from unisono.contexts import (
     in_cross_replica_context,
 )
 from unisono.devices import Device
+from unisono.functions import function
 from unisono.input import (
     AutoShardPolicy,
     DistributedDataset,
@@ -79,6 +80,7 @@ __all__ = [
     "contrib",
     "errors",
     "experimental",
+    "function",
     "get_replica_context",
     "get_strategy",
     "has_strategy",

@@ -9,6 +9,7 @@
     │   │                                  meaning here
     │   └── UnsupportedAttributeError AttributeError  an attribute of a tensor that a value lacks
     ├── ContextError          RuntimeError something called where it has no meaning
+    ├── CaptureError          RuntimeError a step that cannot be captured, or not be replayed
     ├── EndOfInputError       IndexError   a step that is asked of an input that has none left
     ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
     ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
@@ -33,6 +34,7 @@ from torch.distributed import DistBackendError
 
 __all__ = [
     "BatchError",
+    "CaptureError",
     "ClusterError",
     "CommunicationError",
     "ContextError",
@@ -86,6 +88,10 @@ class ContextError(UnisonoError, RuntimeError):
     """Something that was called in a context where it has no meaning."""
 
 
+class CaptureError(UnisonoError, RuntimeError):
+    """A step that cannot be captured although it must be, or that cannot be replayed."""
+
+
 class EndOfInputError(UnisonoError, IndexError):
     """A distributed iterator that was asked for more steps than it has."""
 
@@ -125,6 +131,12 @@ class WorkerLostError(CommunicationError):
 
 class WorkerTimeoutError(CommunicationError, TimeoutError):
     """A worker that did not take part in a collective within the time given."""
+
+    def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
+        # Programs look for these words in the errors of any backend.
+        if "timed out" not in message.lower():
+            message = f"Timed out: the timeout has passed. {message}"
+        super().__init__(message, ranks)
 
 
 class UnequalCollectivesError(CommunicationError):

@@ -96,10 +96,11 @@ def train_unevenly(group: Any, rank: int) -> list[Tensor]:
     """Lets rank 0 have more data than the others, which join it with nothing."""
     torch.manual_seed(1)
     model = DistributedDataParallel(nn.Linear(5, 3), process_group=group)
-    with model.join():
-        for _ in range(2 if rank else 4):
-            model(torch.ones(2, 5) * rank).sum().backward()
-    return [parameter.detach() for parameter in model.parameters()]
+    for divides_by_all in (True, False):
+        with model.join(divide_by_initial_world_size=divides_by_all):
+            for _ in range(2 if rank else 4):
+                model(torch.ones(2, 5) * (rank + 1)).sum().backward()
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def _local(value: Any) -> Tensor:

@@ -20,7 +20,8 @@ def listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
 
 def listed_twice(tensors: list[list[Tensor]] | list[Tensor]) -> list[list[Tensor]]:
     """Returns a list of lists also of a list that is alone."""
-    return [tensors] if isinstance(tensors[0], Tensor) else tensors
+    found: Any = tensors
+    return [found] if found and isinstance(found[0], Tensor) else found
 
 
 def options(kind: type[Options], given: object, **fields: Any) -> Options:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, distributed
 
 from unisono.communicators import Communicator, all_reduce_sparse, own_op
-from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
 # Communicators divide fractions alone; these are divided here.
@@ -17,7 +17,7 @@ _DIVIDED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def reducible_op(
-    op: distributed.ReduceOp, tensors: Sequence[Tensor], *, or_sparse: bool
+    op: distributed.ReduceOp, tensors: Iterable[Tensor], *, or_sparse: bool
 ) -> ReduceOp | None:
     """Returns our name for `op`, or None where communicators do not reduce the tensors so."""
     own = own_op(op)
@@ -39,7 +39,7 @@ def _is_fraction(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def are_dense(tensors: Sequence[Tensor]) -> bool:
+def are_dense(tensors: Iterable[Tensor]) -> bool:
     """Whether communicators move such tensors."""
     return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
 
@@ -54,16 +54,33 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def all_reduce(communicator: Communicator, op: ReduceOp, tensors: Sequence[Tensor]) -> None:
-    """Overwrites each tensor, dense or sparse, with the combination of those of all ranks."""
+    """Overwrites each tensor with the combination of all tensors of all ranks.
+
+    A sparse tensor is the only one in its list.
+    """
+    if tensors[0].layout is torch.sparse_coo:
+        # Not through `detach`, which has indices of its own.
+        with torch.no_grad():
+            tensors[0].copy_(all_reduce_sparse(communicator, op, tensors[0]).coalesce())
+        return
+    terms = _apart([_plain(tensor) for tensor in tensors])
+    _combine(communicator, op, terms)
     for tensor in tensors:
-        if tensor.layout is torch.sparse_coo:
-            # Not through `detach`, which has indices of its own.
-            with torch.no_grad():
-                tensor.copy_(all_reduce_sparse(communicator, op, tensor).coalesce())
-            continue
-        own = _plain(tensor)
-        _combine(communicator, op, own)
-        _copy_back(own, tensor)
+        _copy_back(terms[0], tensor)
+
+
+def all_reduce_coalesced(
+    communicator: Communicator, op: ReduceOp, tensors: Sequence[Tensor]
+) -> None:
+    """Overwrites each tensor with the combination of those at its place on all ranks.
+
+    All tensors are read before one is written, so a tensor that is given twice counts once.
+    """
+    own = _apart([_plain(tensor) for tensor in tensors])
+    for one in own:
+        _combine(communicator, op, [one])
+    for one, tensor in zip(own, tensors, strict=True):
+        _copy_back(one, tensor)
 
 
 def reduce(communicator: Communicator, op: ReduceOp, tensor: Tensor, root: int) -> None:
@@ -71,26 +88,25 @@ def reduce(communicator: Communicator, op: ReduceOp, tensor: Tensor, root: int) 
     own = _plain(tensor)
     if communicator.rank != root:
         own = own.clone()
-    _combine(communicator, op, own)
+    _combine(communicator, op, [own])
     if communicator.rank == root:
         _copy_back(own, tensor)
 
 
-def broadcast(communicator: Communicator, tensor: Tensor, root: int) -> None:
-    """Overwrites the tensor with that of `root`."""
-    own = _plain(tensor)
+def broadcast(
+    communicator: Communicator, tensors: Sequence[Tensor], root: int, position: int
+) -> None:
+    """Overwrites each tensor with the one at `position` on `root`."""
+    own = _plain(tensors[position])
     communicator.broadcast(own, root)
-    _copy_back(own, tensor)
+    for tensor in tensors:
+        _copy_back(own, tensor)
 
 
 def all_gather(communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     """Fills one output for each rank with the tensor of that rank."""
-    if len(outputs) != communicator.size:
-        raise UnsupportedError(
-            f"{communicator.size} ranks need as many tensors to gather into, got {len(outputs)}."
-        )
     for output, part in zip(outputs, communicator.all_gather(_plain(tensor)), strict=True):
-        _fill(output, part)
+        output.detach().copy_(part)
 
 
 def all_gather_single(
@@ -98,7 +114,6 @@ def all_gather_single(
 ) -> None:
     """Fills each output with the inputs of all ranks, one after the other."""
     for output, tensor in zip(outputs, inputs, strict=True):
-        _check_room(output, tensor.numel() * communicator.size, tensor.dtype)
         parts = communicator.all_gather(_plain(tensor))
         own = _plain(output)
         torch.cat([part.view(-1) for part in parts], out=own.view(-1))
@@ -108,36 +123,33 @@ def all_gather_single(
 def reduce_scatter(
     communicator: Communicator, op: ReduceOp, output: Tensor, inputs: Sequence[Tensor]
 ) -> None:
-    """Combines one input for each rank, and fills the output with that of this rank."""
-    if len(inputs) != communicator.size:
-        raise UnsupportedError(
-            f"{communicator.size} ranks need as many tensors to scatter, got {len(inputs)}."
-        )
+    """Combines one input for each rank, and fills the output with the one for this rank."""
     lengths = [one.numel() for one in inputs]
     terms = torch.cat([_plain(one).view(-1) for one in inputs])
-    _check_room(output, lengths[communicator.rank], terms.dtype)
     if len(set(lengths)) == 1:
-        _fill(output, _combined_part(communicator, op, terms))
+        part = _combined_part(communicator, op, terms)
     else:
-        _combine(communicator, op, terms)
-        _fill(output, terms.split(lengths)[communicator.rank])
+        _combine(communicator, op, [terms])
+        part = terms.split(lengths)[communicator.rank]
+    output.detach().copy_(part.view(output.shape))
 
 
 def reduce_scatter_single(
     communicator: Communicator, op: ReduceOp, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
-    """Combines inputs of as many parts as ranks, and fills each output with that of this rank."""
+    """Combines each input, which has one part per rank, and fills the output with this rank's."""
     for output, tensor in zip(outputs, inputs, strict=True):
-        _check_room(tensor, output.numel() * communicator.size, output.dtype)
-        _fill(output, _combined_part(communicator, op, _plain(tensor).view(-1)))
+        part = _combined_part(communicator, op, _plain(tensor).view(-1))
+        output.detach().copy_(part.view(output.shape))
 
 
-def _combine(communicator: Communicator, op: ReduceOp, own: Tensor) -> None:
-    if op is ReduceOp.MEAN and not _is_fraction(own):
-        communicator.all_reduce(ReduceOp.SUM, [own])
-        _divide(own, communicator.size)
+def _combine(communicator: Communicator, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+    """Combines the terms of all ranks into the first one; a mean is per rank, not per term."""
+    if op is ReduceOp.MEAN and not _is_fraction(terms[0]):
+        communicator.all_reduce(ReduceOp.SUM, terms)
+        _divide(terms[0], communicator.size)
     else:
-        communicator.all_reduce(op, [own])
+        communicator.all_reduce(op, terms, communicator.size if op is ReduceOp.MEAN else None)
 
 
 def _combined_part(communicator: Communicator, op: ReduceOp, own: Tensor) -> Tensor:
@@ -156,19 +168,22 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
 
 
+def _apart(tensors: list[Tensor]) -> list[Tensor]:
+    """Returns contiguous tensors that share no memory: the same ones, or copies of all."""
+    if len(tensors) == 1:
+        return tensors
+    spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in tensors if one.nbytes)
+    if all(end <= begin for (_, end), (begin, _) in pairwise(spans)):
+        return tensors
+    return [one.clone() for one in tensors]
+
+
 def _copy_back(own: Tensor, tensor: Tensor) -> None:
-    if own.data_ptr() != tensor.data_ptr():
-        tensor.detach().copy_(own)
-
-
-def _fill(output: Tensor, part: Tensor) -> None:
-    _check_room(output, part.numel(), part.dtype)
-    output.detach().copy_(part.view(output.shape))
-
-
-def _check_room(tensor: Tensor, num_elements: int, dtype: torch.dtype) -> None:
-    if tensor.numel() != num_elements or tensor.dtype != dtype:
-        raise UnsupportedError(
-            f"A {tensor.dtype} tensor of shape {tuple(tensor.shape)} was given where "
-            f"{num_elements} elements of {dtype} belong. Give one of that size and dtype."
-        )
+    if own.data_ptr() == tensor.data_ptr():
+        return
+    tensor = tensor.detach()
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0 and tensor.shape[dim] > 1:
+            # It was expanded along this dimension, where it has one element in memory.
+            tensor, own = tensor.narrow(dim, 0, 1), own.narrow(dim, 0, 1)
+    tensor.copy_(own)

@@ -44,7 +44,8 @@ class Lane:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._serve, name=self._name, daemon=True)
                 self._thread.start()
-        self._queue.put(work)
+            # With the lock, so that `close` does not end the thread before it has this.
+            self._queue.put(work)
 
     def close(self) -> None:
         """Returns when everything that was given has ended. May be called twice."""

@@ -1,7 +1,8 @@
 """A process group of torch.distributed in which Unisono carries the tensors of the CPU.
 
 done here          all_reduce, reduce, reduce_scatter, all_gather, broadcast, barrier
-passed on to Gloo  gather, scatter, all_to_all, send, recv; sparse tensors; bitwise operations
+passed on to Gloo  gather, scatter, all_to_all, send, recv; bitwise operations, reductions of bool;
+                   wrong arguments, for which Gloo raises
 passed on          tensors of other devices, to the backend that the program names for them
 """
 
@@ -19,19 +20,22 @@ from torch._C._distributed_c10d import (
     AllreduceOptions,
     BarrierOptions,
     BroadcastOptions,
+    DebugLevel,
     PrefixStore,
     ReduceOptions,
     ReduceScatterOptions,
     Store,
     Work,
+    get_debug_level,
 )
 
-from unisono.backend import collectives
+from unisono.backend import collectives, well_formed
 from unisono.backend.arguments import listed, listed_twice, options
-from unisono.backend.lane import Lane
+from unisono.backend.detail import check_same_call
+from unisono.backend.engine import Engine
 from unisono.backend.other_devices import make_backend
-from unisono.backend.work import CollectiveWork
-from unisono.communicators import Communicator, connect
+from unisono.communicators import Communicator
+from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 
 # Its type stubs tell calls apart, by overloads, that are one here.
@@ -68,15 +72,15 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._store = PrefixStore(f"visit {visit}", store)
         self._timeout = timeout
         self._others = distributed.ProcessGroup(self._store, rank, size)
-        self._lane = Lane(f"unisono-backend-{rank}")
-        engine = PrefixStore("engine", self._store)
-        seconds = timeout.total_seconds()
-        self._communicator = connect(engine, rank, size, timeout_seconds=seconds)
+        self._is_detailed = get_debug_level() == DebugLevel.DETAIL
+        self._is_lent = False
+        self._engine = Engine(PrefixStore("engine", self._store), rank, size, timeout)
         try:
             # Not when it is first needed: two ranks that send and receive would need the others.
-            self._get_backend(torch.device("cpu"))
+            self._gloo = self._backend_for(torch.device("cpu"))
+            self._gloo_timeout = self._gloo.options._timeout
         except BaseException:
-            self._communicator.close()
+            self._engine.close()
             raise
 
     def getBackendName(self) -> str:
@@ -85,8 +89,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Ends the group when everything that was begun has ended. May be called twice."""
-        self._lane.close()
-        self._communicator.close()
+        self._engine.close()
         super().shutdown()
 
     def get_group_store(self) -> Store:
@@ -98,22 +101,26 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def allreduce(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, op: Any = None
     ) -> Work:
-        """Overwrites the tensor with the combination of those of all ranks."""
+        """Overwrites each tensor with the combination of all tensors of all ranks."""
+        tensors = listed(tensors)
         opts = options(AllreduceOptions, opts, reduceOp=op)
-        return self._all_reduce("allreduce", listed(tensors), opts)
-
-    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Overwrites each tensor with the combination of those of all ranks."""
-        return self._all_reduce("allreduce_coalesced", tensors, opts or AllreduceCoalescedOptions())
-
-    def _all_reduce(self, name: str, tensors: list[Tensor], opts: Any) -> Work:
         return self._reduction(
             lambda communicator, op: collectives.all_reduce(communicator, op, tensors),
-            tensors,
-            name,
+            tensors if well_formed.alike(tensors) else None,
+            "allreduce",
             tensors,
             opts,
-            or_sparse=True,
+            or_sparse=len(tensors) == 1,
+        )
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
+        """Overwrites each tensor with the combination of those at its place on all ranks."""
+        return self._reduction(
+            lambda communicator, op: collectives.all_reduce_coalesced(communicator, op, tensors),
+            tensors if well_formed.of_one_dtype(tensors) else None,
+            "allreduce_coalesced",
+            tensors,
+            opts or AllreduceCoalescedOptions(),
         )
 
     def reduce(
@@ -127,11 +134,10 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Overwrites the tensor of one rank with the combination of those of all ranks."""
         tensors = listed(tensors)
         opts = options(ReduceOptions, opts, rootRank=root, reduceOp=op)
+        root = opts.rootRank
         return self._reduction(
-            lambda communicator, op: collectives.reduce(
-                communicator, op, tensors[0], opts.rootRank
-            ),
-            tensors,
+            lambda communicator, op: collectives.reduce(communicator, op, tensors[0], root),
+            tensors if len(tensors) == 1 and self._has_root(opts, tensors) else None,
             "reduce",
             tensors,
             opts,
@@ -140,12 +146,13 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, root: int | None = None
     ) -> Work:
-        """Overwrites the tensor with that of one rank."""
+        """Overwrites each tensor with one of one rank."""
         tensors = listed(tensors)
         opts = options(BroadcastOptions, opts, rootRank=root)
+        root, position = opts.rootRank, opts.rootTensor
         return self._movement(
-            lambda communicator: collectives.broadcast(communicator, tensors[0], opts.rootRank),
-            tensors,
+            lambda communicator: collectives.broadcast(communicator, tensors, root, position),
+            tensors if well_formed.alike(tensors) and self._has_root(opts, tensors) else None,
             "broadcast",
             tensors,
             opts,
@@ -158,42 +165,38 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
     ) -> Work:
         """Fills a list with the tensors of all ranks."""
-        output_tensors, input_tensors = listed_twice(output_tensors), listed(input_tensors)
-        opts = opts or AllgatherOptions()
-        outputs, tensor = output_tensors[0], input_tensors[0]
+        lists, inputs = listed_twice(output_tensors), listed(input_tensors)
+        is_ours = well_formed.listed_by_rank(lists, inputs, self.size())
         return self._movement(
-            lambda communicator: collectives.all_gather(communicator, outputs, tensor),
-            outputs,
+            lambda communicator: collectives.all_gather(communicator, lists[0], inputs[0]),
+            lists[0] if is_ours and well_formed.alike([*inputs, *lists[0]]) else None,
             "allgather",
-            output_tensors,
-            input_tensors,
-            opts,
+            lists,
+            inputs,
+            opts or AllgatherOptions(),
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Fills the output with the inputs of all ranks, one after the other."""
-        opts = opts or AllgatherOptions()
-        return self._movement(
-            lambda communicator: collectives.all_gather_single(communicator, [output], [input]),
-            [output],
-            "_allgather_base",
-            output,
-            input,
-            opts,
-        )
+        return self._all_gather_single([output], [input], "_allgather_base", output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """Fills each output with the inputs of all ranks, one after the other."""
-        opts = opts or AllgatherOptions()
+        name = "allgather_into_tensor_coalesced"
+        return self._all_gather_single(outputs, inputs, name, outputs, inputs, opts)
+
+    def _all_gather_single(
+        self, outputs: list[Tensor], inputs: list[Tensor], name: str, *args: Any
+    ) -> Work:
+        *given, opts = args
         return self._movement(
             lambda communicator: collectives.all_gather_single(communicator, outputs, inputs),
-            outputs,
-            "allgather_into_tensor_coalesced",
-            outputs,
-            inputs,
-            opts,
+            outputs if well_formed.in_parts(outputs, inputs, self.size()) else None,
+            name,
+            *given,
+            opts or AllgatherOptions(),
         )
 
     def reduce_scatter(
@@ -204,56 +207,58 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         *,
         op: Any = None,
     ) -> Work:
-        """Combines one input for each rank, and fills the output with that of this rank."""
-        output_tensors, input_tensors = listed(output_tensors), listed_twice(input_tensors)
+        """Combines one input for each rank, and fills the output with the one for this rank."""
+        outputs, lists = listed(output_tensors), listed_twice(input_tensors)
         opts = options(ReduceScatterOptions, opts, reduceOp=op)
-        output, inputs = output_tensors[0], input_tensors[0]
+        is_ours = (
+            well_formed.listed_by_rank(lists, outputs, self.size())
+            and well_formed.of_one_dtype([*outputs, *lists[0]])
+            and outputs[0].numel() == lists[0][self.rank()].numel()
+        )
         return self._reduction(
-            lambda communicator, op: collectives.reduce_scatter(communicator, op, output, inputs),
-            output_tensors,
+            lambda communicator, op: collectives.reduce_scatter(
+                communicator, op, outputs[0], lists[0]
+            ),
+            outputs if is_ours else None,
             "reduce_scatter",
-            output_tensors,
-            input_tensors,
+            outputs,
+            lists,
             opts,
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Combines the inputs, and fills the output with the part of this rank."""
-        opts = opts or ReduceScatterOptions()
-        return self._reduction(
-            lambda communicator, op: collectives.reduce_scatter_single(
-                communicator, op, [output], [input]
-            ),
-            [output],
-            "_reduce_scatter_base",
-            output,
-            input,
-            opts,
-        )
+        name = "_reduce_scatter_base"
+        return self._reduce_scatter_single([output], [input], name, output, input, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """Combines each input, and fills each output with the part of this rank."""
-        opts = opts or ReduceScatterOptions()
+        name = "reduce_scatter_tensor_coalesced"
+        return self._reduce_scatter_single(outputs, inputs, name, outputs, inputs, opts)
+
+    def _reduce_scatter_single(
+        self, outputs: list[Tensor], inputs: list[Tensor], name: str, *args: Any
+    ) -> Work:
+        *given, opts = args
         return self._reduction(
             lambda communicator, op: collectives.reduce_scatter_single(
                 communicator, op, outputs, inputs
             ),
-            outputs,
-            "reduce_scatter_tensor_coalesced",
-            outputs,
-            inputs,
-            opts,
+            outputs if well_formed.in_parts(inputs, outputs, self.size()) else None,
+            name,
+            *given,
+            opts or ReduceScatterOptions(),
         )
 
     def barrier(self, opts: Any = None) -> Work:
         """Waits for all ranks."""
         opts = opts or BarrierOptions()
         if opts.device is not None and opts.device.type != "cpu":
-            self._get_backend(opts.device)
+            self._backend_for(opts.device)
             return self._others.barrier(opts)
-        return self._begin(lambda: self._communicator.barrier(), [], "barrier", opts)
+        return self._begin(lambda communicator: communicator.barrier(), [], "barrier", opts)
 
     # What torch calls them before 2.13.
     _allgather_base = all_gather_single
@@ -267,43 +272,96 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
     alltoall_base = _passed_on("alltoall_base")
     all_to_all_single = alltoall_base
     gather = _passed_on("gather")
-    recv = _passed_on("recv")
-    recv_anysource = _passed_on("recv_anysource")
     scatter = _passed_on("scatter")
-    send = _passed_on("send")
+
+    def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Lets another backend send."""
+        return self._message("send", tensors, dstRank, tag)
+
+    def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Lets another backend receive."""
+        return self._message("recv", tensors, srcRank, tag)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Lets another backend receive."""
+        return self._message("recv_anysource", tensors, tag)
+
+    def _has_root(self, opts: Any, tensors: list[Tensor]) -> bool:
+        has_root: bool = 0 <= opts.rootRank < self.size() and 0 <= opts.rootTensor < len(tensors)
+        return has_root
 
     def _reduction(
         self,
         call: Reduction,
-        outputs: list[Tensor],
+        outputs: list[Tensor] | None,
         name: str,
         *args: Any,
         or_sparse: bool = False,
     ) -> Work:
-        """Does `call`, or where it cannot be done here, what others call `name(*args)`."""
-        op = collectives.reducible_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)
-        if op is None:
-            return self._pass_on(name, *args)
-        return self._begin(lambda: call(self._communicator, op), outputs, name, args[-1])
+        """Does `call`, or what others call `name(*args)` if it cannot be done here.
 
-    def _movement(self, call: Movement, outputs: list[Tensor], name: str, *args: Any) -> Work:
-        if not collectives.are_dense(outputs):
+        `outputs` is None where the arguments are not those of an ordinary call.
+        """
+        op = None
+        if outputs is not None:
+            tensors = collectives.tensors_in(args)
+            op = collectives.reducible_op(args[-1].reduceOp, tensors, or_sparse=or_sparse)
+        if op is None or outputs is None:
             return self._pass_on(name, *args)
-        return self._begin(lambda: call(self._communicator), outputs, name, args[-1])
+        return self._begin(lambda communicator: call(communicator, op), outputs, name, args[-1])
 
-    def _begin(self, call: Callable[[], None], outputs: list[Tensor], name: str, opts: Any) -> Work:
-        work = CollectiveWork(name, call, outputs)
-        # Older versions of torch do not say whether it is awaited.
-        self._lane.run(work, is_awaited=not getattr(opts, "asyncOp", True))
+    def _movement(
+        self, call: Movement, outputs: list[Tensor] | None, name: str, *args: Any
+    ) -> Work:
+        if outputs is None or not collectives.are_dense(collectives.tensors_in(args)):
+            return self._pass_on(name, *args)
+        return self._begin(call, outputs, name, args[-1])
+
+    def _begin(self, call: Movement, outputs: list[Tensor], name: str, opts: Any) -> Work:
+        if self._is_lent:
+            self._follow_gloo()
+        return self._engine.begin(call, outputs, name, opts)
+
+    def _message(self, name: str, tensors: list[Tensor], *args: int) -> Work:
+        if len(args) == 2 and not 0 <= args[0] < self.size():
+            # Gloo would end the process.
+            raise UnsupportedError(
+                f"`{name}` needs a rank from 0 to {self.size() - 1}, got {args[0]}."
+            )
+        self._backend_for(tensors[0].device)
+        work: Work = getattr(self._others, name)(tensors, *args)
         return work
 
     def _pass_on(self, name: str, *args: Any, **options: Any) -> Work:
-        self._get_backend(next(collectives.tensors_in(args)).device)
+        tensors = list(collectives.tensors_in([*args, *options.values()]))
+        device = tensors[0].device if tensors else torch.device("cpu")
+        self._backend_for(device)
+        if self._is_detailed and device.type == "cpu":
+            self._begin(
+                lambda communicator: check_same_call(communicator, name, tensors, args[-1]),
+                [],
+                name,
+                BarrierOptions(),
+            ).wait()
         work: Work = getattr(self._others, name)(*args, **options)
         return work
 
     def _get_backend(self, device: torch.device) -> Any:
-        """Returns who carries tensors on `device` that are not carried here."""
+        """Returns the backend for tensors on `device` that are not carried here.
+
+        `_set_pg_timeout` sets the timeout of that backend, so ours follows it.
+        """
+        self._is_lent = True
+        return self._backend_for(device)
+
+    def _follow_gloo(self) -> None:
+        self._is_lent = False
+        timeout = self._gloo.options._timeout
+        if timeout != self._gloo_timeout:
+            self._gloo_timeout = self._engine.timeout = timeout
+
+    def _backend_for(self, device: torch.device) -> Any:
+        """Returns the backend for tensors on `device` that are not carried here."""
         if device.type not in [known.type for known in self._others._device_types]:
             kind, backend = make_backend(self, device, self._store, self._timeout)
             for group in (self, self._others):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Work
 from torch.futures import Future
@@ -30,6 +31,7 @@ class CollectiveWork(Work):
         self._name = name
         self._call: Callable[[], None] | None = call
         self._outputs = outputs
+        self._is_inference = torch.is_inference_mode_enabled()
         self._ended = threading.Event()
         self._error: BaseException | None = None
         self._lock = threading.Lock()
@@ -40,7 +42,12 @@ class CollectiveWork(Work):
         """Does it, on this thread. An error is kept for those who wait."""
         assert self._call is not None
         try:
-            self._call()
+            if self._is_inference:
+                # The thread that runs it has a mode of its own.
+                with torch.inference_mode():
+                    self._call()
+            else:
+                self._call()
         except BaseException as error:
             self._error = error
         # Its tensors may be freed before this object is.
@@ -60,8 +67,8 @@ class CollectiveWork(Work):
         seconds = timeout.total_seconds()
         if not self._ended.wait(seconds if seconds > 0 else None):
             raise WorkerTimeoutError(
-                f"{self._name} has not ended {seconds:g} s after `wait` was called. Other ranks "
-                "have not come to it; look at their logs, or wait longer."
+                f"{self._name} timed out: it has not ended {seconds:g} s after `wait` was called. "
+                "Other ranks have not come to it; look at their logs, or wait longer."
             )
         if self._error is not None:
             raise self._error

@@ -1,20 +1,20 @@
-"""Training steps on two CPU replicas, in one process and in two, against DDP and TensorFlow.
+"""Training steps on CPU replicas, in one process and in several, against DDP and TensorFlow.
 
 All competitors take turns of a few steps each until the time is up, so that a busy machine disturbs
 them alike. Ratios are those of medians: how many times the time of Unisono, one process under
 `MirroredStrategy`, the competitor needs.
 
-workers     MultiWorkerMirroredStrategy, one process a replica, all on one host
-DDP         DistributedDataParallel over Gloo, one process a replica
+workers     MultiWorkerMirroredStrategy, one process per replica, all on one host
+DDP         DistributedDataParallel over Gloo, one process per replica
 DDP uo      the same program over the backend "unisono"
-TF graph    TensorFlow's MirroredStrategy on two logical CPUs, the step a tf.function
-limit       two copies of the model and its optimizer in two threads that never meet: 1.0 means that
-            communication costs nothing, less than 1.0 what is left to win
+TF graph    TensorFlow's MirroredStrategy on logical CPUs, the step a tf.function
+limit       one copy of the model and its optimizer per thread, and threads that never meet: 1.0
+            means that communication costs nothing, less than 1.0 what is left to win
 
-Every replica has one thread and half of the batch, and the batch is there already; TensorFlow
-chooses its threads itself, unless TF_NUM_INTRAOP_THREADS is set. `nn.DataParallel` does not take
-part: on CPU it uses no second replica. Before a model is measured, the losses of its first steps
-with Unisono, with workers and with DDP are compared, and the run ends if they differ.
+Every replica has one thread and a batch of the same size, and the batch is there already;
+TensorFlow chooses its threads itself, unless TF_NUM_INTRAOP_THREADS is set. `nn.DataParallel` does
+not take part: on CPU it uses no second replica. Before a model is measured, the losses of its first
+steps with Unisono, with workers and with DDP are compared, and the run ends if they differ.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MODELS = tuple(CASES)
 QUICK_MODELS = ("MLP 256", "Embedding")
-NUM_REPLICAS = 2
+REPLICAS = (2,)
 SEED = 0
 NUM_COMPARED = 5
 # Long enough that starting a turn, such as the message to DDP's processes, does not count.
@@ -59,23 +59,29 @@ CREWS: Mapping[str, Callable[[int], Trainers]] = {
 
 @dataclass(frozen=True)
 class StepSweep:
-    """Training steps of small models on two CPU replicas.
+    """Training steps of small models on CPU replicas.
 
     Attributes:
         models: The names of the models.
-        seconds: The time of one model.
+        seconds: The time of one model with one number of replicas.
         tensorflow: An interpreter that has TensorFlow.
+        replicas: The numbers of replicas.
     """
 
     models: Sequence[str] = MODELS
     seconds: float = 15.0
     tensorflow: str | None = None
+    replicas: Sequence[int] = REPLICAS
     name: str = "training step"
+
+    def __post_init__(self) -> None:
+        if min(self.replicas) < 1:
+            raise ValueError(f"--replicas must be 1 or more, got {list(self.replicas)}.")
 
     @property
     def num_measurements(self) -> int:
         """See `Sweep`."""
-        return len(self.models)
+        return len(self.models) * len(self.replicas)
 
     @property
     def left_out(self) -> Sequence[str]:
@@ -84,25 +90,36 @@ class StepSweep:
 
     def measurements(self) -> Generator[Sequence[Row], None, None]:
         """See `Sweep`."""
+        for num_replicas in self.replicas:
+            yield from self._measurements(num_replicas)
+
+    def _measurements(self, num_replicas: int) -> Generator[Sequence[Row], None, None]:
         with ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(NUM_REPLICAS)
+            torch.set_num_threads(num_replicas)
             crews = {
-                name: stack.enter_context(closing(make(NUM_REPLICAS)))
+                name: stack.enter_context(closing(make(num_replicas)))
                 for name, make in CREWS.items()
             }
             peer = None
             if self.tensorflow:
-                peer = CoProcess("TensorFlow", self.tensorflow, "tensorflow_training.py")
+                script = ("tensorflow_training.py", str(num_replicas))
+                peer = CoProcess("TensorFlow", self.tensorflow, *script)
                 stack.enter_context(closing(peer))
             for model in self.models:
-                yield [self._measure(model, crews, peer)]
+                yield [self._measure(model, num_replicas, crews, peer)]
 
-    def _measure(self, model: str, crews: Mapping[str, Trainers], peer: CoProcess | None) -> Row:
+    def _measure(
+        self,
+        model: str,
+        num_replicas: int,
+        crews: Mapping[str, Trainers],
+        peer: CoProcess | None,
+    ) -> Row:
         case = CASES[model]
         with (
-            closing(Mirrored(case, NUM_REPLICAS, SEED)) as mirrored,
-            closing(Apart(case, NUM_REPLICAS)) as apart,
+            closing(Mirrored(case, num_replicas, SEED)) as mirrored,
+            closing(Apart(case, num_replicas)) as apart,
         ):
             losses = mirrored.losses(NUM_COMPARED)
             takers: dict[str, Callable[[int], object]] = {"unisono": mirrored.steps}
@@ -118,12 +135,12 @@ class StepSweep:
             series = take_turns(works, budget_s=self.seconds)
         series = {name: [turn / num_steps for turn in turns] for name, turns in series.items()}
         num_parameters = sum(parameter.numel() for parameter in case.make_model().parameters())
-        num_samples = NUM_REPLICAS * case.batch_size
+        num_samples = num_replicas * case.batch_size
         return Row.compare(
             {
                 "model": model,
                 "parameters": f"{num_parameters / 1e6:.2f} M",
-                "batch": f"{NUM_REPLICAS} x {case.batch_size}",
+                "batch": f"{num_replicas} x {case.batch_size}",
             },
             4 * num_parameters,
             series.pop("unisono"),
@@ -141,7 +158,8 @@ class StepSweep:
             positions = [i + (place - (len(names) - 1) / 2) * width for i in range(len(rows))]
             axis.bar(positions, [row.ratios[name] for row in rows], width, label=name)
         axis.axhline(1, color="black", linewidth=1)
-        axis.set_xticks(range(len(rows)), [str(row.case["model"]) for row in rows])
+        names = [f"{row.case['model']}\n{row.case['batch']}" for row in rows]
+        axis.set_xticks(range(len(rows)), names)
         axis.set_ylabel("time of a step, unisono = 1")
         axis.legend()
 

@@ -168,16 +168,23 @@ def all_reduce(*, quick: bool, sizes: tuple[int, ...], **options: Any) -> Sweep:
 @_reports
 @_seconds_option(15.0, "model")
 @_tensorflow_option
-def step(*, quick: bool, seconds: float, tensorflow: str | None) -> Sweep:
-    """Whole training steps on two CPU replicas.
+@click.option(
+    "--replicas", metavar="R...", type=int, multiple=True, help="How many. Without it: 2."
+)
+def step(
+    *, quick: bool, seconds: float, tensorflow: str | None, replicas: tuple[int, ...]
+) -> Sweep:
+    """Whole training steps on CPU replicas.
 
-    Six small models in one process, in two under MultiWorkerMirroredStrategy, in two under DDP over
-    Gloo and over Unisono, in TensorFlow, and in two threads that never meet. The losses must agree
-    before anything is timed. About two minutes; two models alone with --quick.
+    Six small models in one process, in one process per replica under MultiWorkerMirroredStrategy
+    and under DDP over Gloo and over Unisono, in TensorFlow, and in threads that never meet. The
+    losses must agree before anything is timed. About two minutes for each number of replicas; two
+    models alone with --quick.
     """
-    from unisono.benchmarks.training_step import MODELS, QUICK_MODELS, StepSweep
+    from unisono.benchmarks.training_step import MODELS, QUICK_MODELS, REPLICAS, StepSweep
 
-    return StepSweep(QUICK_MODELS if quick else MODELS, seconds, tensorflow)
+    models = QUICK_MODELS if quick else MODELS
+    return StepSweep(models, seconds, tensorflow, replicas or REPLICAS)
 
 
 def _run(sweep: Sweep, json_file: Path | None, plot: Path | None) -> None:

@@ -114,6 +114,7 @@ def _tuning(report: HostReport) -> Iterator[str]:
 
 
 def _chosen(report: HostReport) -> Iterator[str]:
+    yield from _choice("all devices of this host", report.processes)
     for devices, chosen in report.reductions.items():
         yield from _choice(f"1 worker, {devices}", chosen)
     for job, chosen in report.communicators.items():

@@ -36,8 +36,9 @@ from unisono.errors import DeviceError, TuningError
 from unisono.kernels import native_core, triton_status
 from unisono.options import CommunicationImplementation
 from unisono.reductions import choose_cross_device_ops
+from unisono.tracing.lock_waits import has_lock
 
-NATIVE, NCCL = "native core", "NCCL"
+NATIVE, NCCL, FREE_THREADS = "native core", "NCCL", "free threads"
 
 # A letter a worker: those with the same one are on one host.
 _JOBS = {
@@ -99,6 +100,7 @@ class HostReport:
         devices: Those that a strategy takes by default.
         groups: The groups of the hierarchical copy, by position in `devices`.
         tuned: What its links were measured to cost; choices go by it.
+        processes: Whether one process or several would train on all devices.
         reductions: What would reduce inside a worker, by its devices.
         communicators: What would carry the collectives of a job, by how many workers it has.
     """
@@ -110,6 +112,7 @@ class HostReport:
     devices: tuple[Device, ...]
     groups: Groups
     tuned: Tuned
+    processes: Chosen
     reductions: Mapping[str, Chosen]
     communicators: Mapping[str, Chosen]
 
@@ -123,6 +126,7 @@ class HostReport:
             "devices": [str(device) for device in self.devices],
             "groups": [[str(self.devices[i]) for i in group] for group in self.groups],
             "tuning": self.tuned.to_json(),
+            "processes": self.processes._asdict(),
             "reductions": {devices: one._asdict() for devices, one in self.reductions.items()},
             "communicators": {job: one._asdict() for job, one in self.communicators.items()},
         }
@@ -158,6 +162,7 @@ def _report(
     tuned: Tuned,
 ) -> HostReport:
     has = {name: name not in engines or engines[name].is_found for name in (NATIVE, NCCL)}
+    is_free = FREE_THREADS in engines and engines[FREE_THREADS].is_found
     devices = default_devices()
     reduced = {_in_words(some): some for some in (devices, cpu_slots(2))}
     tuning = tuned.constants
@@ -169,9 +174,32 @@ def _report(
         devices,
         near_groups(devices),
         tuned,
+        _processes(len(this_machine().gpus), num_cores, is_free=is_free),
         {words: _reduction(some, tuning, has_nccl=has[NCCL]) for words, some in reduced.items()},
         {job: _carrier(hosts, tuning, has_native_core=has[NATIVE]) for job, hosts in _JOBS.items()},
     )
+
+
+def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen:
+    """Says how to train on all devices of a host; docs/one_process_or_many.md has the numbers."""
+    if is_free:
+        return Chosen("one process", "replicas run Python at the same time: it is free-threaded")
+    if num_gpus > 1:
+        return Chosen(
+            "one process, captured step",
+            f"the replicas of {num_gpus} GPUs share one interpreter, which a step in "
+            "`unisono.function` does not need; a step that cannot be captured: `unisono launch` "
+            "starts one process per GPU",
+        )
+    if num_gpus == 1:
+        return Chosen("one process", "one GPU has one replica, which waits for nobody")
+    if num_cores is not None and num_cores > 2:
+        return Chosen(
+            "workers",
+            "CPU replicas of one process share one interpreter: `unisono launch -n R`; if a step "
+            "takes tens of milliseconds, one process is as fast",
+        )
+    return Chosen("one process", "no more than two CPU replicas can run at the same time")
 
 
 def _in_words(devices: tuple[Device, ...]) -> str:
@@ -255,6 +283,7 @@ def _mpi_version() -> str | None:
 def _engines() -> dict[str, Engine]:
     core = native_core()
     return {
+        FREE_THREADS: _free_threads(),
         NATIVE: Engine(core.kernel is not None, core.status),
         "GPU kernels": _gpu_kernels(),
         NCCL: _backend(
@@ -271,6 +300,12 @@ def _engines() -> dict[str, Engine]:
 def _mpi() -> Engine:
     is_found = importlib.util.find_spec("mpi4py") is not None
     return Engine(is_found, "where mpirun starts the workers" if is_found else "needs mpi4py")
+
+
+def _free_threads() -> Engine:
+    if has_lock():
+        return Engine(is_found=False, detail="replicas take turns to run Python")
+    return Engine(is_found=True, detail="replicas run Python at the same time")
 
 
 def _gpu_kernels() -> Engine:

@@ -21,6 +21,7 @@ from unisono.cli import worker_start
 from unisono.cli.local_tasks import LocalTask, local_tasks
 from unisono.cli.worker_output import WorkerOutput
 from unisono.cluster import Address, TFConfig
+from unisono.devices import this_machine
 from unisono.errors import ClusterError
 
 _LAST_LINES = 20
@@ -33,7 +34,7 @@ _LAST_LINES = 20
     "num_workers",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Workers on this host.",
+    help="Workers on this host. Without it: one per GPU.",
 )
 @click.option(
     "--nnodes",
@@ -88,14 +89,16 @@ def launch(
     """Runs SCRIPT with its ARGUMENTS in several workers.
 
     With -n, that many workers on each host. With a cluster in TF_CONFIG, one worker for each task
-    of this host. Every line that a worker prints is marked with its name. All workers end when one
-    fails, at Ctrl-C, and when the launcher ends in any other way.
+    of this host. Otherwise one worker for each GPU of this host. Every line that a worker prints is
+    marked with its name. All workers end when one fails, at Ctrl-C, and when the launcher ends in
+    any other way.
     """
     try:
         tasks = _tasks(num_workers, cluster_file, all_local=all_local)
         if tasks and num_hosts > 1:
             raise ClusterError("TF_CONFIG names the hosts itself: leave out --nnodes.")
-        config = _config(len(tasks) or num_workers or 1, num_hosts, host_rank, endpoint)
+        num_workers = len(tasks) or num_workers or num_gpu_workers()
+        config = _config(num_workers, num_hosts, host_rank, endpoint)
     except ClusterError as error:
         raise click.UsageError(str(error)) from None
     config.max_restarts = max_restarts
@@ -106,13 +109,13 @@ def launch(
 def _tasks(
     num_workers: int | None, cluster_file: Path | None, *, all_local: bool
 ) -> list[LocalTask]:
-    """The tasks of TF_CONFIG, or none where -n says how many workers there are."""
+    """The tasks of TF_CONFIG; none without a cluster there."""
     text = os.environ.get("TF_CONFIG") if cluster_file is None else cluster_file.read_text()
     if not text:
-        if num_workers is None or all_local:
+        if all_local:
             raise ClusterError(
-                "Give -n, the number of workers on this host, or a cluster in TF_CONFIG or "
-                "--tf-config-cluster."
+                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. To start workers "
+                "without one, give their number, such as -n 4."
             )
         return []
     tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
@@ -122,6 +125,23 @@ def _tasks(
             "workers. Leave out -n, or unset TF_CONFIG."
         )
     return tasks
+
+
+def num_gpu_workers() -> int:
+    """Returns the number of workers where nobody says it: one for each GPU that torch sees.
+
+    Each worker takes its share of the GPUs, which is one.
+
+    Raises:
+        ClusterError: If there is no GPU.
+    """
+    num_gpus = len(this_machine().gpus)
+    if num_gpus == 0:
+        raise ClusterError(
+            "torch sees no GPU on this host, so the number of workers is not known. Give -n, such "
+            "as -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
+        )
+    return num_gpus
 
 
 def _config(

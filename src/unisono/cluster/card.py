@@ -8,7 +8,7 @@ import os
 import platform
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,8 +16,6 @@ from pathlib import Path
 import torch
 
 from unisono.cluster.membership import Membership
-
-JOB_TOKEN = "UNISONO_JOB_TOKEN"
 
 # What must be equal on all workers, and how a message names it.
 _FACTS = {
@@ -38,7 +36,6 @@ class WorkerCard:
         rank: Its place among the workers.
         host: The name of its host.
         process_id: Its process there.
-        token: A digest of the job and of UNISONO_JOB_TOKEN.
         size: How many workers it counts.
         num_replicas: How many replicas it has.
         script: The name of its script, and a digest of the file.
@@ -50,7 +47,6 @@ class WorkerCard:
     rank: int
     host: str
     process_id: int
-    token: str
     size: int
     num_replicas: int
     script: str
@@ -63,7 +59,6 @@ class WorkerCard:
         membership: Membership,
         num_replicas: int,
         script: str | None = None,
-        environ: Mapping[str, str] | None = None,
     ) -> WorkerCard:
         """Returns the card of this process.
 
@@ -71,15 +66,11 @@ class WorkerCard:
             membership: Its place among the workers.
             num_replicas: How many replicas it has.
             script: The file that it runs; `sys.argv[0]` if not given.
-            environ: The environment variables; those of this process if not given.
         """
-        environ = os.environ if environ is None else environ
-        secret = f"{membership.job}\n{environ.get(JOB_TOKEN, '')}"
         return WorkerCard(
             rank=membership.rank,
             host=socket.gethostname(),
             process_id=os.getpid(),
-            token=_digest(secret.encode()),
             size=membership.size,
             num_replicas=num_replicas,
             script=_script(sys.argv[0] if script is None else script),
@@ -133,7 +124,7 @@ def _script(path: str) -> str:
     file = Path(path)
     if not file.is_file():
         return file.name or "(none)"
-    return f"{file.name} ({_digest(file.read_bytes())[:8]})"
+    return f"{file.name} ({hashlib.sha256(file.read_bytes()).hexdigest()[:8]})"
 
 
 def _version() -> str:
@@ -141,7 +132,3 @@ def _version() -> str:
         return version("unisono")
     except PackageNotFoundError:
         return "not installed"
-
-
-def _digest(content: bytes) -> str:
-    return hashlib.sha256(content).hexdigest()[:32]

@@ -2,8 +2,6 @@
 
 In the store lie:
 
-    token           of the job; rank 0 writes it first
-    refused/RANK    who was sent away for another token
     claim/RANK      how many call themselves so
     card/RANK       what the first of them says of itself
     present         how many have said something
@@ -12,8 +10,7 @@ In the store lie:
     read            how many have read all cards
     leaving         how many have given up
 
-A worker with another token is sent away before it has claimed anything, so that a stranger who
-finds the store by accident does no harm to the job.
+A worker of another job, or with another token, does not come as far as this: the store refuses it.
 """
 
 from __future__ import annotations
@@ -24,9 +21,9 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from unisono.cluster.card import JOB_TOKEN, WorkerCard, differences, name_ranks
-from unisono.communicators import STORE_ERRORS
-from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+from unisono.cluster.card import WorkerCard, differences, name_ranks
+from unisono.communicators import JOB_TOKEN, coordinator_store, translated_store_errors
+from unisono.errors import JobMismatchError, WorkerTimeoutError
 
 # Between two looks at the store; longer and longer, so that rank 0 can serve a thousand workers.
 _FIRST_PAUSE_SECONDS = 0.01
@@ -51,14 +48,8 @@ def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[Worker
         WorkerTimeoutError: If workers have not come in time; it names them.
         WorkerLostError: If the store is gone, and with it rank 0 or the launcher.
     """
-    try:
+    with translated_store_errors():
         return _Meeting(store, card, timeout_seconds).hold()
-    except STORE_ERRORS as error:
-        raise WorkerLostError(
-            f"Rank {card.rank} has lost the store of the job while the workers met: {error} Rank 0 "
-            "or the launcher has ended; look at its messages.",
-            ranks=[0],
-        ) from None
 
 
 def was_left(store: Store) -> bool:
@@ -75,7 +66,6 @@ class _Meeting:
         self._fits = False
 
     def hold(self) -> tuple[WorkerCard, ...]:
-        self._enter()
         self._present()
         self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
         if not self._all_fit():
@@ -88,24 +78,6 @@ class _Meeting:
             # It may end at once, and the store with it.
             self._wait_until(lambda: self._count("read") >= self._card.size)
         return tuple(map(WorkerCard.from_text, cards))
-
-    def _enter(self) -> None:
-        """Shows the token, which must be that of rank 0."""
-        if self._card.rank == 0:
-            # Two processes may call themselves rank 0; the first one says what the token is.
-            self._store.compare_set("token", "", self._card.token)
-        elif not self._has_come("token"):
-            # Not known yet as one of the job, it does not make the others leave.
-            raise self._absence([0])
-        if self._store.get("token").decode() == self._card.token:
-            return
-        self._store.set(f"refused/{self._card.rank}", str(self._card))
-        raise JobMismatchError(
-            f"{self._card} was refused: it belongs to another job than rank 0, or has another "
-            f"{JOB_TOKEN}. Check that all workers have the same one, and that no other job uses "
-            "the address of rank 0.",
-            ranks=[self._card.rank],
-        )
 
     def _present(self) -> None:
         """Takes the rank, and tells everybody at once if that or something else is wrong."""
@@ -165,11 +137,12 @@ class _Meeting:
                 "workers to come. All came, but some had given up before the last was there. Start "
                 "them closer together, or raise `timeout_seconds`."
             )
+        door = coordinator_store(self._store)
         refused = [
-            f" {self._store.get(f'refused/{rank}').decode()} came and was refused: it belongs to "
-            f"another job, or has another {JOB_TOKEN}."
+            f" Rank {rank}, {door.get(f'refused/{rank}').decode()}, came and was refused: it "
+            f"belongs to another job, or has another {JOB_TOKEN}."
             for rank in missing
-            if self._is_there(f"refused/{rank}")
+            if door.check([f"refused/{rank}"])
         ]
         verb = "has" if len(missing) == 1 else "have"
         return WorkerTimeoutError(

@@ -2,134 +2,154 @@
 
 from __future__ import annotations
 
+import errno
+import logging
+import os
 import socket
 import time
+from collections.abc import Callable
 from datetime import timedelta
 
 # torch imports the stores there for others to use, but does not say so to type checkers.
-from torch.distributed import (  # type: ignore[attr-defined]
-    DistNetworkError,
-    HashStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from unisono.cluster.membership import Membership
-from unisono.communicators import STORE_ERRORS
-from unisono.errors import CommunicationError, WorkerTimeoutError
+from unisono.communicators import JOB_TOKEN, STORE_ERRORS, in_thread, tcp_store
+from unisono.communicators.greeting import RefusedError, call, has_token, job_key
+from unisono.communicators.job_store import JobStore, local_store, serve_store, store_at
+from unisono.communicators.sockets import listening, listening_everywhere
+from unisono.communicators.tls import encryption
+from unisono.errors import CommunicationError, JobMismatchError, WorkerTimeoutError
 
+LISTEN = "UNISONO_LISTEN"
 _PAUSE_SECONDS = 0.1
-_FIRST_TRY_SECONDS = 1.0
+_log = logging.getLogger("unisono")
 
 
-def open_store(membership: Membership, timeout_seconds: float) -> Store:
+def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     """Returns the store of a job, and with it the first connection between its workers.
 
-    Where the launcher keeps a store, everybody connects to that one. A process that is alone gets
-    a store of its own without any network. Rank 0 listens on all interfaces of its host.
+    Rank 0 listens at its address in the cluster, or at the one that UNISONO_LISTEN names. Where the
+    launcher has taken that port for a store of its own, rank 0 takes another one and says there
+    which. A process that is alone gets a store without any network.
+
+    The store lives as long as what is returned: prefixes of it do not keep it.
 
     Args:
         membership: The place of this process among the workers.
         timeout_seconds: How long to try, and how long the store then waits for a key.
     """
-    # Not the job: a worker of another job shall find the keys, and be told that it is wrong here.
-    prefix = f"unisono/{membership.restart_count}"
-    return PrefixStore(prefix, _store(membership, timeout_seconds))
-
-
-def _store(membership: Membership, timeout_seconds: float) -> Store:
     if membership.size == 1:
-        return HashStore()
-    if membership.rank == membership.coordinator_rank and not membership.uses_existing_store:
-        return _serve(membership, timeout_seconds)
-    return _connect(membership, timeout_seconds)
+        return local_store()
+    door = _Door(membership, timeout_seconds)
+    is_served_here = membership.rank == membership.coordinator_rank
+    store = door.serve() if is_served_here else door.connect()
+    store.set_timeout(timedelta(seconds=timeout_seconds))
+    return store
 
 
-def _serve(membership: Membership, timeout_seconds: float) -> Store:
-    address, who = membership.coordinator, f"Rank {membership.coordinator_rank}"
-    _check_that_the_host_is_known(membership)
-    try:
-        return _tcp_store(membership, timeout_seconds, is_master=True)
-    except DistNetworkError as error:
-        if "EADDRINUSE" in str(error):
-            raise CommunicationError(
-                f"{who} must serve the store of the job at {address}, but port "
-                f"{membership.coordinator_port} is in use on this host: another program or another "
-                "job has it. End that one, or give this job another port.",
-                ranks=[membership.coordinator_rank],
-            ) from None
-        raise CommunicationError(
-            f"{who} must serve the store of the job at {address}, but cannot: {error} Check that "
-            f"{membership.coordinator_host} is this host, {socket.gethostname()}.",
-            ranks=[membership.coordinator_rank],
-        ) from None
+class _Door:
+    """Where the store of a job is, and what one must know to enter."""
 
+    def __init__(self, membership: Membership, timeout_seconds: float) -> None:
+        self._membership = membership
+        self._timeout_seconds = timeout_seconds
+        self._deadline = time.monotonic() + timeout_seconds
+        self._name = f"unisono/{membership.job}/{membership.restart_count}"
+        self._key = job_key(self._name)
+        self._keys = encryption()
+        self._host = membership.coordinator_host
 
-def _connect(membership: Membership, timeout_seconds: float) -> Store:
-    """Tries again and again, from Python, where Ctrl-C is heard."""
-    deadline = time.monotonic() + timeout_seconds
-    patience = _FIRST_TRY_SECONDS
-    while True:
-        _wait_for_somebody_to_listen(membership, timeout_seconds, deadline)
-        try:
-            # torch may take more than twice as long. A busy or paused server needs longer tries.
-            left = deadline - time.monotonic()
-            store = _tcp_store(membership, min(patience, max(left / 2, 0.5)), is_master=False)
-        except STORE_ERRORS as error:
-            if time.monotonic() < deadline:
-                patience *= 2
-                continue
-            raise WorkerTimeoutError(
-                f"Something listens at {membership.coordinator}, but does not answer as the store "
-                f"of a job: {error} Check the address of rank 0.",
-                ranks=[membership.coordinator_rank],
-            ) from None
-        store.set_timeout(timedelta(seconds=timeout_seconds))
+    def serve(self) -> JobStore:
+        uses_other = self._membership.uses_existing_store
+        listener = self._listener(0 if uses_other else self._membership.coordinator_port)
+        store = serve_store(self._host, listener, self._key, self._keys)
+        if uses_other:
+            try:
+                self._of_launcher(lambda other: other.set(self._name, str(store.port)))
+            except STORE_ERRORS as error:
+                raise self._unreachable(str(error)) from None
+        if not has_token():
+            _log.log(
+                logging.INFO if self._host in ("localhost", "127.0.0.1") else logging.WARNING,
+                "This job has no %s: everybody who reaches %s port %d can join it, read what it "
+                "computes, and end it. Give all workers the same secret text.",
+                JOB_TOKEN,
+                self._host,
+                store.port,
+            )
         return store
 
-
-def _tcp_store(membership: Membership, timeout_seconds: float, *, is_master: bool) -> TCPStore:
-    return TCPStore(
-        membership.coordinator_host,
-        membership.coordinator_port,
-        is_master=is_master,
-        timeout=timedelta(seconds=timeout_seconds),
-        wait_for_workers=False,
-    )
-
-
-def _check_that_the_host_is_known(membership: Membership) -> None:
-    try:
-        socket.getaddrinfo(membership.coordinator_host, membership.coordinator_port)
-    except OSError as error:
-        raise CommunicationError(
-            f"Rank {membership.coordinator_rank} must serve the store of the job at "
-            f"{membership.coordinator}, but this host "
-            f"({socket.gethostname()}) does not know the name: {error}. Write an address that all "
-            "workers can reach.",
-            ranks=[membership.coordinator_rank],
-        ) from None
-
-
-def _wait_for_somebody_to_listen(
-    membership: Membership, timeout_seconds: float, deadline: float
-) -> None:
-    """Tries until there is a connection, and can tell the last reason why there is none."""
-    address = (membership.coordinator_host, membership.coordinator_port)
-    while True:
+    def _listener(self, port: int) -> socket.socket:
+        told = os.environ.get(LISTEN)
         try:
-            remaining = max(deadline - time.monotonic(), _PAUSE_SECONDS)
-            socket.create_connection(address, timeout=remaining).close()
-            return
+            return listening(told or self._host, port)
         except OSError as error:
-            reason = error
-        if time.monotonic() >= deadline:
-            raise WorkerTimeoutError(
-                f"Rank {membership.rank} of {membership.size} has tried for {timeout_seconds:g} s "
-                f"to reach rank {membership.coordinator_rank} at {membership.coordinator}, and "
-                f"nobody answers: {reason}. Check that it runs, that this is its address, and that "
-                "no firewall is in between.",
-                ranks=[membership.coordinator_rank],
+            if error.errno == errno.EADDRNOTAVAIL and not told:
+                # A name that a network translates: of a service, or of the host of a container.
+                _log.info("%s is no address of this host: listening on all.", self._host)
+                return listening_everywhere(port)
+            raise self._cannot_listen(told, error) from None
+
+    def _cannot_listen(self, told: str | None, error: OSError) -> CommunicationError:
+        at = self._membership.coordinator
+        if error.errno == errno.EADDRINUSE:
+            why = (
+                f"port {self._membership.coordinator_port} is in use on this host: another program "
+                "or another job has it. End that one, or give this job another port."
             )
-        time.sleep(_PAUSE_SECONDS)
+        elif told:
+            why = f"cannot listen at {LISTEN}={told!r}: {error}. Write an address of this host."
+        else:
+            why = (
+                f"this host ({socket.gethostname()}) cannot listen there: {error}. Write an "
+                "address of this host that all workers can reach."
+            )
+        rank = self._membership.coordinator_rank
+        return CommunicationError(
+            f"Rank {rank} must serve the store of the job at {at}, but {why}", ranks=[rank]
+        )
+
+    def connect(self) -> JobStore:
+        """Tries again and again until the deadline: rank 0 may start later."""
+        rank = self._membership.rank
+        while True:
+            try:
+                address = self._host, self._port()
+                return store_at(address, call(address, self._key, rank, self._keys, self._deadline))
+            except RefusedError:
+                raise self._refused() from None
+            except (OSError, *STORE_ERRORS) as error:
+                if time.monotonic() >= self._deadline:
+                    raise self._unreachable(str(error)) from None
+            time.sleep(_PAUSE_SECONDS)
+
+    def _port(self) -> int:
+        if not self._membership.uses_existing_store:
+            return self._membership.coordinator_port
+        return int(self._of_launcher(lambda store: store.get(self._name)) or 0)
+
+    def _of_launcher(self, ask: Callable[[TCPStore], bytes | None]) -> bytes | None:
+        left = max(self._deadline - time.monotonic(), _PAUSE_SECONDS)
+        at = self._host, self._membership.coordinator_port
+        return in_thread(lambda: ask(tcp_store(*at, left)), left)
+
+    def _refused(self) -> JobMismatchError:
+        rank = self._membership.rank
+        return JobMismatchError(
+            f"Rank {rank} (process {os.getpid()} on {socket.gethostname()}) was refused: it "
+            f"belongs to another job than rank 0, or has another {JOB_TOKEN}. Check that all "
+            "workers have the same one, and that no other job uses the address of rank 0, "
+            f"{self._membership.coordinator}.",
+            ranks=[rank],
+        )
+
+    def _unreachable(self, reason: str) -> WorkerTimeoutError:
+        one = self._membership
+        return WorkerTimeoutError(
+            f"Rank {one.rank} of {one.size} has tried for {self._timeout_seconds:g} s to reach "
+            f"rank {one.coordinator_rank} at {one.coordinator}, and nobody answers as the store of "
+            f"this job: {reason}. Check that it runs, that this is its address, and that no "
+            "firewall is in between.",
+            ranks=[one.coordinator_rank],
+        )

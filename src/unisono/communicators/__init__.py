@@ -3,15 +3,20 @@
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
+from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.job_store import JobStore
 from unisono.communicators.nccl import gpu_identity
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
     STORE_ERRORS,
     Countdown,
+    coordinator_store,
     have_come,
+    in_thread,
+    tcp_store,
     translated_store_errors,
 )
 from unisono.communicators.torch_ops import own_op
@@ -19,6 +24,7 @@ from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
+    "JOB_TOKEN",
     "STORE_ERRORS",
     "Carrier",
     "Choice",
@@ -26,14 +32,18 @@ __all__ = [
     "Countdown",
     "Engine",
     "IdentityCommunicator",
+    "JobStore",
     "Layout",
     "TracedCommunicator",
     "all_reduce_sparse",
     "choose",
     "connect",
+    "coordinator_store",
     "gpu_identity",
     "have_come",
+    "in_thread",
     "own_op",
     "slice_of",
+    "tcp_store",
     "translated_store_errors",
 ]

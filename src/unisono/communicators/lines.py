@@ -44,6 +44,9 @@ class Lines:
         self._outbox: list[tuple[int, list[Any]]] = []
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._end_by: float | None = None
+        # Held while the bell is rung or closed: a number of a closed socket may be used again for
+        # another one. The garbage collector may close this anywhere, so it can be taken twice.
+        self._bell_lock = threading.RLock()
         self._wake, self._bell = socket.socketpair()
         self._wake.settimeout(0)
         self._bell.settimeout(0)
@@ -73,7 +76,7 @@ class Lines:
 
     def _ring(self) -> None:
         # A bell that cannot be rung has been rung, or is gone.
-        with contextlib.suppress(OSError):
+        with self._bell_lock, contextlib.suppress(OSError):
             self._bell.send(b"!")
 
     def _run(self) -> None:
@@ -89,8 +92,9 @@ class Lines:
         finally:
             for line in self._lines.values():
                 line.close()
-            self._wake.close()
-            self._bell.close()
+            with self._bell_lock:
+                self._wake.close()
+                self._bell.close()
 
     def _is_over(self) -> bool:
         if self._end_by is None:

@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.delegating import DelegatingCommunicator
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, store_for_threads
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
 from unisono.kernels import divide, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
@@ -54,7 +54,9 @@ class NcclCommunicator(DelegatingCommunicator):
         make: Any = distributed.ProcessGroupNCCL
         options = make.Options()
         options._timeout = timedelta(seconds=timeout_seconds)
-        self._group = make(PrefixStore("nccl", store), self.rank, self.size, options)
+        # Its threads look into the store all the time.
+        self._store = store_for_threads(store, self.rank, timeout_seconds)
+        self._group = make(PrefixStore("nccl", self._store), self.rank, self.size, options)
 
     @property
     def name(self) -> str:

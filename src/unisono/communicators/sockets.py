@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 import os
 import socket
 import ssl
-import weakref
+
+from unisono.sharing import LiveSet
 
 # What a socket raises that cannot move bytes now.
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -14,7 +16,7 @@ NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _MAX_IDLE_SECONDS = 60
 _MAX_SECONDS = 24 * 3600
 
-_own: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+_own: LiveSet[socket.socket] = LiveSet()
 
 
 def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: bool = False) -> None:
@@ -30,7 +32,7 @@ def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: boo
             messages that are not acknowledged end the connection, too. Elsewhere that would take a
             receiver that is paused, and has no room left, for a host that is gone.
     """
-    _own.add(connected)
+    close_in_children(connected)
     if connected.family == socket.AF_UNIX:
         return
     limit = min(max(2, math.ceil(timeout_seconds)), _MAX_SECONDS)
@@ -44,6 +46,39 @@ def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: boo
         _set(connected, "TCP_USER_TIMEOUT", limit * 1000)
 
 
+def close_in_children(one: socket.socket) -> None:
+    """Closes a socket in processes that are forked from this one, so that it ends with this one."""
+    _own.add(one)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Returns a socket that listens at an address of this host that other hosts know, too.
+
+    Many hosts know their own name as the loopback, where others would not find them. Then it
+    listens on all interfaces.
+
+    Raises:
+        OSError: If `host` is not known, or is not this host, or the port is in use.
+    """
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    family, *_, where = min(found, key=lambda one: one[0] != socket.AF_INET)
+    address = str(where[0])
+    if host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
+        return listening_everywhere(port)
+    listener = socket.create_server((address, port), family=family, backlog=1024)
+    close_in_children(listener)
+    return listener
+
+
+def listening_everywhere(port: int) -> socket.socket:
+    """Returns a socket that listens on all interfaces of this host."""
+    is_dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    listener = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=is_dual)
+    close_in_children(listener)
+    return listener
+
+
 def _set(connected: socket.socket, name: str, value: int) -> None:
     """Sets an option of TCP, where the system has it."""
     if hasattr(socket, name):
@@ -52,7 +87,7 @@ def _set(connected: socket.socket, name: str, value: int) -> None:
 
 def _close_in_child() -> None:
     """Sees to it that connections end with this process, though its children live on."""
-    for one in list(_own):
+    for one in _own:
         one.close()
 
 

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from datetime import timedelta
+from typing import Any, TypeVar, cast
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.communicators.headers import ranks_in_words
+from unisono.communicators.job_store import JobStore
+from unisono.communicators.sockets import listening, listening_everywhere
 from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
+_T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS = 300.0
 # What a store raises that cannot be reached, or does not answer.
 STORE_ERRORS = (DistNetworkError, DistStoreError)
@@ -53,7 +59,8 @@ def say_to_all(
             )
         store.set(f"says/{rank}", f"{size}/{text}")
         _wait_for_all(store, rank, size, timeout_seconds)
-        said = [store.get(f"says/{other}").decode().split("/", 1) for other in range(size)]
+        told_by_all = store.multi_get([f"says/{other}" for other in range(size)])
+        said = [one.decode().split("/", 1) for one in told_by_all]
     sizes = {other: int(told) for other, (told, _) in enumerate(said)}
     if odd := [other for other in sizes if sizes[other] != size]:
         told = ", ".join(f"rank {other} counts {sizes[other]}" for other in odd)
@@ -89,25 +96,78 @@ def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
 
 @contextmanager
 def translated_store_errors() -> Iterator[None]:
-    """Turns a lost connection to the store into a `WorkerLostError`."""
+    """Turns a lost connection to the store into a `WorkerLostError`, and silence into a timeout."""
     try:
         yield
     except STORE_ERRORS as error:
-        raise coordinator_lost(str(error)) from error
+        is_silent = isinstance(error, DistStoreError)
+        kind = WorkerTimeoutError if is_silent else WorkerLostError
+        what = "does not answer" if is_silent else "cannot be reached"
+        raise kind(
+            f"The coordinator, which usually runs beside rank 0, {what} "
+            f"({str(error).splitlines()[0]}). Look at the log of rank 0 and at the network to its "
+            "host.",
+            [0],
+        ) from error
 
 
-def coordinator_lost(why: str) -> WorkerLostError:
-    """The error for a store that does not answer."""
-    return WorkerLostError(
-        "The coordinator, which usually runs beside rank 0, cannot be reached "
-        f"({why.splitlines()[0]}). Look at the log of rank 0 and at the network to its host.",
-        [0],
-    )
+def coordinator_store(store: Store) -> Any:
+    """Returns the store of which `store` is a prefix."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def coordinator_address(store: Store) -> tuple[str, int] | None:
     """Returns host and port of the store, or None if it is none of the network."""
-    inner: Any = store
-    while isinstance(inner, PrefixStore):
-        inner = inner.underlying_store
-    return (inner.host, inner.port) if isinstance(inner, TCPStore) else None
+    inner = coordinator_store(store)
+    return (inner.host, inner.port) if isinstance(inner, (JobStore, TCPStore)) else None
+
+
+def store_for_threads(store: Store, rank: int, timeout_seconds: float) -> Store:
+    """Returns a store that threads of C++ may use at any time, also while Python ends.
+
+    All ranks call it. The store is torch's own, which rank 0 serves beside that of the job.
+    """
+    address = coordinator_address(store)
+    if address is None or not isinstance(coordinator_store(store), JobStore):
+        return store
+    prefixed, host = PrefixStore("for threads", store), address[0]
+    if rank == 0:
+        try:
+            listener = listening(host, 0)
+        except OSError:
+            listener = listening_everywhere(0)
+        port, number = listener.getsockname()[1], listener.detach()
+        served = tcp_store(host, port, timeout_seconds, is_master=True, master_listen_fd=number)
+        prefixed.set("port", str(port))
+        return served
+    with translated_store_errors():
+        port = int(prefixed.get("port"))
+        return in_thread(lambda: tcp_store(host, port, timeout_seconds), timeout_seconds)
+
+
+def tcp_store(host: str, port: int, seconds: float, **options: Any) -> TCPStore:
+    """Returns a connection to a store of torch."""
+    limit = timedelta(seconds=seconds)
+    return TCPStore(host, port, timeout=limit, wait_for_workers=False, **options)
+
+
+def in_thread(call: Callable[[], _T], timeout_seconds: float) -> _T:
+    """Makes a call that hears neither Ctrl-C nor deadlines, so that the caller does."""
+    found: queue.Queue[tuple[_T | None, Exception | None]] = queue.Queue()
+
+    def run() -> None:
+        try:
+            found.put((call(), None))
+        except Exception as error:
+            found.put((None, error))
+
+    threading.Thread(target=run, name="unisono call", daemon=True).start()
+    try:
+        answer, error = found.get(timeout=timeout_seconds)
+    except queue.Empty:
+        raise DistStoreError(f"torch's store has not answered for {timeout_seconds:g} s.") from None
+    if error is not None:
+        raise error
+    return cast("_T", answer)

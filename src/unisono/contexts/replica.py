@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.contexts.notes import ReplicaNotes
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
 from unisono.errors import ContextError
@@ -21,8 +22,18 @@ if TYPE_CHECKING:
 class Meeting(Protocol):
     """Where the replicas of one `run` meet."""
 
+    # What records the run, if something does.
+    recorder: Any
+
     def meet(
-        self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
+        self,
+        replica_id: int,
+        what: str,
+        given: Any,
+        work: Callable[[list[Any]], Sequence[Any]],
+        *,
+        in_python: bool = False,
+        settings: Any = None,
     ) -> Any:
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
 
@@ -37,10 +48,12 @@ class CrossReplicaContext:
     Attributes:
         strategy: Whose replicas they are.
         replica_id: The replica whose component of a variable is being updated, if one is.
+        generators: What the code draws random numbers from; None outside a run.
     """
 
     strategy: Strategy
     replica_id: int | None = None
+    generators: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,13 +67,15 @@ class ReplicaContext:
         weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
             has no samples.
         notes: What the engine remembers of this replica in this run.
+        generators: What the replica draws random numbers from; None if that is torch's own.
     """
 
     strategy: Strategy
     local_id: int
     meeting: Meeting
     weight: float = 1.0
-    notes: dict[Any, Any] = field(default_factory=dict, repr=False)
+    notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
+    generators: Any = field(default=None, repr=False)
 
     @property
     def counts(self) -> bool:

@@ -66,14 +66,14 @@ class Machine:
 
 _CPU = torch.device("cpu")
 _lock = threading.Lock()
-_pretended: list[Machine] = []
+# Replaced as a whole, while others read it.
+_pretended: tuple[Machine, ...] = ()
 
 
 def this_machine() -> Machine:
     """Returns the machine as it is, or as `unisono.testing` pretends it to be."""
-    if _pretended:
-        return _pretended[-1]
-    return _real_machine()
+    pretended = _pretended
+    return pretended[-1] if pretended else _real_machine()
 
 
 @functools.cache
@@ -86,14 +86,15 @@ def _real_machine() -> Machine:
 @contextmanager
 def pretend(**changes: object) -> Iterator[Machine]:
     """Makes every thread of this process see another machine until the block ends."""
+    global _pretended
     machine = replace(this_machine(), **changes)  # type: ignore[arg-type]
     with _lock:
-        _pretended.append(machine)
+        _pretended = (*_pretended, machine)
     try:
         yield machine
     finally:
         with _lock:
-            _pretended.remove(machine)
+            _pretended = tuple(one for one in _pretended if one is not machine)
 
 
 def as_recorded(topology: Topology) -> AbstractContextManager[Machine]:

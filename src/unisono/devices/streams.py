@@ -13,7 +13,10 @@ import torch
 
 
 class Trail:
-    """The streams on which work was started that somebody else will go on with."""
+    """The streams on which work was started that somebody else will go on with.
+
+    Several threads may note theirs while another follows.
+    """
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -32,7 +35,7 @@ class Trail:
         """
         others = [
             stream
-            for (index, raw), stream in list(self._streams.items())
+            for (index, raw), stream in self._streams.copy().items()
             if torch._C._cuda_getCurrentRawStream(index) != raw
         ]
         for stream in others:

@@ -1,11 +1,13 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
-from unisono.engines.generators import RunGenerators
+from unisono.engines.compiled import tell_compiler
+from unisono.engines.drawing import drawing
+from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
-from unisono.engines.meeting import ReplicaMeeting
-from unisono.engines.replica_mode import ReplicaMode
+from unisono.engines.interpreter import Interpreter
+from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
@@ -13,11 +15,15 @@ __all__ = [
     "Ambient",
     "GlobalRandomness",
     "Guard",
+    "Interpreter",
     "OneByOne",
+    "Recorder",
+    "ReplicaGenerators",
     "ReplicaMeeting",
-    "ReplicaMode",
     "ReplicaStopped",
     "ReplicaThreads",
     "RunGenerators",
     "Turns",
+    "drawing",
+    "tell_compiler",
 ]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from unisono.devices import Trail, lend
+from unisono.engines.generators import RunGenerators
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
 from unisono.errors import ContextError, UnequalCallsError
@@ -19,10 +20,28 @@ from unisono.values import tensors_of
 _NOTHING = object()
 
 
+class Recorder(Protocol):
+    """Records a run, to do again what it did.
+
+    Attributes:
+        generators: The random generators of the run; None for new ones.
+    """
+
+    generators: RunGenerators | None
+
+    def call(self, what: str, work: Callable[[], Any], settings: Any = None) -> Any:
+        """Makes a call that Python must make every time, unless its `settings` stay the same."""
+
+    def refuse(self, reason: str) -> None:
+        """Hears of something that cannot be done again."""
+
+
 class _Arrival(NamedTuple):
     what: str
     given: Any
     work: Callable[[list[Any]], Sequence[Any]]
+    in_python: bool
+    settings: Any
 
 
 class ReplicaMeeting:
@@ -32,7 +51,7 @@ class ReplicaMeeting:
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
-    the replicas by their `names`.
+    the replicas by their `names`. A `recorder` is told of what Python does in meetings.
     """
 
     def __init__(
@@ -42,7 +61,9 @@ class ReplicaMeeting:
         gpus: Sequence[torch.device] = (),
         guards: Sequence[Guard] | None = None,
         names: Sequence[str] | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
+        self.recorder = recorder
         self._num_replicas = num_replicas
         self._turns = turns
         self._gpus = gpus
@@ -76,12 +97,24 @@ class ReplicaMeeting:
         return result
 
     def meet(
-        self, replica_id: int, what: str, given: Any, work: Callable[[list[Any]], Sequence[Any]]
+        self,
+        replica_id: int,
+        what: str,
+        given: Any,
+        work: Callable[[list[Any]], Sequence[Any]],
+        *,
+        in_python: bool = False,
+        settings: Any = None,
     ) -> Any:
-        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
+        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share.
+
+        Work that is done `in_python` is more than what it starts on GPUs. A run that is replayed
+        does it again, unless it depends only on `settings`, which have not changed.
+        """
+        arrival = _Arrival(what, given, work, in_python, settings)
         if self._num_replicas == 1:
             with span("merge", what):
-                return work([given])[0]
+                return self._do_work([arrival])[0]
         if self._process != os.getpid():
             raise ContextError(
                 f"{what} was called in a process that was forked in the middle of a step. The "
@@ -90,7 +123,7 @@ class ReplicaMeeting:
         self._guards[replica_id].cover()
         self._note(self._given)
         with self._lock:
-            self._arrivals[replica_id] = _Arrival(what, given, work)
+            self._arrivals[replica_id] = arrival
             self._check_calls()
         self._turns.changed()
         share = self._lead(what) if replica_id == 0 else self._follow(replica_id, what)
@@ -102,6 +135,8 @@ class ReplicaMeeting:
 
         Replica 0, which does the work, makes its call too.
         """
+        if self.recorder is not None:
+            self.recorder.refuse("replicas run again inside a `merge_call`")
         inner = ReplicaMeeting(
             self._num_replicas, self._turns, self._gpus, self._guards, self._names
         )
@@ -160,7 +195,7 @@ class ReplicaMeeting:
         arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
         self._given.follow()
         with span("merge", what):
-            shares = list(arrivals[0].work([arrival.given for arrival in arrivals]))
+            shares = list(self._do_work(arrivals))
         self._note(self._done)
         with self._lock:
             self._arrivals.clear()
@@ -168,6 +203,15 @@ class ReplicaMeeting:
             own = self._shares.pop(0)
         self._turns.changed()
         return own
+
+    def _do_work(self, arrivals: Sequence[_Arrival]) -> Sequence[Any]:
+        first, given = arrivals[0], [arrival.given for arrival in arrivals]
+        if self.recorder is None or not first.in_python:
+            return first.work(given)
+        shares: Sequence[Any] = self.recorder.call(
+            first.what, lambda: first.work(given), first.settings
+        )
+        return shares
 
     def _follow(self, replica_id: int, what: str) -> Any:
         def is_over() -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import threading
 import weakref
@@ -15,6 +14,7 @@ import torch
 from unisono.engines.bell import make_bell
 from unisono.engines.cores import use_all_cores
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.sharing import LiveSet, computed_once
 from unisono.tracing import span
 
 Call: TypeAlias = Callable[[], Any]
@@ -25,10 +25,15 @@ _STOP_AGAIN_S = 0.1
 _LOOK_AGAIN_S = 60.0
 # How long the end of the program waits for a thread.
 _LAST_WAIT_S = 1.0
+_NOTHING: Any = object()
 
 
 class _Board:
-    """Where threads find their next call. It does not know whose it is, so that may end."""
+    """Where threads find their next call. It does not know whose it is, so that may end.
+
+    A call belongs to the thread that takes it out of `given`, which is one operation: the replica's
+    own thread, or the caller's where the step has failed.
+    """
 
     def __init__(self, num_replicas: int) -> None:
         self.given: dict[int, tuple[Call, Outcomes] | None] = {}
@@ -39,8 +44,9 @@ class _Board:
         """Waits for the next call of a replica; None is the last."""
         while True:
             seen = self.has_new.count
-            if replica_id in self.given:
-                return self.given.pop(replica_id)
+            given: tuple[Call, Outcomes] | None = self.given.pop(replica_id, _NOTHING)
+            if given is not _NOTHING:
+                return given
             self.has_new.wait(seen, _LOOK_AGAIN_S)
 
     def end(self, num_replicas: int) -> None:
@@ -156,15 +162,15 @@ class ReplicaThreads:
             thread.start()
 
 
-_alive: weakref.WeakSet[ReplicaThreads] = weakref.WeakSet()
+_alive: LiveSet[ReplicaThreads] = LiveSet()
 
 
-@functools.cache
+@computed_once
 def _end_with_the_program() -> None:
     """Python ends threads that wait in native code at its end, which C++ takes for a fault."""
 
     def end() -> None:
-        for threads in list(_alive):
+        for threads in _alive:
             threads.close(_LAST_WAIT_S)
 
     atexit.register(end)

@@ -51,7 +51,8 @@ class OneByOne(Turns):
         self._lock = threading.Lock()
         self._bells = [make_bell(num_replicas) for _ in range(num_replicas)]
         # Those who have not ended, in the order of their turns from now on; the first one runs.
-        self._line = list(range(num_replicas))
+        # Replaced as a whole, by the one who has the lock.
+        self._line = tuple(range(num_replicas))
         self._is_free = False
 
     def begin(self, replica_id: int) -> None:
@@ -59,7 +60,7 @@ class OneByOne(Turns):
         bell = self._bells[replica_id]
         while True:
             seen = bell.count
-            if self._is_free or self._line[0] == replica_id:
+            if self._is_free or self._line[:1] == (replica_id,):
                 return
             bell.wait(seen, _LOOK_AGAIN_S)
 
@@ -69,7 +70,8 @@ class OneByOne(Turns):
             if self._is_free:
                 return super().wait_for(replica_id, is_over)
             with self._lock:
-                self._line.append(self._line.pop(0))
+                first, *others = self._line
+                self._line = (*others, first)
                 following = self._line[0]
             self._bells[following].ring()
             self.begin(replica_id)
@@ -78,7 +80,7 @@ class OneByOne(Turns):
     def leave(self, replica_id: int) -> None:
         """See `Turns.leave`."""
         with self._lock:
-            self._line.remove(replica_id)
+            self._line = tuple(one for one in self._line if one != replica_id)
             following = self._line[:1]
         for other in following:
             self._bells[other].ring()

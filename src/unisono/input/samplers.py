@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 from unisono.errors import UnsupportedError
 from unisono.input.context import InputContext
 from unisono.input.loaders import copied_settings, draws_at_once
+from unisono.sharing import computed_once
 
 _logger = logging.getLogger("unisono")
 
@@ -96,7 +96,7 @@ def _described(sampler: DistributedSampler[Any]) -> str:
     )
 
 
-@functools.cache
+@computed_once
 def _tell(what: str) -> None:
     """Says something once."""
     _logger.warning(what)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,11 +11,14 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
+from unisono.errors import UnsupportedError
 from unisono.kernels import check_gather
+from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
 # Small and seldom, so it travels through the memory that every communicator takes.
 _HOST = torch.device("cpu")
+_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 
 
 class Workers:
@@ -106,17 +108,35 @@ class Workers:
         return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        """Returns the objects of all workers, which are pickled: all are of one trusted job."""
+        """Returns the objects of all workers, of which `wire` knows the classes.
+
+        Raises:
+            UnsupportedError: On all workers, if one has an object that cannot be sent.
+        """
         if not self.are_many:
             return [thing]
-        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8)
-        gathered = self.communicator.all_gather(data.to(_HOST))
-        return [pickle.loads(one.cpu().numpy().tobytes()) for one in gathered]
+        writer, refusal, written = Writer(), "", None
+        try:
+            written = writer.write(thing)
+        except UnsupportedError as error:
+            refusal, writer = str(error), Writer()
+        text = json.dumps([refusal, written]).encode()
+        said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        told = [
+            (json.loads(first.numpy().tobytes()), Reader(tensors))
+            for first, *tensors in self.gather_lists([said, *writer.tensors])
+        ]
+        for rank, ((refused, _), _) in enumerate(told):
+            if refused:
+                raise UnsupportedError(
+                    f"Worker {rank} has something to tell all workers. {refused}"
+                )
+        return [reader.read(one) for (_, one), reader in told]
 
 
 def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:
     """Returns the tensors of these dtypes and shapes whose bytes are in `pack`."""
-    dtypes = [getattr(torch, name) for name, *_ in kinds]
+    dtypes = [_DTYPES[name] for name, *_ in kinds]
     sizes = [
         math.prod(kind[1:]) * dtype.itemsize for kind, dtype in zip(kinds, dtypes, strict=True)
     ]

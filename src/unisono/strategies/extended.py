@@ -19,8 +19,9 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
-from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
+from unisono.functions import Captures, Function
+from unisono.gradients import GradientReducer
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
@@ -40,16 +41,12 @@ from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
 from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
-    GradientReducer,
     Leaves,
     Mirrors,
-    Outsiders,
     Variable,
-    WorkerGradientReducer,
     bring_in,
     creating,
     merge,
-    synchronized_batch_norm,
     undone,
     watch_torch,
 )
@@ -128,26 +125,24 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         if not self.mirrors.is_single:
             watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
+        if self.workers.are_many:
+            communicator = self.workers.communicator
+            self.cross_device_ops = AcrossWorkers(cross_device_ops, communicator, devices)
         self.gradients = GradientReducer(
             self.mirrors,
             devices,
-            cross_device_ops,
+            self.cross_device_ops,
             reduce_gradients,
             options,
             predicted_cost(cross_device_ops, devices, tuning),
         )
-        if self.workers.are_many:
-            across = AcrossWorkers(cross_device_ops, self.workers.communicator, devices)
-            self.cross_device_ops = across
-            self.gradients = WorkerGradientReducer(
-                self.mirrors, devices, across, reduce_gradients, options
-            )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
         self._runner = Runner(devices, self.workers, is_serial=is_serial)
         self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0
+        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
             nullcontext() if self.mirrors.is_single else threading.Lock()
@@ -228,13 +223,13 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator
-        self.gradients = WorkerGradientReducer(
+        self.gradients = GradientReducer(
             self.mirrors,
             self._devices,
             AcrossWorkers(self._local_ops, communicator, self._devices),
             self.reduce_gradients,
             self.options,
-            CommHook(
+            hook=CommHook(
                 self.process_group if state is None else state,
                 hook,
                 f"worker {communicator.rank} of {communicator.size}",
@@ -246,6 +241,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
+        self._captures.obstacle = "a communication hook is Python code"
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -269,20 +265,32 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         with self._run_lock, entered(CrossReplicaContext(self.strategy)):
             self._num_runs += 1
             with span("step", "run", step=self._num_runs):
-                return self._run(fn, args, kwargs)
+                weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
+                self.current_weights = weights
+                if isinstance(fn, Function):
+                    return self._captures.run(fn, args, kwargs, weights)
+                return self._run(fn, args, kwargs, weights)
 
-    def _run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        weights: Sequence[float],
+        recorder: Any = None,
+    ) -> Any:
         self.mirrors.refresh()
         self.gradients.begin(weights)
-        self.current_weights = weights
+        run = functools.partial(
+            self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
+        )
         if self.mirrors.is_single:
-            results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
-            return self.counting.regrouped(results)
+            with nullcontext() if recorder is None else self.mirrors.in_use(fn):
+                return self.counting.regrouped(run())
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
             with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
-                results = self._runner.run(self.strategy, fn, args, kwargs, weights, self._mode)
+                results = run()
             self.mirrors.watch.check()
             self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))
@@ -292,19 +300,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
-
-    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
-        """Returns what makes torch functions work for a replica."""
-        mirrors = self.mirrors
-        mode = context.notes["mode"] = ReplicaMode(
-            generators,
-            context.replica_id_in_sync_group,
-            mirrors.stand_ins[context.local_id],
-            functools.partial(self.gradients.after_backward, context),
-            Outsiders(mirrors, context),
-            functools.partial(synchronized_batch_norm, context) if mirrors.synchronizes else None,
-        )
-        return mode
 
     def merge_call(
         self,
@@ -352,7 +347,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_zero = isinstance(value, (int, float)) and value == 0
         if op is ReduceOp.SUM and not is_zero:
             raise UnsupportedError(
-                f"{in_words(value)} is one value and not one a replica, so its sum over "
+                f"{in_words(value)} is a single value, not one value per replica, so its sum over "
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)

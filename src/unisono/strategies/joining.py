@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
@@ -16,6 +18,7 @@ from unisono.communicators import (
     Communicator,
     Countdown,
     IdentityCommunicator,
+    JobStore,
     TracedCommunicator,
     connect,
     gpu_identity,
@@ -41,7 +44,7 @@ class Place:
 class Joined:
     """A store that this process serves or is connected to, and what it is in use for."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: JobStore) -> None:
         self.store = store
         self.users: WeakSet[Communicator] = WeakSet()
 
@@ -65,8 +68,7 @@ def join(
         return IdentityCommunicator(), tuning
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
-    joined = _joined(membership, timeout)
-    with translated_store_errors():
+    with translated_store_errors(), _joined(membership, timeout) as joined:
         card = WorkerCard.of(membership, len(devices))
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
         own = _meeting(joined.store, number)
@@ -113,8 +115,7 @@ def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> int:
     Every time that the workers join has one of its own. A worker that is started anew after the
     others have waited for it in vain comes where the coordinator is by now.
     """
-    # Counted for each job, so that a worker of another, who will be refused, makes nobody miss one.
-    joined = PrefixStore(f"joined/{card.token}", store)
+    joined = PrefixStore("joined", store)
     before = joined.add(str(card.rank), 0)
     number = max(before + 1, joined.add(str(coordinator), 0))
     while was_left(_door(_meeting(store, number))):
@@ -139,16 +140,25 @@ def leave(communicator: Communicator) -> None:
         joined.users.discard(communicator)
 
 
-def _joined(membership: Membership, timeout_seconds: float) -> Joined:
+@contextmanager
+def _joined(membership: Membership, timeout_seconds: float) -> Iterator[Joined]:
+    """Gives the block the store of the job, which answers all it asks in `timeout_seconds`."""
     place = Place(membership.coordinator, membership.restart_count)
+    deadline = time.monotonic() + timeout_seconds
     with _lock:
-        if place not in _stores or not _answers(_stores[place].store):
+        if place not in _stores or not _answers(_stores[place].store, deadline):
             _stores[place] = Joined(open_store(membership, timeout_seconds))
-        return _stores[place]
+        joined = _stores[place]
+    joined.store.answer_by = deadline
+    try:
+        yield joined
+    finally:
+        joined.store.answer_by = None
 
 
-def _answers(store: Store) -> bool:
+def _answers(store: JobStore, deadline: float) -> bool:
     """Whether the process that serves a store is still there; if not, another may have come."""
+    store.answer_by = deadline
     try:
         store.add("joined", 0)
     except DistError:

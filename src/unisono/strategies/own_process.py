@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.errors import ContextError
 
 if TYPE_CHECKING:
+    from unisono.functions import Captures
+    from unisono.gradients import GradientReducer
     from unisono.reductions import CrossDeviceOps, Workers
     from unisono.strategies.runner import Runner
     from unisono.strategies.strategy import Strategy
-    from unisono.variables import GradientReducer, Mirrors
+    from unisono.variables import Mirrors
 
 
 class OwnProcess:
@@ -25,6 +27,7 @@ class OwnProcess:
         workers: Workers
         gradients: GradientReducer
         _run_lock: AbstractContextManager[Any]
+        _captures: Captures
         _runner: Runner
 
         @property
@@ -49,7 +52,7 @@ class OwnProcess:
                 "the strategy in the process that made it, or start processes with `spawn`."
             )
         self._process = os.getpid()
-        self.mirrors.fronts.take_down()
+        self.mirrors.fronts.take_down_in_child()
         self._runner = self._runner.restarted()
         if not self.mirrors.is_single:
             # A thread of the parent may have held it.
@@ -62,5 +65,6 @@ class OwnProcess:
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
         self.gradients.close()
+        self._captures.close()
         self._runner.close()
         self.cross_device_ops.close()

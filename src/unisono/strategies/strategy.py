@@ -278,12 +278,12 @@ class Strategy(InputMethods):
             raise ContextError(
                 "`no_sync()` is for code on a replica: enter it in the function you run."
             )
-        before = context.notes.get("no_sync", False)
-        context.notes["no_sync"] = True
+        notes = context.notes
+        before, notes.is_without_sync = notes.is_without_sync, True
         try:
             yield
         finally:
-            context.notes["no_sync"] = before
+            notes.is_without_sync = before
 
     def experimental_initialize(self) -> list[Any]:
         """Does what must be done before a run, which is nothing. Returns an empty list."""

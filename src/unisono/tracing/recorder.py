@@ -49,9 +49,9 @@ class Lane:
 
     def events(self) -> Iterator[RawEvent]:
         """Yields what is kept, in the order in which it ended."""
-        for chunk in list(self._chunks):
-            # A copy: other threads may still be about to end a span.
-            items = iter(list(chunk))
+        # Copies, each made in one operation: other threads may still be about to end a span.
+        for chunk in self._chunks.copy():
+            items = iter(chunk.copy())
             for start in items:
                 end, category, name, number = islice(items, 4)
                 keys = list(islice(items, number))

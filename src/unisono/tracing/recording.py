@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import functools
 import os
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import Any
 
 from unisono.arguments import check_callable, check_int
 from unisono.errors import TraceError
+from unisono.sharing import computed_once
 from unisono.tracing import spans
 from unisono.tracing.clocks import align
 from unisono.tracing.files import WorkerTrace, check_folder, read_folder, write
@@ -87,7 +87,7 @@ def record(
         write(trace.folder, spans.place(), clock, recorder.lanes)
 
 
-@functools.cache
+@computed_once
 def record_if_asked() -> None:
     """Records the whole program into the folder that UNISONO_TRACE names, if it is set."""
     if not (name := os.environ.get("UNISONO_TRACE")):

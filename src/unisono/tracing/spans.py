@@ -7,7 +7,9 @@ It takes a quarter of a microsecond while nobody records, and one while somebody
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from unisono.errors import ContextError
+from unisono.tracing.lock_waits import LockWaits
 from unisono.tracing.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -100,6 +103,33 @@ class _Profiled(Span):
         self._range.__exit__(kind, error, traceback)
 
 
+class _Paused(Span):
+    """A block in which a replica does not wait for the interpreter, beside what else it is."""
+
+    __slots__ = ("_inner", "_waits")
+
+    def __init__(self, waits: LockWaits, inner: Span) -> None:
+        self._waits = waits
+        self._inner = inner
+
+    def note(self, **arguments: Any) -> None:
+        self._inner.note(**arguments)
+
+    def __enter__(self) -> Self:
+        self._waits.pause()
+        self._inner.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._inner.__exit__(kind, error, traceback)
+        self._waits.resume()
+
+
 class Place(NamedTuple):
     """Which worker this process is, of how many."""
 
@@ -109,6 +139,10 @@ class Place(NamedTuple):
 
 _NOTHING = Span()
 _recorder: Recorder | None = None
+_waits: LockWaits | None = None
+# What a replica does outside of Python, where it may be blocked by something else than the lock.
+_OUTSIDE_PYTHON = frozenset(("wait", "collective", "reduce", "copy", "input"))
+_lock = threading.Lock()
 _place = Place(0, 1)
 
 
@@ -124,13 +158,15 @@ def span(
         tensors: What is moved, of which the bytes are noted; a generator costs nothing when off.
         arguments: What else there is to know; nothing that should not be kept alive.
     """
-    recorder = _recorder
-    if recorder is None:
-        return _Profiled(name, _NOTHING) if profiler._is_profiler_enabled else _NOTHING
-    if tensors is not None:
-        arguments["bytes"] = sum(t.nbytes for t in tensors if t.layout is torch.strided)
-    recorded = _Recorded(recorder, category, name, arguments)
-    return _Profiled(name, recorded) if profiler._is_profiler_enabled else recorded
+    recorder, waits = _recorder, _waits
+    made = _NOTHING
+    if recorder is not None:
+        if tensors is not None:
+            arguments["bytes"] = sum(t.nbytes for t in tensors if t.layout is torch.strided)
+        made = _Recorded(recorder, category, name, arguments)
+    if waits is not None and category in _OUTSIDE_PYTHON:
+        made = _Paused(waits, made)
+    return _Profiled(name, made) if profiler._is_profiler_enabled else made
 
 
 def join_workers(rank: int, size: int) -> None:
@@ -144,15 +180,36 @@ def place() -> Place:
     return _place
 
 
+@contextmanager
+def metered(waits: LockWaits) -> Iterator[bool]:
+    """Pauses `waits` in every span outside of Python; yields False if another run is measured."""
+    global _waits
+    if _waits is not None:
+        yield False
+        return
+    _waits = waits
+    try:
+        yield True
+    finally:
+        _waits = None
+
+
+def is_recording() -> bool:
+    """Returns whether a trace is being recorded."""
+    return _recorder is not None
+
+
 def start(recorder: Recorder) -> None:
     """Gives every event to `recorder` from now on."""
     global _recorder
-    if _recorder is not None:
-        raise ContextError(
-            "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is "
-            "set. Leave the one or the other out."
-        )
-    _recorder = recorder
+    with _lock:
+        if _recorder is None:
+            _recorder = recorder
+            return
+    raise ContextError(
+        "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is set. "
+        "Leave the one or the other out."
+    )
 
 
 def stop() -> None:

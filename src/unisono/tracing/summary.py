@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from statistics import median
 from typing import Any, NamedTuple
 
 from unisono.errors import TraceError
@@ -76,6 +77,8 @@ class Summary:
         num_dropped: How many events are missing, for want of room.
         replicas: The shares of each replica, by its number among those of all workers.
         straggler: Who was waited for most; None if nobody waited.
+        interpreter: The part of a step in which replicas waited for Python's interpreter lock, the
+            median of the steps in which it was measured; None if there is none.
     """
 
     num_workers: int
@@ -84,6 +87,7 @@ class Summary:
     num_dropped: int
     replicas: dict[int, Shares] = field(default_factory=dict)
     straggler: Straggler | None = None
+    interpreter: float | None = None
 
     @property
     def total(self) -> Shares:
@@ -117,6 +121,8 @@ class Summary:
                 + f"{spent / count / 1e6:>12.3f}"
             )
         yield f"Straggler: {self.straggler or 'none, nobody waited'}."
+        if self.interpreter is not None:
+            yield f"Waiting for the interpreter: {self.interpreter:.0%} of a step."
         if self.missing:
             yield f"There is no file of worker {', '.join(map(str, self.missing))}."
         if self.num_dropped:
@@ -144,6 +150,7 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
         missing=[r for r in range(first.size) if r not in times],
         num_steps=times[first.rank].num_steps,
         num_dropped=sum(worker.num_dropped for worker in workers),
+        interpreter=_interpreter(workers),
     )
     waited_for: Counter[tuple[int, int | None]] = Counter()
     for rank, time in times.items():
@@ -155,6 +162,16 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
                     waited_for[one.waited_for] += one.duration
     summary.straggler = _straggler(waited_for, num_local, summary.total.waiting)
     return summary
+
+
+def _interpreter(workers: Sequence[WorkerTrace]) -> float | None:
+    measured = [
+        float(event.arguments["share"])
+        for worker in workers
+        for event in worker.events()
+        if event.category == "interpreter"
+    ]
+    return median(measured) if measured else None
 
 
 def _shares(spent: Iterable[Spent]) -> Shares:

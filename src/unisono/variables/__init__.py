@@ -1,33 +1,34 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
 from unisono.variables.assignable import Component
-from unisono.variables.batch_norm import synchronized_batch_norm
+from unisono.variables.attributes import TORCH_TABLES, Contents, raw
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
-from unisono.variables.gradients import GradientReducer
-from unisono.variables.leaves import Leaves
+from unisono.variables.leaves import Leaves, Mark
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.outsiders import Outsiders
+from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
+from unisono.variables.settings import Settings
 from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
-from unisono.variables.worker_gradients import WorkerGradientReducer
 
 __all__ = [
+    "TORCH_TABLES",
     "Component",
-    "GradientReducer",
+    "Contents",
     "Leaves",
+    "Mark",
     "Mirrors",
-    "Outsiders",
+    "Settings",
     "Variable",
     "VariableSynchronization",
-    "WorkerGradientReducer",
     "bring_in",
+    "check_backward",
     "creating",
     "merge",
     "once",
-    "synchronized_batch_norm",
+    "raw",
     "undone",
     "variable_of",
     "watch_torch",

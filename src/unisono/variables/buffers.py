@@ -132,6 +132,9 @@ class Buffers:
 
     def give(self) -> None:
         """Before a run: gives the replicas what the primaries have."""
+        if self._are_none():
+            self._is_open = True
+            return
         with fit_for_training():
             is_new = not self._is_current()
             if is_new:
@@ -150,6 +153,8 @@ class Buffers:
         A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
         this is a collective if something may have been written, the same on all of them.
         """
+        if self._are_none():
+            return
         with fit_for_training():
             others = self._take_in()
             loose = [
@@ -194,6 +199,11 @@ class Buffers:
             modules = [module() for module in self._modules]
             restructured = Restructured(modules, self._primaries, self._attributes, others)
             restructured.settle(weights, self._workers)
+
+    def _are_none(self) -> bool:
+        """Whether neither modules nor clones have any buffer, which is quickly seen."""
+        is_bare = self._is_laid_out and not self._tensors and not any(self._primaries)
+        return is_bare and not any(map(any, self._clones))
 
     def _is_current(self) -> bool:
         """Whether the primaries still have the buffers that the layout was made for."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,9 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
+from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import raw
+from unisono.variables.clipping import let_clipping_be_known
 from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
@@ -27,6 +28,7 @@ from unisono.variables.outsiders import (
     note_maker,
     refuse_outsiders,
 )
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -37,7 +39,7 @@ class _Scopes(threading.local):
 
 
 _scopes = _Scopes()
-_all_mirrors: weakref.WeakSet[Mirrors] = weakref.WeakSet()
+_all_mirrors: LiveSet[Mirrors] = LiveSet()
 
 
 @contextmanager
@@ -72,7 +74,7 @@ def bring_in(target: Any, mirrors: Mirrors) -> None:
         make_once(target, mirrors)
 
 
-@functools.cache
+@computed_once
 def _install_hooks() -> None:
     """Lets everything that is made in a scope, or added to a primary, be found."""
     registration.register_module_parameter_registration_hook(_on_registered)
@@ -84,12 +86,14 @@ def _install_hooks() -> None:
     average_once()
 
 
-@functools.cache
+@computed_once
 def watch_torch() -> None:
     """Before the first strategy of several replicas: notices what is done outside its runs."""
     _install_hooks()
     refuse_outsiders()
+    watch_calls()
     _watch_attributes()
+    let_clipping_be_known()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 

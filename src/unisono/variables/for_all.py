@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.sharing import computed_once
 from unisono.values import select_replica
 
 if TYPE_CHECKING:
@@ -32,27 +33,24 @@ class for_all:
     A class and not a generator, for the reason that `entered` gives.
     """
 
-    __slots__ = ("_context", "_entered", "_mirrors", "_mode")
+    __slots__ = ("_context", "_entered", "_mirrors")
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
         self._mirrors = context.strategy.extended.mirrors
-        self._mode = context.notes.get("mode")
-        self._entered = entered(CrossReplicaContext(context.strategy))
+        own = context.generators
+        for_all = None if own is None else own.for_all
+        self._entered = entered(CrossReplicaContext(context.strategy, generators=for_all))
 
     def __enter__(self) -> None:
-        # Not each of the looks at a parameter is to ask the replica's mode.
+        # Parameters are looked at as the program has them.
         with torch._C.DisableTorchFunction():
             self._mirrors.watch.check()
             self._mirrors.groups.settle(self._context.num_local_replicas)
-        if self._mode is not None:
-            self._mode.turn()
         self._entered.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._entered.__exit__()
-        if self._mode is not None:
-            self._mode.turn()
         if kind is None:
             with torch._C.DisableTorchFunction():
                 self._mirrors.watch.settle()
@@ -89,7 +87,9 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     """
     check_callable("fn", fn)
     context = current_replica()
-    if context is None or context.strategy.extended.mirrors.is_single:
+    if context is None:
+        return fn(*args, **kwargs)
+    if context.strategy.extended.mirrors.is_single and context.meeting.recorder is None:
         return fn(*args, **kwargs)
 
     def work(given: list[Any]) -> list[Any]:
@@ -104,7 +104,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     own = _of_program(mirrors, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
     fn = _method_of_program(mirrors, fn)
-    result: T = context.meeting.meet(context.local_id, f"once({name})", own, work)
+    result: T = context.meeting.meet(context.local_id, f"once({name})", own, work, in_python=True)
     return result
 
 
@@ -114,7 +114,8 @@ def merge(
     """Does the work of `ReplicaContext.merge_call`."""
     fn = functools.partial(merge_fn, context.strategy)
     work = functools.partial(_call, context, fn)
-    return context.meeting.meet(context.local_id, "merge_call()", (args, kwargs), work)
+    given = (args, kwargs)
+    return context.meeting.meet(context.local_id, "merge_call()", given, work, in_python=True)
 
 
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
@@ -173,7 +174,7 @@ def _of_program(mirrors: Any, structure: Any) -> Any:
     return pytree.tree_map(replaced, structure)
 
 
-@functools.cache
+@computed_once
 def average_once() -> None:
     """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
     update = swa_utils.AveragedModel.update_parameters

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
-import functools
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
+
+from unisono.sharing import computed_once
 
 _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
@@ -38,7 +40,7 @@ class Front:
         return (rebuild, tuple(plain), *rest)
 
 
-@functools.cache
+@computed_once
 def in_front(before: type, cls: type) -> type:
     """Returns a subclass of `cls`, with the same name, whose methods are first those of `before`.
 
@@ -70,7 +72,10 @@ class Fronts:
     """The objects of one strategy that have another class while its replicas run."""
 
     def __init__(self) -> None:
-        self._added: list[tuple[weakref.ref[Any], type]] = []
+        # Replicas, and other threads of the program, may add objects at the same time.
+        self._lock = threading.Lock()
+        # By identity, in the order of adding.
+        self._added: dict[int, tuple[weakref.ref[Any], type]] = {}
         # The objects of the current run, their classes, and those that they have during the run.
         self._present: list[Any] = []
         self._plain: list[type] = []
@@ -80,37 +85,52 @@ class Fronts:
     def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
         """Lets `before` come before the class of an object in the next run, or in this one, too."""
         cls: Any = type(target)
-        self._added.append((weakref.ref(target), before))
-        if is_at_once and self._is_up:
-            self._present = [*self._present, target]
-            self._plain = [*self._plain, cls]
-            self._during = [*self._during, in_front(before, cls)]
-            _set_classes([target], self._during[-1:])
+        with self._lock:
+            known = self._added.get(id(target))
+            if known is not None and known[0]() is target:
+                return
+            self._added[id(target)] = (weakref.ref(target), before)
+            if is_at_once and self._is_up:
+                self._present = [*self._present, target]
+                self._plain = [*self._plain, cls]
+                self._during = [*self._during, in_front(before, cls)]
+                set_classes([target], self._during[-1:])
 
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
-        present = [target for ref, _ in self._added if (target := ref()) is not None]
-        if len(present) < len(self._added):
-            self._added = [one for one in self._added if one[0]() is not None]
-        plain = list(map(type, present))
-        if plain != self._plain:
-            self._during = list(map(in_front, (before for _, before in self._added), plain))
-            self._plain = plain
-        self._present = present
-        self._is_up = True
-        _set_classes(present, self._during)
+        with self._lock:
+            added = self._added.items()
+            found = {key: (target, one) for key, one in added if (target := one[0]()) is not None}
+            if len(found) < len(added):
+                self._added = {key: one for key, (_, one) in found.items()}
+            present = [target for target, _ in found.values()]
+            plain = list(map(type, present))
+            if plain != self._plain:
+                befores = (before for _, (_, before) in found.values())
+                self._during = list(map(in_front, befores, plain))
+                self._plain = plain
+            self._present = present
+            self._is_up = True
+            set_classes(present, self._during)
 
     def take_down(self) -> None:
         """After a run: gives every object its own class back."""
-        self._is_up = False
-        present, plain = self._present, self._plain
-        if list(map(type, present)) != self._during[: len(present)]:
-            # In the run, an object was given another class, such as that of a parametrization.
-            plain = [plain_class(type(one)) for one in present]
-        _set_classes(present, plain)
-        self._present = []
+        with self._lock:
+            self._is_up = False
+            present, plain = self._present, self._plain
+            if list(map(type, present)) != self._during[: len(present)]:
+                # In the run, an object was given another class, such as that of a parametrization.
+                plain = [plain_class(type(one)) for one in present]
+            set_classes(present, plain)
+            self._present = []
+
+    def take_down_in_child(self) -> None:
+        """Does the same in a forked child. A thread of the parent may have held the lock."""
+        self._lock = threading.Lock()
+        self.take_down()
 
 
-def _set_classes(targets: Sequence[Any], classes: Sequence[type]) -> None:
+def set_classes(targets: Iterable[Any], classes: Iterable[type]) -> None:
+    """Gives each object the class that stands in its place."""
     # One loop in C: it is fast, and Ctrl-C cannot end it halfway.
     collections.deque(map(_set_class, targets, classes), maxlen=0)

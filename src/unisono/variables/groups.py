@@ -7,6 +7,7 @@ over.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,8 @@ class GroupCopies:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
+        # Held while the state of an optimizer is replaced by what replicas see of it.
+        self.lock = threading.Lock()
         self._copies: weakref.WeakKeyDictionary[Any, dict[int, Groups]] = (
             weakref.WeakKeyDictionary()
         )
@@ -42,6 +45,8 @@ class GroupCopies:
 
     def settle(self, num_replicas: int) -> None:
         """Where replicas meet: takes over what all of them have changed."""
+        if not self._copies:
+            return
         for optimizer, copies in list(self._copies.items()):
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
@@ -52,6 +57,8 @@ class GroupCopies:
 
     def renew(self) -> None:
         """After something was done for all replicas: they see what has become of the groups."""
+        if not self._copies:
+            return
         for optimizer, copies in list(self._copies.items()):
             groups: Groups = vars(optimizer)["param_groups"]
             for own in copies.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,10 @@ class Mark(NamedTuple):
     @classmethod
     def of(cls, grad: Tensor | None) -> Mark | None:
         """Marks a gradient."""
-        return None if grad is None else cls(weakref.ref(grad), grad._version)
+        if grad is None:
+            return None
+        # Without a call of Python, as there is one for every gradient.
+        return tuple.__new__(cls, (weakref.ref(grad), grad._version))
 
     def fits(self, grad: Tensor) -> bool:
         """Whether `grad` is the gradient that was marked, and has not been written to."""
@@ -98,7 +100,7 @@ class Leaves:
 
     def take_over(self) -> None:
         """Gives the leaves what was written to the primary, and the hooks that it has."""
-        if self.version != version_of(self.primary):
+        if self.is_spread and self.version != version_of(self.primary):
             self.spread()
         if self.primary._backward_hooks is not None:
             for leaf in self.leaves:
@@ -114,13 +116,21 @@ class Leaves:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
-    def mark_cleared(self, replica_id: int) -> None:
-        """Remembers that a replica's gradient was cleared: there is none, or one of zeros."""
-        self.reduced[replica_id] = Mark.of(self.leaves[replica_id].grad)
+    def clear(self, replica_id: int, *, set_to_none: bool) -> None:
+        """Clears the gradient of a replica: there is none, or one of zeros, which is the same."""
+        leaf = self.leaves[replica_id]
+        clear(leaf, set_to_none=set_to_none)
+        self.reduced[replica_id] = None if set_to_none else Mark.of(leaf.grad)
 
     def has_own_gradients(self) -> bool:
         """Whether a replica has a gradient that is not the one that was reduced last."""
-        return any(map(_is_own, self.leaves, self.reduced))
+        for leaf, mark in zip(self.leaves, self.reduced, strict=True):
+            grad = leaf.grad
+            if grad is not None and (
+                mark is None or mark[0]() is not grad or mark[1] != grad._version
+            ):
+                return True
+        return False
 
     def is_hidden(self) -> bool:
         """Whether replicas have gradients of their own that the primary does not show."""
@@ -179,11 +189,23 @@ def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
     return grad is not None and (mark is None or not mark.fits(grad))
 
 
-@contextmanager
-def fit_for_training() -> Iterator[None]:
-    """What is made within is fit for training, also if the run it is made for is not."""
-    with torch.inference_mode(mode=False), torch.no_grad():
-        yield
+class fit_for_training:
+    """What is made within the block is fit for training, also if the run it is made for is not.
+
+    A class and not a generator, because every run enters it several times.
+    """
+
+    __slots__ = ("_is_grad_enabled", "_mode")
+
+    def __enter__(self) -> None:
+        self._mode = torch._C._InferenceMode(False)  # noqa: FBT003
+        self._mode.__enter__()
+        self._is_grad_enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # noqa: FBT003
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._is_grad_enabled)
+        self._mode.__exit__(None, None, None)
 
 
 def clear(leaf: Tensor, *, set_to_none: bool) -> None:

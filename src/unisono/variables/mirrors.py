@@ -25,6 +25,7 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
+from unisono.variables.captured import CapturedParameters
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training
@@ -61,6 +62,7 @@ class Mirrors:
         self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
         self.fronts = Fronts()
+        self._captured = CapturedParameters()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
@@ -71,12 +73,17 @@ class Mirrors:
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
+        # By identity, the modules of a single replica.
+        self._singles: dict[int, weakref.ref[nn.Module]] = {}
         # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # For each replica, by the identity of a primary module, its clone.
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before.
         self.generation = 0
+        # By the identity of a parameter or a leaf, whose it is, in one generation.
+        self._owners: dict[int, Leaves] = {}
+        self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         self.watch = Watch(self)
@@ -167,6 +174,15 @@ class Mirrors:
         parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
+    def owner_of_leaf(self, leaf: object) -> Leaves | None:
+        """Returns the parameter that a replica has `leaf` of, or that `leaf` is itself."""
+        if self._owners_generation != self.generation:
+            self._owners_generation = self.generation
+            self._owners = {
+                id(own): one for one in self._leaves.values() for own in (one.primary, *one.leaves)
+            }
+        return self._owners.get(id(leaf))
+
     def primary_of(self, leaf: object) -> nn.Parameter | None:
         """Returns the parameter that a replica has `leaf` of, if there is one."""
         owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
@@ -206,8 +222,10 @@ class Mirrors:
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
             self.fronts.put_up()
+            self._captured.put_up(self._leaves.values())
             yield
         finally:
+            self._captured.take_down()
             self.fronts.take_down()
             self.claimed = {}
         if self.is_being_checked:
@@ -223,6 +241,11 @@ class Mirrors:
         """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self._mirrors.values()))
         return [module for module in found if module is not None]
+
+    def modules(self) -> list[nn.Module]:
+        """Returns the modules, also those that have no clones because there is one replica."""
+        alone = (module() for module in list(self._singles.values()))
+        return self.primaries() + [module for module in alone if module is not None]
 
     def _adopt_new(self) -> None:
         """Adopts modules that were put into primaries, also behind torch's back."""
@@ -243,6 +266,7 @@ class Mirrors:
         self.is_in_use = True
         if self.is_single:
             self.move(module)
+            self._singles[id(module)] = weakref.ref(module)
         elif mirror is None:
             self.adopt(module)
 
@@ -287,6 +311,8 @@ class Mirrors:
             for i in range(len(self._places))
         ]
         self.parts.note()
+        if self._captured.is_up:
+            self._captured.put_up(self._leaves.values())
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))
@@ -335,7 +361,7 @@ class Mirrors:
         """After an update of the primaries: copies them to the memories that have their own."""
         for parameter in parameters:
             leaves = self._leaves.get(id(parameter))
-            if leaves is not None:
+            if leaves is not None and leaves.is_spread:
                 leaves.spread()
 
 

@@ -27,20 +27,25 @@ from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.settings import Settings
 from unisono.variables.shares import update_in_shares
 
 # Which strategy an object belongs to. Not an attribute of it, which would be saved with it.
 _owners: weakref.WeakKeyDictionary[Any, weakref.ref[Mirrors]] = weakref.WeakKeyDictionary()
 
 
-def do_once(context: ReplicaContext, what: str, work: Callable[[], Any]) -> Any:
+def do_once(
+    context: ReplicaContext, what: str, work: Callable[[], Any], settings: Settings | None = None
+) -> Any:
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
         with for_all(context), torch._C.DisableTorchFunction():
             return [work()] * context.num_local_replicas
 
-    return context.meeting.meet(context.local_id, what, None, once)
+    return context.meeting.meet(
+        context.local_id, what, None, once, in_python=True, settings=settings
+    )
 
 
 class OnceStep:
@@ -63,10 +68,11 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
     what = f"{type(optimizer).__name__}.step()"
-    if context is None:
+    if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
-        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs))
+        settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
+        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
 
@@ -76,29 +82,39 @@ _step.hooked = True  # type: ignore[attr-defined]
 _step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-class OnceOptimizer(Front):
-    """Comes before the class of an optimizer while replicas run."""
+class OnceUpdate(Front):
+    """Comes before the class of an optimizer of one replica while its run is recorded."""
 
     step = OnceStep()
+
+    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
+        return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        step = vars(self).get("step") or super().step  # type: ignore[misc]
+        return step(**kwargs) if closure is None else step(closure, **kwargs)
+
+
+class OnceOptimizer(OnceUpdate):
+    """Comes before the class of an optimizer while replicas run."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
         owners = _leaves(self)
-        if context is None:
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-            cleared = [leaf for leaves in owners for leaf in leaves.leaves]
-        else:
-            cleared = [leaves.leaves[context.local_id] for leaves in owners]
-            if context.local_id == 0:
-                cleared += [leaves.primary for leaves in owners]
-        # Without asking the replica's mode for every gradient.
+        # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with torch._C.DisableTorchFunction():
-            for tensor in cleared:
-                clear(tensor, set_to_none=set_to_none)
-            if context is not None:
+            if context is None:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
                 for leaves in owners:
-                    leaves.mark_cleared(context.local_id)
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
+                return
+            replica_id = context.local_id
+            for leaves in owners:
+                if replica_id == 0:
+                    clear(leaves.primary, set_to_none=set_to_none)
+                leaves.clear(replica_id, set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -128,8 +144,14 @@ class OnceOptimizer(Front):
     def state(self) -> dict[Any, Any]:
         """The state, which a replica finds under its own parameters, too."""
         state: dict[Any, Any] = vars(self)["state"]
-        if not isinstance(state, SeenState):
-            state = vars(self)["state"] = SeenState(state, _mirrors_of(self))
+        if isinstance(state, SeenState):
+            return state
+        mirrors = _mirrors_of(self)
+        with mirrors.groups.lock:
+            # Another replica may have been faster. What is written to its object must be seen here.
+            state = vars(self)["state"]
+            if not isinstance(state, SeenState):
+                state = vars(self)["state"] = SeenState(state, mirrors)
         return state
 
     @state.setter
@@ -138,7 +160,8 @@ class OnceOptimizer(Front):
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
-        if not kwargs and context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory:
+        is_shared = context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory
+        if is_shared and not kwargs and context.meeting.recorder is None:
             own = vars(self).get("step", _step)
             if hasattr(own, "_wrapped_by_lr_sched"):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
@@ -149,8 +172,7 @@ class OnceOptimizer(Front):
         return self._update(None, **kwargs)
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        step = vars(self).get("step") or super().step  # type: ignore[misc]
-        result = step(**kwargs) if closure is None else step(closure, **kwargs)
+        result = super()._update(closure, **kwargs)
         _mirrors_of(self).spread(parameters_of(self))
         return result
 
@@ -202,17 +224,20 @@ class OnceScaler(Front):
 
 def make_once(target: Any, mirrors: Mirrors) -> None:
     """Makes an optimizer, scheduler or scaler one that all replicas share."""
+    before = _before(target, is_single=mirrors.is_single)
     if mirrors.is_single:
+        # It is a plain object, but for runs that are recorded.
+        mirrors.fronts.add(target, before)
         return
     is_new = owner_of(target) is not mirrors
     _owners[target] = weakref.ref(mirrors)
     if is_new:
-        mirrors.fronts.add(target, _before(target), is_at_once=True)
+        mirrors.fronts.add(target, before, is_at_once=True)
 
 
-def _before(target: Any) -> type:
+def _before(target: Any, *, is_single: bool) -> type:
     if isinstance(target, Optimizer):
-        return OnceOptimizer
+        return OnceUpdate if is_single else OnceOptimizer
     return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
 
 
@@ -230,8 +255,8 @@ def _mirrors_of(target: Any) -> Mirrors:
 
 def take_gradients(optimizer: Any) -> None:
     """Gives the primaries the gradients that all replicas have, reduced."""
-    owners = _leaves(optimizer)
-    _mirrors_of(optimizer).reduce_rest(owners)
+    if owners := _leaves(optimizer):
+        _mirrors_of(optimizer).reduce_rest(owners)
     for leaves in owners:
         leaves.show_current_gradient()
 
@@ -257,9 +282,12 @@ def parameters_of(optimizer: Any) -> Iterator[Tensor]:
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
-    mirrors = _mirrors_of(optimizer)
-    found = (mirrors.leaves_of(parameter) for parameter in parameters_of(optimizer))
-    return [leaves for leaves in found if leaves is not None]
+    """Returns what replicas have of the parameters; nothing, where there is one replica."""
+    mirrors = owner_of(optimizer)
+    if mirrors is None:
+        return []
+    find = mirrors.leaves_of
+    return [one for p in parameters_of(optimizer) if (one := find(p)) is not None]
 
 
 def _step_with_closures(

@@ -30,7 +30,9 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
 
     Returns False, with nothing done, where one replica had better do it all.
     """
-    if cls not in _INDEPENDENT or _has_hooks(optimizer):
+    if cls not in _INDEPENDENT or has_hooks(optimizer):
+        return False
+    if sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) < _LEAST_BYTES:
         return False
     shares = _shares(optimizer, context.num_local_replicas)
     if shares is None:
@@ -78,7 +80,7 @@ def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | N
     ]
 
 
-def _has_hooks(optimizer: Any) -> bool:
+def has_hooks(optimizer: Any) -> bool:
     """Whether somebody wants to know of each step; one hook of all optimizers is our own."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     others = hooks._global_optimizer_post_hooks

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from unisono.errors import UnsupportedError
+from unisono.sharing import computed_once
 from unisono.variables.leaves import Leaves
 from unisono.variables.policy import HasPolicy
 
@@ -44,7 +45,7 @@ class VariableLeaves(Leaves):
         """Takes over nothing: assignments reach each component that they are for by themselves."""
 
 
-@functools.cache
+@computed_once
 def let_optimizers_take_variables() -> None:
     """Makes optimizers take a variable wherever they take a parameter."""
     add_param_group = Optimizer.add_param_group

@@ -8,6 +8,7 @@ is seen by a look at that count, wherever the replicas meet and when the run end
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
+from unisono.sharing import LiveSet, computed_once
 from unisono.variables.leaves import Leaves
 from unisono.variables.names import name_of
 
@@ -26,9 +28,9 @@ _REMEDY = (
     "Let one call write for all replicas: `unisono.once(fn)` calls `fn` once while the replicas "
     "wait, for example `unisono.once(lambda: model.weight.data.mul_(0.5))`."
 )
-_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_watches: LiveSet[Watch] = LiveSet()
 # Those whose parameters are in several memories, so that all writes must be seen.
-_spread_watches: weakref.WeakSet[Watch] = weakref.WeakSet()
+_spread_watches: LiveSet[Watch] = LiveSet()
 
 
 class Watch:
@@ -45,6 +47,8 @@ class Watch:
         self._is_spread = False
         # Copies of the parameters that belong to no strategy, so that all replicas share them.
         self._copies: list[tuple[weakref.ref[Tensor], str]] = []
+        # Any thread may copy a parameter.
+        self._lock = threading.Lock()
         _watches.add(self)
 
     def stamp(self) -> None:
@@ -96,11 +100,13 @@ class Watch:
         mirrors = self._mirrors()
         if mirrors is not None and not mirrors.is_single and mirrors.owns(parameter):
             name = f"a copy of {name_of(mirrors, parameter)}"
-            self._copies.append((weakref.ref(copy), name))
-            self._generation = -1
+            with self._lock:
+                self._copies.append((weakref.ref(copy), name))
+                self._generation = -1
 
     def _add_copies(self) -> None:
-        self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
+        with self._lock:
+            self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
         known = set(map(id, self._tensors))
         for copy, _ in self._copies:
             tensor = copy()
@@ -119,15 +125,15 @@ class Watch:
             else:
                 names.append(name_of(mirrors, owner.primary))
         names = list(dict.fromkeys(names))
-        more = f" and {len(names) - 1} more parameters" if len(names) > 1 else ""
+        others = len(names) - 1
+        more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
         raise ContextError(
-            f"{names[0]}{more} was written to in a step, on the storage that all replicas share. "
-            "Each replica has written to it, so its value is wrong now: load it from a checkpoint, "
-            f"or make it anew. {_REMEDY}"
+            f"A step wrote to {names[0]}{more}, on the storage that all replicas share, so the "
+            f"values are wrong now: load them from a checkpoint, or create them again. {_REMEDY}"
         )
 
 
-@functools.cache
+@computed_once
 def let_data_be_watched() -> None:
     """Makes `parameter.data`, and copies of parameters, known to those who watch.
 
@@ -159,7 +165,7 @@ def let_data_be_watched() -> None:
     @functools.wraps(copied)
     def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
         copy = copied(self, memo)  # type: ignore[no-untyped-call]
-        for watch in list(_watches):
+        for watch in _watches:
             watch.add_copy(self, copy)
         return copy
 

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,33 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
         "what": "Gloo",
         "reason": "not every rank has a native core",
     }
+
+
+@pytest.mark.parametrize(
+    ("recording", "what", "reason"),
+    [
+        ("dgx_1", "one process, captured step", "`unisono.function`"),
+        ("one_gpu", "one process", "one GPU has one replica"),
+        ({"num_cores": 16}, "workers", "`unisono launch -n R`"),
+        ({"num_cores": 2}, "one process", "two CPU replicas"),
+        ({"num_cores": 16, "is_free": True}, "one process", "free-threaded"),
+    ],
+)
+def test_it_says_whether_one_process_trains_or_many(
+    recording: Any, what: str, reason: str, tmp_path: Path
+) -> None:
+    path = FOLDER / f"{recording}.json"
+    if isinstance(recording, dict):
+        path = tmp_path / "host.json"
+        threads = {"is_found": recording.pop("is_free", False), "detail": ""}
+        recording["topology"] = json.loads((FOLDER / "no_gpu.json").read_text())
+        path.write_text(json.dumps({**recording, "engines": {"free threads": threads}}))
+
+    chosen = json.loads(told("--json", "--topology", path))["processes"]
+
+    assert chosen["what"] == what
+    assert reason in chosen["reason"]
+    assert re.search(rf"all devices of this host +{what}\n", told("--topology", path))
 
 
 def tuning_here(**links: Link | None) -> Tuning:

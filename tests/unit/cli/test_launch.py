@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from recorded_machines import on
 
 from unisono.cli import main
+from unisono.cli.launch import num_gpu_workers
 
 CLUSTER = json.dumps({"cluster": {"worker": ["localhost:1", "localhost:2"]}})
 
@@ -16,8 +18,8 @@ CLUSTER = json.dumps({"cluster": {"worker": ["localhost:1", "localhost:2"]}})
 @pytest.mark.parametrize(
     ("arguments", "tf_config", "message"),
     [
-        ([], None, "Give -n"),
         (["--all-local", "-n", "2"], None, "a cluster in TF_CONFIG"),
+        (["--all-local"], None, "a cluster in TF_CONFIG"),
         (["-n", "0"], None, "0 is not in the range x>=1"),
         (["-n", "2", "--nnodes", "2"], None, "need --rdzv-endpoint"),
         (["-n", "2", "--nnodes", "2", "--rdzv-endpoint", "here"], None, "got 'here'"),
@@ -46,3 +48,21 @@ def test_what_cannot_be_started_is_refused(
 
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(("machine", "expected"), [("one_gpu", 1), ("pcie_4", 4), ("dgx_1", 8)])
+def test_every_gpu_has_a_worker(machine: str, expected: int) -> None:
+    with on(machine):
+        assert num_gpu_workers() == expected
+
+
+def test_without_gpus_it_says_what_to_write(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise AssertionError('started')")
+
+    with on("no_gpu"):
+        result = CliRunner().invoke(main, ["launch", str(script)], env={"TF_CONFIG": None})
+
+    assert result.exit_code == 2
+    assert "torch sees no GPU on this host" in " ".join(result.output.split())
+    assert "-n 4" in result.output

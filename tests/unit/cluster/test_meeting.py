@@ -84,7 +84,7 @@ def test_if_rank_0_is_the_odd_one_it_is_named() -> None:
 
 def test_a_rank_beyond_the_job_is_told_to_all_who_still_wait() -> None:
     first, second, _ = cards(3)
-    stray = replace(cards(7)[6], token=first.token)
+    stray = cards(7)[6]
 
     errors = outcomes([first, second, stray])
 
@@ -159,41 +159,12 @@ def test_who_comes_when_the_others_have_given_up_is_told_so() -> None:
     assert error.value.ranks == ()
 
 
-def test_a_stranger_is_refused_and_does_the_job_no_harm() -> None:
-    first, second, third = cards(3)
-    stranger = replace(second, token="of another job")
-
-    *_, refused = results = outcomes([first, second, third, stranger])
-
-    assert results[:3] == [(first, second, third)] * 3
-    assert isinstance(refused, JobMismatchError)
-    assert "was refused: it belongs to another job" in str(refused)
-
-
 def test_who_was_refused_is_told_to_those_who_wait_for_it() -> None:
-    first, second = cards(2)
+    store = HashStore()
+    store.set("refused/1", "a process at 10.0.0.7")
 
-    error, refused = outcomes([first, replace(second, token="mistyped")], timeout_seconds=1)
-
-    assert isinstance(refused, JobMismatchError)
-    assert isinstance(error, WorkerTimeoutError)
-    assert "rank 1 has not come. rank 1 (process 1001" in str(error)
-    assert "UNISONO_JOB_TOKEN" in str(error)
-
-
-def test_the_token_depends_on_the_job_and_on_the_secret() -> None:
-    membership = Membership.of(SimpleClusterResolver({}))
-    other = replace(membership, job="another")
-    environs: list[dict[str, str]] = [{}, {"UNISONO_JOB_TOKEN": "s"}, {"UNISONO_JOB_TOKEN": "t"}]
-
-    tokens = [
-        WorkerCard.of(one, 1, environ=environ).token
-        for one in (membership, other)
-        for environ in environs
-    ]
-
-    assert len(set(tokens)) == 6
-    assert "s" not in tokens
+    with pytest.raises(WorkerTimeoutError, match=r"Rank 1, a process at .*, came and was"):
+        meet(PrefixStore("test", store), cards(2)[0], 0.2)
 
 
 def test_a_script_is_told_by_its_name_and_its_content(tmp_path: Path) -> None:

@@ -94,4 +94,4 @@ def test_a_model_becomes_one_graph_a_replica(mirrored: Make) -> None:
     for _ in range(4):
         strategy.run(step, args=(uo.PerReplica(torch.randn(8, 3).chunk(2)),))
 
-    assert graphs == [3, 3]
+    assert set(graphs) == {3}

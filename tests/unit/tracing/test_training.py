@@ -95,6 +95,8 @@ def test_replicas_packs_waits_copies_and_input_are_recorded(tmp_path: Path) -> N
 
     events = events_of(trace)
     kinds = {event.category for event in events}
+    # Not every system can measure how long replicas wait for the interpreter.
+    kinds.discard("interpreter")
     assert kinds == {"step", "replica", "merge", "wait", "reduce", "copy", "input"}
     assert {event.name for event in events if event.category == "input"} == {
         "next",

@@ -11,7 +11,8 @@ from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.variables import test_groups, test_once, test_own_gradients
+from unit.gradients import test_own_gradients
+from unit.variables import test_groups, test_once
 from unit.variables.test_once import Program, X, Y, loss, replica_id, same
 
 PROGRAMS = [

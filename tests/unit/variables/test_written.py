@@ -89,6 +89,21 @@ def test_the_parameter_is_named_and_the_way_out(
     strategy.run(uo.once, args=(write, model))
 
 
+@pytest.mark.parametrize(
+    ("write", "words"),
+    [(in_place, "weight` of Net, on"), (with_foreach, "weight` of Net and 1 more parameter, on")],
+)
+def test_the_other_parameters_are_counted(
+    mirrored: Make, write: Callable[[Net], None], words: str
+) -> None:
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = Net()
+
+    with pytest.raises(ContextError, match=rf"A step wrote to `encoder.{words}"):
+        strategy.run(write, args=(model,))
+
+
 def test_a_parameter_that_was_kept_from_outside_is_watched_too(mirrored: Make) -> None:
     strategy = mirrored(2)
     with strategy.scope():

@@ -19,11 +19,12 @@ class CoProcess:
         name: What errors call it.
         interpreter: The Python that runs it.
         script: Its file.
+        arguments: The arguments of the script.
     """
 
-    def __init__(self, name: str, interpreter: str, script: str) -> None:
+    def __init__(self, name: str, interpreter: str, script: str, *arguments: str) -> None:
         self._name = name
-        command = [interpreter, str(Path(__file__).with_name(script))]
+        command = [interpreter, str(Path(__file__).with_name(script)), *arguments]
         try:
             with deaf_to_ctrl_c():
                 self._process = subprocess.Popen(

@@ -1,8 +1,8 @@
 """TensorFlow's MirroredStrategy in graph mode, stepped on request: a co-process for the benchmarks.
 
-Reads one JSON object a line: `{"case": NAME, "batch_size": N}` builds and traces a case, and
-`{"steps": N}` takes steps of it. Both are answered with a line `{"loss": ...}`, the loss of the
-last step. Ends with its input. Needs TensorFlow.
+Its argument is the number of replicas. Every line that it reads is a JSON object: `{"case": NAME,
+"batch_size": N}` builds and traces a case, and `{"steps": N}` takes steps of it. It answers both
+with a line `{"loss": ...}`, the loss of the last step. It ends with its input. Needs TensorFlow.
 """
 
 import json
@@ -16,7 +16,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import tensorflow as tf  # type: ignore[import-untyped]
 
-NUM_REPLICAS = 2
+NUM_REPLICAS = int(sys.argv[1])
 NUM_CLASSES = 10
 NUM_WARM_UPS = 3
 

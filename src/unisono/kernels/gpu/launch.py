@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
 from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -45,7 +46,7 @@ class Triton(NamedTuple):
     sums: ModuleType | None = None
 
 
-@functools.cache
+@computed_once
 def triton_status() -> Triton:
     """Loads the kernels once. `UNISONO_TRITON=0` in the environment leaves them out."""
     if os.environ.get("UNISONO_TRITON") == "0":
@@ -67,9 +68,12 @@ def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) 
     """Writes the result of each item into its outputs, which may be inputs.
 
     Returns False, with nothing written, if not every item is taken as it is, if there is no Triton,
-    or while a CUDA graph is captured: its replays would read a table that is no more.
+    or while a CUDA graph is captured that has no arena: its replays would read a table that is no
+    more.
     """
-    if torch.cuda.is_current_stream_capturing():
+    is_capturing = torch.cuda.is_current_stream_capturing()
+    arena = _arenas[-1] if is_capturing and _arenas else None
+    if is_capturing and arena is None:
         return False
     sums = triton_status().sums
     if sums is None:
@@ -77,12 +81,56 @@ def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) 
     tables = read_tables(op, batch, outputs, sums.BLOCK)
     if tables is None or any(table.num_inputs > sums.MAX_REPLICAS for table in tables):
         return False
+    if arena is not None and not arena.has_room_for(tables):
+        return False
     for table in tables:
         if table.num_rows:
             device = torch.device("cuda", table.device)
             with torch.cuda.device(device):
-                launch(sums, op, table, _sent(table.rows, device))
+                rows = _sent(table.rows, device) if arena is None else arena.put(table.rows, device)
+                launch(sums, op, table, rows)
     return True
+
+
+class TableArena:
+    """Pinned memory for the tables of a captured step, which its replays copy from.
+
+    It is kept as long as the step.
+    """
+
+    # Enough for the gradients of thousands of parameters on eight replicas.
+    _NUM_BYTES = 8 << 20
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._room = torch.empty(self._NUM_BYTES // 8, dtype=torch.int64, pin_memory=True)
+        self._num_used = 0
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within the block, sums that are captured put their tables here."""
+        _arenas.append(self)
+        try:
+            yield
+        finally:
+            _arenas.remove(self)
+
+    def has_room_for(self, tables: Sequence[Table]) -> bool:
+        """Whether some tables fit in."""
+        return self._num_used + sum(len(table.rows) // 8 for table in tables) <= len(self._room)
+
+    def put(self, rows: bytes, device: torch.device) -> Tensor:
+        """Returns the rows on the device, in every replay."""
+        content = torch.frombuffer(bytearray(rows), dtype=torch.int64)
+        with self._lock:
+            start, self._num_used = self._num_used, self._num_used + len(content)
+        pinned = self._room[start : start + len(content)]
+        pinned.copy_(content)
+        return pinned.to(device, non_blocking=True)
+
+
+# Those of the steps that are being captured.
+_arenas: list[TableArena] = []
 
 
 def _try_out(sums: Any) -> None:

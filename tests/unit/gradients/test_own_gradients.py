@@ -13,6 +13,7 @@ from torch.nn.utils import clip_grad_norm_
 
 import unisono as uo
 from unisono.errors import ContextError, UnsupportedError
+from unisono.gradients.packs import Reduction
 from unit.variables.test_once import Program, X, Y, loss, net, same, split, weights
 
 Make = Callable[..., uo.MirroredStrategy]
@@ -211,13 +212,13 @@ def test_reduced_gradients_are_not_reduced_again(
 ) -> None:
     strategy = mirrored(2)
     reduced: list[int] = []
-    original = type(strategy.extended.gradients)._reduce_group
+    original = Reduction.reduce
 
-    def counted(self: Any, present: Any) -> None:
-        reduced.append(len(present))
-        original(self, present)
+    def counted(self: Reduction, owners: Any) -> None:
+        reduced.append(len(owners))
+        original(self, owners)
 
-    monkeypatch.setattr(type(strategy.extended.gradients), "_reduce_group", counted)
+    monkeypatch.setattr(Reduction, "reduce", counted)
     with strategy.scope():
         made = program()
 

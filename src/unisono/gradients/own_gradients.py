@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.errors import UnsupportedError
+from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
-from unisono.variables.accumulation import Weighting
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.names import name_of
@@ -50,7 +51,11 @@ class OwnGradients:
 
     def _equal(self, owners: Sequence[Leaves]) -> list[bool]:
         """Returns for each parameter whether all replicas of all workers have one gradient."""
-        are_equal = [_are_equal([leaf.grad for leaf in one.leaves]) for one in owners]
+        seem_equal = _seem_equal(owners)
+        are_equal = [
+            seems or _are_equal([leaf.grad for leaf in one.leaves])
+            for one, seems in zip(owners, seem_equal, strict=True)
+        ]
         workers = self._mirrors.workers
         if not workers.are_many or not owners:
             return are_equal
@@ -95,6 +100,33 @@ def _is_new(one: Leaves) -> bool:
 def _is_same_object(one: Leaves) -> bool:
     pairs = zip(one.leaves, one.reduced, strict=True)
     return any(mark is not None and mark.grad() is leaf.grad for leaf, mark in pairs)
+
+
+def _seem_equal(owners: Sequence[Leaves]) -> list[bool]:
+    """Returns which gradients on GPUs are equal for sure, after waiting for the GPUs once."""
+    grads = [[leaf.grad for leaf in one.leaves] for one in owners]
+    are_fit = [all(map(_can_be_compared, own)) for own in grads]
+    fit = [own for own, is_fit in zip(grads, are_fit, strict=True) if is_fit]
+    if not fit:
+        return [False] * len(owners)
+    first: list[Any] = [own[0] for own in fit]
+    largest = torch.zeros(len(fit), device=first[0].device)
+    for i in range(1, len(fit[0])):
+        others: list[Any] = [own[i].to(own[0].device) for own in fit]  # type: ignore[union-attr]
+        norms = torch._foreach_norm(torch._foreach_sub(first, others), torch.inf)
+        largest = torch.maximum(largest, torch.stack([norm.float() for norm in norms]))
+    found = iter((largest == 0).tolist())
+    return [is_fit and next(found) for is_fit in are_fit]
+
+
+def _can_be_compared(grad: Tensor | None) -> bool:
+    return (
+        grad is not None
+        and grad.is_cuda
+        and grad.layout is torch.strided
+        and grad.is_floating_point()
+        and grad.numel() > 0
+    )
 
 
 def _are_equal(grads: Sequence[Tensor | None]) -> bool:

@@ -58,6 +58,9 @@ class Weighting:
 
     def begin(self, weights: Sequence[float], owners: Iterable[Leaves]) -> None:
         """Before a run: hooks the leaves of replicas that do not count as one."""
+        if not (self._removals or self._alone) and set(weights) == {1.0}:
+            self.weights = weights
+            return
         for remove in self._removals:
             remove()
         self._removals.clear()
@@ -99,26 +102,50 @@ def _fits(mark: Mark | None, grad: Tensor | None) -> bool:
 
 
 class SealedHooks(OrderedDict[int, Callable[[Tensor], None]]):
-    """The post-accumulate hooks of a leaf: the reducer's own, and no other.
-
-    A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
-    replicas is there.
-    """
+    """The post-accumulate hooks of a leaf: the reducer's own, and no other."""
 
     @classmethod
     def on(cls, leaf: nn.Parameter, hook: Callable[[Tensor], None]) -> SealedHooks:
         """Makes `hook` the only hook of `leaf`."""
-        if leaf._post_accumulate_grad_hooks and not isinstance(
-            leaf._post_accumulate_grad_hooks, SealedHooks
-        ):
-            _refuse()
-        hooks = cls()
-        OrderedDict.__setitem__(hooks, 0, hook)
-        leaf._post_accumulate_grad_hooks = hooks
+        hooks = leaf._post_accumulate_grad_hooks
+        if not isinstance(hooks, SealedHooks):
+            # torch keeps the first dictionary that it was given, also if it is given another.
+            hooks = leaf._post_accumulate_grad_hooks = cls()
+        hooks[0] = hook
         return hooks
 
-    def __setitem__(self, number: int, hook: Callable[[Tensor], None]) -> None:
+
+# The leaves of the replicas of all strategies.
+_leaves: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def seal(leaf: nn.Parameter) -> None:
+    """From now on, users register no post-accumulate hooks on a leaf.
+
+    A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
+    replicas is there.
+
+    Raises:
+        ContextError: If there is one already.
+    """
+    _let_hooks_be_refused()
+    hooks = leaf._post_accumulate_grad_hooks
+    if hooks and not isinstance(hooks, SealedHooks):
         _refuse()
+    _leaves[leaf] = True
+
+
+@functools.cache
+def _let_hooks_be_refused() -> None:
+    register: Any = nn.Parameter.register_post_accumulate_grad_hook
+
+    @functools.wraps(register)
+    def checked(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
+        if self in _leaves:
+            _refuse()
+        return register(self, hook)
+
+    nn.Parameter.register_post_accumulate_grad_hook = checked  # type: ignore[assignment, method-assign]
 
 
 def _refuse() -> None:
@@ -128,6 +155,12 @@ def _refuse() -> None:
         "parameter of the model, outside `run`: it is called once for each backward pass, with the "
         "gradient of all replicas."
     )
+
+
+def has_hooks(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has post-accumulate hooks of the user."""
+    hooks = parameter._post_accumulate_grad_hooks
+    return bool(hooks) and not isinstance(hooks, SealedHooks)
 
 
 def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:

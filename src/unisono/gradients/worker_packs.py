@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor, nn
 
 from unisono.devices import Trail
+from unisono.gradients.packs import Pack, gradients_of
+from unisono.hooks import GradBucket
+from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
-from unisono.variables.gradients import gradients_of
-from unisono.variables.leaves import Leaves
+from unisono.variables import Leaves
 
 
-class Pack(ABC):
-    """The gradients of some parameters of one dtype, end to end, once for each term.
+class FlatPack(Pack):
+    """A pack of gradients of one dtype, end to end, once for each term.
 
     Behind them stands for each parameter whether it has a new gradient: one that is used on other
     workers only gets their gradient, and one that nobody uses stays as it is.
@@ -35,7 +38,7 @@ class Pack(ABC):
     def __init__(
         self, members: Sequence[Leaves], ops: AcrossWorkers, dtype: torch.dtype, together: int
     ) -> None:
-        self.members = members
+        super().__init__(members)
         self._ops = ops
         self._together = together
         self._trail = Trail()
@@ -58,7 +61,8 @@ class Pack(ABC):
         sizes = [one.primary.numel() for one in members]
         self._views = [
             [
-                part.view(one.primary.shape)
+                # Not a view for autograd: torch counts the writes to each gradient by itself.
+                part.view(one.primary.shape).data
                 for part, one in zip(term[: self._num_used_at].split(sizes), members, strict=True)
             ]
             for term in self._terms
@@ -68,10 +72,7 @@ class Pack(ABC):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """Takes in the gradients of this worker's replicas; of some there are new ones.
-
-        Some may have been `combined` before, by a user's own reduction.
-        """
+        """See `Pack.fill`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
@@ -103,7 +104,7 @@ class Pack(ABC):
         """Writes what the replicas of one term make together where it is sent from."""
 
     def exchange(self) -> None:
-        """Reduces the pack with those of the other workers."""
+        """See `Pack.exchange`."""
         self._trail.follow()
         self._reduce()
         self._trail.note(self._place)
@@ -112,8 +113,8 @@ class Pack(ABC):
     def _reduce(self) -> None:
         """Reduces the terms of all workers into the first of each."""
 
-    def give(self) -> list[Leaves]:
-        """Gives the replicas the reduced gradients, and returns the parameters that have one."""
+    def give(self) -> Sequence[Leaves]:
+        """See `Pack.give`."""
         self._trail.follow()
         given: list[Leaves] = []
         are_used = self._is_used.tolist()
@@ -134,7 +135,7 @@ class Pack(ABC):
                 leaf.grad.detach().copy_(total)
 
 
-class WorkerPack(Pack):
+class WorkerPack(FlatPack):
     """A pack that is summed, or averaged, over the replicas of all workers in their order."""
 
     def __init__(self, members: Sequence[Leaves], ops: AcrossWorkers, op: ReduceOp) -> None:
@@ -157,3 +158,51 @@ class WorkerPack(Pack):
     def _reduce(self) -> None:
         count = self._count if self._op is ReduceOp.MEAN else None
         self._ops.communicator.all_reduce(self._op, self._terms, count)
+
+
+class HookedPack(FlatPack):
+    """A pack that a hook turns from the mean of this worker into the mean of all.
+
+    Args:
+        members: The parameters.
+        ops: Connects the workers.
+        op: What the gradients become. A sum is made of the mean.
+        hook: The hook.
+        index: The number of this pack among those of a backward pass.
+        is_last: Whether it is the last of them.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Leaves],
+        ops: AcrossWorkers,
+        op: ReduceOp,
+        hook: CommHook,
+        *,
+        index: int,
+        is_last: bool,
+    ) -> None:
+        leaves = members[0].leaves
+        super().__init__(members, ops, leaves[0].dtype, len(leaves))
+        self._factor = 1 if op is ReduceOp.MEAN else len(leaves) * ops.communicator.size
+        self._hook = hook
+        self._index = index
+        self._is_last = is_last
+
+    def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
+        view.copy_(self._ops.mean_here(grads))
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
+        flat, is_new = self._terms[0].split([self._num_used_at, len(self.members)])
+        parameters = [one.primary for one in self.members]
+        bucket = GradBucket(self._index, flat, parameters, is_last=self._is_last)
+        is_on_gpu = self._place.type == "cuda"
+        with torch.cuda.device(self._place) if is_on_gpu else nullcontext():
+            result = self._hook(bucket)
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            flat.copy_(result.reshape(-1))
+        if self._factor != 1:
+            flat.mul_(self._factor)
+        self._ops.communicator.all_reduce(ReduceOp.SUM, [is_new])

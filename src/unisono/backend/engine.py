@@ -1,0 +1,68 @@
+"""A communicator that runs the collectives of a group in their order, each with its timeout."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch._C._distributed_c10d import Store, Work
+
+from unisono.backend.lane import Lane
+from unisono.backend.work import CollectiveWork
+from unisono.communicators import Communicator, connect
+
+# The `join` of DDP gives the work that counts the ranks to C++, which calls its methods later but
+# does not keep the Python object. The object must outlive the forward pass.
+_KEPT_WORKS = 64
+
+
+class Engine:
+    """Connects the ranks of a group. Every rank makes it at the same time.
+
+    Args:
+        store: Where the ranks meet.
+        rank: Which rank this is.
+        size: How many there are.
+        timeout: How long to wait for other ranks, now and in each collective.
+
+    Attributes:
+        timeout: How long a collective waits for other ranks, unless its options say otherwise.
+    """
+
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        self.timeout = timeout
+        self._seconds = timeout.total_seconds()
+        self._lane = Lane(f"unisono-backend-{rank}")
+        self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
+        self._communicator = connect(store, rank, size, timeout_seconds=self._seconds)
+
+    def begin(
+        self, call: Callable[[Communicator], None], outputs: list[Tensor], name: str, opts: Any
+    ) -> Work:
+        """Runs `call` when its turn comes: at once, or on a thread."""
+        # A timeout that is not set is negative.
+        given = opts.timeout
+        seconds = (given if given.days >= 0 else self.timeout).total_seconds()
+        work = CollectiveWork(name, lambda: call(self._patient(seconds)), outputs)
+        # Older versions of torch do not say whether it is awaited.
+        is_awaited = not getattr(opts, "asyncOp", True)
+        if not is_awaited and len(outputs) == 1 and outputs[0].numel() == 1:
+            self._kept.append(work)
+        self._lane.run(work, is_awaited=is_awaited)
+        return work
+
+    def close(self) -> None:
+        """Returns when everything that was begun has ended. May be called twice."""
+        self._lane.close()
+        self._communicator.close()
+        self._kept.clear()
+
+    def _patient(self, seconds: float) -> Communicator:
+        """Returns the communicator, which waits for other ranks as long as this call may."""
+        if seconds != self._seconds:
+            self._communicator.set_timeout(seconds)
+            self._seconds = seconds
+        return self._communicator

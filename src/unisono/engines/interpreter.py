@@ -1,0 +1,92 @@
+"""Telling once if replicas wait for Python's interpreter lock instead of running together."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any, TypeAlias
+
+from unisono.tracing.lock_waits import LockWaits, can_measure, has_lock
+from unisono.tracing.spans import is_recording, metered, span
+
+Calls: TypeAlias = Sequence[Callable[[], Any]]
+
+_log = logging.getLogger("unisono")
+# A measured run takes some tens of microseconds longer, so ten in a thousand are measured. Not the
+# first ones, which compile, allocate and load.
+_PERIOD, _FIRST, _NUM_MEASURED = 1000, 20, 10
+# Of the runs that somebody records, one in this many is measured.
+_RECORDED_PERIOD = 8
+_MUCH = 0.2
+
+
+class Interpreter:
+    """Measures in some runs of a strategy how long replicas wait for the interpreter.
+
+    Args:
+        num_replicas: Those of this process. One replica has nobody to wait for.
+        has_gpus: Whether they compute on GPUs.
+        is_serial: Whether they run one after another, which makes all but one wait.
+    """
+
+    def __init__(self, num_replicas: int, *, has_gpus: bool, is_serial: bool) -> None:
+        self._num_replicas = num_replicas
+        self._has_gpus = has_gpus
+        self._has_lock = has_lock()
+        self._is_on = num_replicas > 1 and not is_serial and can_measure()
+        self._num_runs = 0
+        self._shares: list[float] = []
+        self._has_told = False
+
+    def run(self, calls: Calls, run_all: Callable[[Calls], list[Any]]) -> list[Any]:
+        """Returns what `run_all` makes of the calls of all replicas; measures some of the runs."""
+        if not self._is_due():
+            return run_all(calls)
+        waits = LockWaits()
+        with metered(waits) as is_mine:
+            if is_mine and self._has_lock:
+                calls = [waits.of_replica(call) for call in calls]
+            results = run_all(calls)
+            share = waits.share()
+        if is_mine:
+            self._note(share)
+        return results
+
+    def _is_due(self) -> bool:
+        """Counts a run, and returns whether it is to be measured."""
+        if not self._is_on:
+            return False
+        number, self._num_runs = self._num_runs, self._num_runs + 1
+        if is_recording():
+            return number % _RECORDED_PERIOD == 0
+        is_sampled = 0 <= number % _PERIOD - _FIRST < _NUM_MEASURED
+        return is_sampled and self._has_lock and not self._has_told
+
+    def _note(self, share: float) -> None:
+        with span("interpreter", "interpreter", share=round(share, 4)):
+            self._shares.append(share)
+        if len(self._shares) == _NUM_MEASURED:
+            self.judge(median(self._shares))
+            self._shares.clear()
+
+    def judge(self, share: float) -> None:
+        """Logs a warning, once, if replicas wait for the interpreter for that part of a step."""
+        if share <= _MUCH or self._has_told:
+            return
+        self._has_told = True
+        ways = [
+            "start one process per replica (for example `unisono launch -n "
+            f"{self._num_replicas} SCRIPT`, with `MultiWorkerMirroredStrategy`)",
+            "use free-threaded Python",
+        ]
+        if self._has_gpus:
+            ways.insert(0, "capture the step (`strategy.run(unisono.function(step), ...)`)")
+        _log.warning(
+            "Replicas wait for Python's interpreter lock for %d %% of a step, because one process "
+            "runs the Python code of one replica at a time. To avoid this, %s, or %s. The page "
+            '"One process or many" of the documentation says when to do which.',
+            round(100 * share),
+            ", ".join(ways[:-1]),
+            ways[-1],
+        )

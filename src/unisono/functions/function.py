@@ -1,0 +1,89 @@
+"""`function`: marks a step that may be captured."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar, cast, overload
+
+from typing_extensions import ParamSpec
+
+from unisono.arguments import check_bool, check_callable
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Function(Generic[P, T]):
+    """A step that `Strategy.run` may capture and replay. Called directly, it is the step itself.
+
+    Args:
+        fn: The step.
+        strict: Whether a step that cannot be captured is an error.
+    """
+
+    def __init__(self, fn: Callable[P, T], *, strict: bool = False) -> None:
+        check_callable("fn", fn)
+        check_bool("strict", strict)
+        self.fn: Callable[P, T] = fn.fn if isinstance(fn, Function) else fn
+        self.strict = strict
+        functools.update_wrapper(self, self.fn, updated=())
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Calls the step."""
+        return self.fn(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"function({getattr(self.fn, '__qualname__', self.fn)!s})"
+
+
+@overload
+def function(fn: Callable[P, T], *, strict: bool = False) -> Function[P, T]: ...
+
+
+@overload
+def function(*, strict: bool = False) -> Callable[[Callable[P, T]], Function[P, T]]: ...
+
+
+def function(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> Any:
+    """Lets `strategy.run` capture a step and replay it without Python, as `tf.function` does.
+
+    On a GPU, the first two calls with arguments of one signature run eagerly. The third is captured
+    as CUDA graphs, and all later calls replay these graphs: the same kernels, without the time that
+    Python takes to launch them for each replica. The signature is the structure, shapes, dtypes and
+    devices of the arguments, the values of Python numbers and strings among them, the attributes of
+    the modules (such as `training`), the global and outer variables of the step that are numbers or
+    strings, grad mode and autocast.
+
+    What must happen in Python, once for all replicas, still happens at every call: `once`,
+    `merge_call`, `GradScaler`, and the steps of optimizers and schedulers. An optimizer that leaves
+    no work to the host (`SGD`, or one with `capturable=True`) becomes a part of the graph while its
+    hyperparameters stay the same. All other Python code of the step, such as `print` or a counter,
+    runs only in the first three calls, as in TensorFlow.
+
+    A step that cannot be captured, for example because it reads a value with `.item()`, stays
+    eager. One log line names the reason, and the line of the program. On CPUs every step is eager.
+
+    It can be used as a decorator, with or without arguments.
+
+        @unisono.function
+        def step(images, labels):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(images), labels)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        for images, labels in batches:
+            loss = strategy.run(step, args=(images, labels))
+
+    Args:
+        fn: The step.
+        strict: On a GPU, raise a `CaptureError` instead of staying eager.
+
+    Returns:
+        The step, for `strategy.run`.
+    """
+    if fn is None:
+        return cast(Any, functools.partial(Function, strict=strict))
+    return Function(fn, strict=strict)

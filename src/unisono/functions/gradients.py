@@ -1,0 +1,91 @@
+"""The gradients at certain points of a captured step: where Python sees them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor
+
+from unisono.variables import Leaves, Mirrors
+
+_gradient = operator.attrgetter("grad")
+
+
+def trained_by(mirrors: Mirrors) -> list[Tensor]:
+    """Returns all that has gradients: parameters, then what replicas have of them."""
+    leaves = mirrors.all_leaves
+    tables = [] if leaves else [module._parameters.values() for module in mirrors.modules()]
+    return [
+        *(one.primary for one in leaves),
+        *(parameter for parameter in chain.from_iterable(tables) if parameter is not None),
+        *chain.from_iterable(zip(*(one.leaves for one in leaves), strict=True)),
+    ]
+
+
+class Gradients:
+    """The gradients that parameters have at one point of a step.
+
+    Args:
+        mirrors: The parameters of the strategy.
+        tensors: What has gradients, see `trained_by`.
+    """
+
+    def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+        # While replicas run, a parameter would give them the gradients of their own.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._grads = list(map(_gradient, tensors))
+        self._leaves: list[Leaves] = mirrors.all_leaves
+        # Replicas change their gradients together, so it is enough to look at the first's.
+        self._num_seen = 2 * len(self._leaves) or len(tensors)
+        self._marks = [(list(one.reduced), one.is_shown) for one in self._leaves]
+
+    def restore(self) -> None:
+        """Gives the parameters these gradients again."""
+        seen = self._tensors[: self._num_seen]
+        if not all(map(operator.is_, map(_gradient, seen), self._grads)):
+            for tensor, grad in zip(self._tensors, self._grads, strict=True):
+                tensor.grad = grad
+        for one, (reduced, is_shown) in zip(self._leaves, self._marks, strict=True):
+            one.reduced, one.is_shown = reduced, is_shown
+
+
+class StartingGradients:
+    """The gradients to which a captured step adds, or which it clears in place.
+
+    Args:
+        mirrors: The parameters of the strategy, before the step is captured.
+        tensors: What has gradients, see `trained_by`.
+    """
+
+    def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
+        self._mirrors = mirrors
+        self._all = Gradients(mirrors, tensors)
+        with torch._C.DisableTorchFunctionSubclass():
+            self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
+        self._used: list[tuple[Tensor, Tensor]] = []
+
+    def find_used(self) -> None:
+        """After the capture: keeps those that the step has written to."""
+        self._used = [
+            (one, grad) for one, grad in self._had if grad is one.grad and grad is not None
+        ]
+        self._had = []
+
+    def restore(self) -> None:
+        """After a capture that failed: gives the parameters what they had."""
+        self._all.restore()
+
+    def fill(self) -> None:
+        """Before a replay: copies the gradients of now to where the graphs read them."""
+        if self._used:
+            for one in self._mirrors.all_leaves:
+                one.catch_up()
+        for tensor, grad in self._used:
+            if tensor.grad is not grad:
+                assert tensor.grad is not None
+                grad.copy_(tensor.grad)
+                tensor.grad = grad

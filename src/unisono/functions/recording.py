@@ -1,0 +1,165 @@
+"""A step as CUDA graphs, and between them the calls that Python makes at every replay."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.engines import RunGenerators
+from unisono.errors import CaptureError
+from unisono.functions.gradients import Gradients, StartingGradients, trained_by
+from unisono.kernels import TableArena
+from unisono.values import tensors_of
+from unisono.variables import Mirrors, Settings
+
+
+class _Call:
+    """A call that Python makes between two graphs."""
+
+    def __init__(self, what: str, work: Callable[[], Any], gradients: Gradients) -> None:
+        self._what = what
+        self._work = work
+        self._gradients = gradients
+        self._kept: list[Tensor] = []
+
+    def first(self) -> Any:
+        """Makes the call while the step is captured; later ones write where its results are."""
+        result = self._work()
+        self._kept = tensors_of(result)
+        return result
+
+    def replay(self) -> None:
+        """Makes the call again."""
+        self._gradients.restore()
+        found = tensors_of(self._work())
+        if len(found) != len(self._kept):
+            raise CaptureError(
+                f"{self._what} returned {len(found)} tensors at a replay, but {len(self._kept)} "
+                "when the step was captured. Return the same structure in every step."
+            )
+        for kept, new in zip(self._kept, found, strict=True):
+            if kept is not new:
+                kept.copy_(new)
+
+
+class Recording:
+    """Records one run.
+
+    The run really happens: each graph is replayed as soon as it is captured, before Python makes
+    the call that ends it.
+
+    Args:
+        mirrors: The modules of the strategy.
+        generators: Those of the run; None for a single replica, which draws from torch's own.
+        drawn_from: The generators from which a graph draws new numbers at every replay.
+        pool: The memory pool that all graphs of a strategy share.
+        waiting: The updates of optimizers that do not become a part of the graphs, even if their
+            settings allow it; None for all.
+
+    Attributes:
+        settings: The settings of these optimizers, on which the graphs depend.
+        num_calls: How many calls Python makes.
+    """
+
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        generators: RunGenerators | None,
+        drawn_from: Sequence[torch.Generator],
+        pool: Any,
+        waiting: Collection[str] | None,
+    ) -> None:
+        self._mirrors = mirrors
+        self.generators = generators
+        self._drawn_from = drawn_from
+        self._pool = pool
+        self._waiting = waiting
+        self._parts: list[_Call | torch.cuda.CUDAGraph] = []
+        self._open: torch.cuda.CUDAGraph | None = None
+        self._arena = TableArena()
+        self._trained = trained_by(mirrors)
+        self._start = StartingGradients(mirrors, self._trained)
+        self._end: Gradients | None = None
+        self.settings: list[Settings] = []
+        self.num_calls = 0
+
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        """Within the block the run is recorded; it is discarded if the block fails."""
+        with self._arena.in_use():
+            self._begin()
+            try:
+                yield
+            except BaseException:
+                self._abort()
+                raise
+            self._finish()
+        self._start.find_used()
+        self._end = Gradients(self._mirrors, self._trained)
+
+    def refuse(self, reason: str) -> None:
+        """Ends the capture of a step that does what its rehearsals did not."""
+        raise CaptureError(f"The step did not do this when it was tried out: {reason}.")
+
+    def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
+        """Ends the graph so far, makes a call in Python, and begins the next graph."""
+        takes_in = self._waiting is not None and what not in self._waiting
+        if settings is not None and takes_in and settings.can_be_captured:
+            self.settings.append(settings)
+            return work()
+        self._finish()
+        call = _Call(what, work, Gradients(self._mirrors, self._trained))
+        self._parts.append(call)
+        self.num_calls += 1
+        result = call.first()
+        self._begin()
+        return result
+
+    def replay(self) -> None:
+        """Does what the recorded run did."""
+        self._start.fill()
+        if not self.num_calls:
+            self._replay_parts()
+        else:
+            self._mirrors.watch.stamp()
+            self._mirrors.fronts.put_up()
+            try:
+                self._replay_parts()
+            finally:
+                self._mirrors.fronts.take_down()
+        if self._end is not None:
+            self._end.restore()
+
+    def _replay_parts(self) -> None:
+        for part in self._parts:
+            part.replay()
+
+    def _begin(self) -> None:
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._drawn_from:
+            graph.register_generator_state(generator)
+        # Other threads launch into the stream that is captured, and torch's own may do other work.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._open = graph
+
+    def _finish(self) -> None:
+        graph, self._open = self._open, None
+        assert graph is not None
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            graph.capture_end()
+        if not any("graph is empty" in str(one.message).lower() for one in told):
+            self._parts.append(graph)
+            graph.replay()
+
+    def _abort(self) -> None:
+        graph, self._open = self._open, None
+        if graph is not None:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+        self._start.restore()

@@ -1,0 +1,5 @@
+"""Gradients of all replicas become one, while the backward pass still runs."""
+
+from unisono.gradients.reducer import GradientReducer
+
+__all__ = ["GradientReducer"]

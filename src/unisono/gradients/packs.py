@@ -1,0 +1,191 @@
+"""Packs: parameters whose gradients are reduced together."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.devices import Device
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.reductions import CrossDeviceOps
+from unisono.values import DistributedValues, PerReplica
+from unisono.variables import Leaves
+
+# A parameter, and the gradient that each replica has of it.
+Present = tuple[Leaves, list[Tensor]]
+
+
+class Pack(ABC):
+    """The gradients of some parameters on all replicas of this worker, which are reduced together.
+
+    It is filled, exchanged with the other workers if there are any, and given to the replicas. One
+    of the replicas, or the thread that sends, does each of these for all of them.
+
+    Args:
+        members: The parameters.
+    """
+
+    def __init__(self, members: Sequence[Leaves]) -> None:
+        self.members = members
+        self.everything = frozenset(members)
+
+    @abstractmethod
+    def fill(
+        self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
+    ) -> None:
+        """Takes in the gradients of this worker's replicas; of some parameters there are new ones.
+
+        Some may have been `combined` before, by a user's own reduction.
+        """
+
+    @abstractmethod
+    def exchange(self) -> None:
+        """Reduces the pack with those of the other workers."""
+
+    @abstractmethod
+    def give(self) -> Sequence[Leaves]:
+        """Gives the replicas the reduced gradients, and returns the parameters that have one."""
+
+
+class Reduction:
+    """How gradients become one within this worker, or wherever its operations reach.
+
+    Args:
+        ops: What reduces them.
+        op: How.
+        options: Hints.
+        devices: The devices of the replicas.
+    """
+
+    def __init__(
+        self,
+        ops: CrossDeviceOps,
+        op: ReduceOp,
+        options: CommunicationOptions,
+        devices: tuple[Device, ...],
+    ) -> None:
+        self.ops = ops
+        self.op = op
+        self._options = options
+        self._devices = devices
+
+    def reduce(self, owners: Sequence[Leaves]) -> None:
+        """Reduces the gradients of some parameters, in place where that can be done."""
+        present = [(one, gradients_of(one.leaves)) for one in owners]
+        if self.ops.wants_all_gradients:
+            self._reduce_values(present, self.ops.reduce_gradients)
+            return
+        for group in _by_layout(present):
+            if not self._reduce_in_place(group):
+                self._reduce_values(group, self.ops.batch_reduce)
+
+    def reduce_one(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns what the gradients of one parameter become, one per replica."""
+        value = PerReplica.placed(tuple(grads), self._devices)
+        return _parts(self.ops.batch_reduce(self.op, [(value, value)], self._options)[0])
+
+    def _reduce_in_place(self, present: Sequence[Present]) -> bool:
+        batch = [grads for _, grads in present]
+        return self.ops.reduce_in_place(self.op, batch, self._devices)
+
+    def _reduce_values(self, present: Sequence[Present], reduce: Callable[..., Any]) -> None:
+        values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
+        results = reduce(self.op, [(value, value) for value in values], self._options)
+        for (one, _), result in zip(present, results, strict=True):
+            for leaf, part in zip(one.leaves, _parts(result), strict=True):
+                leaf.grad = part
+
+
+class LocalPack(Pack):
+    """A pack that stays on this worker: gradients are reduced where they are."""
+
+    def __init__(self, members: Sequence[Leaves], reduction: Reduction) -> None:
+        super().__init__(members)
+        self._reduction = reduction
+        self._new: list[Leaves] = []
+
+    def fill(
+        self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
+    ) -> None:
+        """See `Pack.fill`."""
+        self._new = [one for one in self.members if one in arrived]
+        if self._new:
+            self._reduction.reduce(self._new)
+
+    def exchange(self) -> None:
+        """See `Pack.exchange`: there is no other worker."""
+
+    def give(self) -> Sequence[Leaves]:
+        """See `Pack.give`."""
+        return self._new
+
+
+class SparsePack(Pack):
+    """One parameter with sparse gradients, of which a worker may have none."""
+
+    def __init__(self, one: Leaves, reduction: Reduction) -> None:
+        super().__init__([one])
+        self._reduction = reduction
+        self._grads: list[Tensor] = []
+        self._parts: tuple[Tensor, ...] = ()
+
+    def fill(
+        self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
+    ) -> None:
+        """See `Pack.fill`."""
+        (one,) = self.members
+        is_new = one in arrived
+        self._grads = gradients_of(one.leaves) if is_new else [_no_rows(x) for x in one.leaves]
+
+    def exchange(self) -> None:
+        """See `Pack.exchange`."""
+        self._parts = self._reduction.reduce_one(self._grads)
+        self._grads = []
+
+    def give(self) -> Sequence[Leaves]:
+        """See `Pack.give`."""
+        parts, self._parts = self._parts, ()
+        if parts[0]._nnz() == 0:
+            return []
+        for leaf, part in zip(self.members[0].leaves, parts, strict=True):
+            leaf.grad = part
+        return self.members
+
+
+def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Returns the gradient of each replica, with zeros where only others have one."""
+    grads = [grad for leaf in leaves if (grad := leaf.grad) is not None]
+    if not grads or len(grads) == len(leaves):
+        return grads
+    for leaf in leaves:
+        if leaf.grad is None:
+            leaf.grad = torch.zeros_like(grads[0], device=leaf.device)
+    return gradients_of(leaves)
+
+
+def _parts(result: Any) -> tuple[Tensor, ...]:
+    return result.values if isinstance(result, DistributedValues) else (result,)
+
+
+def _by_layout(present: Sequence[Present]) -> list[list[Present]]:
+    """Parts dense gradients, which can be reduced in place, from sparse ones."""
+    groups: dict[bool, list[Present]] = {}
+    for one, grads in present:
+        is_dense = all(grad.layout is torch.strided for grad in grads)
+        groups.setdefault(is_dense, []).append((one, grads))
+    return list(groups.values())
+
+
+def _no_rows(leaf: nn.Parameter) -> Tensor:
+    """Returns a sparse gradient that is zero."""
+    return torch.sparse_coo_tensor(
+        torch.empty(1, 0, dtype=torch.int64),
+        torch.empty(0, *leaf.shape[1:], dtype=leaf.dtype),
+        leaf.shape,
+        device=leaf.device,
+        check_invariants=False,
+    )

@@ -1,0 +1,103 @@
+"""One backward pass: what a replica brings, and what all of them have brought."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.contexts import current_replica
+from unisono.devices import Trail
+from unisono.variables import check_backward
+
+
+class Pass:
+    """One backward pass of all replicas of this worker.
+
+    Attributes:
+        full: The packs that all replicas have filled before the pass has ended.
+        sent: Of these, the exchanges with other workers, in the order of the packs.
+        trail: The streams on which gradients came, and those on which they were reduced.
+    """
+
+    def __init__(self, num_packs: int, num_replicas: int) -> None:
+        self._lock = threading.Lock()
+        self._missing = [num_replicas] * num_packs
+        self.full: set[int] = set()
+        self.sent: list[Future[None]] = []
+        self.trail = Trail()
+
+    def is_filled_by(self, pack: int) -> bool:
+        """Counts a replica that has filled a pack, and returns whether it was the last one."""
+        with self._lock:
+            self._missing[pack] -= 1
+            return self._missing[pack] == 0
+
+
+class OwnPass:
+    """What the leaves of one replica had before its backward pass, so that what is new is seen.
+
+    Autograd either gives a leaf another gradient or adds to the one that it has, and then torch
+    counts a write to it. So nothing has to be told when each gradient comes.
+    """
+
+    __slots__ = ("_before", "_filled", "_leaves", "_versions", "of_all")
+
+    def __init__(self, leaves: Sequence[nn.Parameter], of_all: Pass) -> None:
+        self.of_all = of_all
+        self._leaves = leaves
+        self._before: list[Tensor | None] = [leaf.grad for leaf in leaves]
+        self._versions = [0 if grad is None else grad._version for grad in self._before]
+        self._filled: set[int] = set()
+
+    def new(self) -> list[int]:
+        """Returns the numbers of the leaves that have a new gradient."""
+        found = [leaf.grad for leaf in self._leaves]
+        return [
+            i
+            for i, (now, before) in enumerate(zip(found, self._before, strict=True))
+            if now is not None and (now is not before or now._version != self._versions[i])
+        ]
+
+    def missing(self, numbers: Iterable[int]) -> list[int]:
+        """Returns which of some leaves have no new gradient yet."""
+        return [i for i in numbers if not self._has(i)]
+
+    def _has(self, number: int) -> bool:
+        now = self._leaves[number].grad
+        if now is None:
+            return False
+        return now is not self._before[number] or now._version != self._versions[number]
+
+    def fills(self, pack: int) -> bool:
+        """Notes that the replica has filled a pack; False if it had before in this pass."""
+        is_first = pack not in self._filled
+        self._filled.add(pack)
+        return is_first
+
+
+@functools.cache
+def watch_backward_passes() -> None:
+    """Lets the gradient reducer of a strategy make every backward pass of its replicas.
+
+    `Tensor.backward`, `torch.autograd.backward` and checkpoints all call this function of torch,
+    and so does `torch.autograd.grad`, which adds to no leaf.
+    """
+    run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+
+    @functools.wraps(run)
+    def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_replica() if kwargs.get("accumulate_grad") else None
+        if context is None or context.strategy.extended.mirrors.is_single:
+            return run(roots, *args, **kwargs)
+        if context.notes.current_pass is None:
+            check_backward(context, roots)
+        reducer = context.strategy.extended.gradients
+        return reducer.make_pass(context, functools.partial(run, roots, *args, **kwargs))
+
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]

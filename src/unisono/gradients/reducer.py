@@ -1,0 +1,373 @@
+"""Gradients are reduced while the backward pass still runs.
+
+Parameters are put into packs in the reverse of the order in which they were made, which is about
+the order in which their gradients come. The replica that fills a pack last reduces it, while the
+others go on. When a replica's backward pass ends it waits for the others, so after `backward()`
+every gradient is the reduced one; what was not used is reduced last.
+
+Nobody is called for each gradient. One hook in each pack, on the leaf whose gradient comes last,
+looks whether the pack is full; the last pack is full when the pass ends and needs none.
+
+All workers must exchange the same packs in the same order, whatever comes first on each of them. So
+packs are sent in their order, each as soon as it and all before it are full; one that does not fill
+is sent at the end. A thread of its own waits for the other workers meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from unisono.contexts import ReplicaContext, current_replica
+from unisono.costs import Line, best_bytes_per_pack
+from unisono.devices import Device, lend
+from unisono.gradients.accumulation import (
+    SealedHooks,
+    Weighting,
+    call_hooks,
+    has_hooks,
+    seal,
+)
+from unisono.gradients.aside import Aside
+from unisono.gradients.own_gradients import OwnGradients
+from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of
+from unisono.gradients.passes import OwnPass, Pass, watch_backward_passes
+from unisono.gradients.sending import Sender
+from unisono.gradients.worker_packs import HookedPack, WorkerPack
+from unisono.hooks.hook import CommHook
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import group_by_bytes
+from unisono.reductions import AcrossWorkers, CrossDeviceOps
+from unisono.tracing import span
+from unisono.variables import Leaves, Mirrors
+
+
+class GradientReducer:
+    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers.
+
+    Args:
+        mirrors: The leaves.
+        devices: The devices of the replicas of this worker.
+        cross_device_ops: What reduces between them, or `AcrossWorkers`.
+        reduce_op: How gradients become one.
+        options: Hints for all reductions.
+        cost: What the reduction of a pack is predicted to cost; None if that is not known.
+        hook: Reduces the packs between workers in their place.
+    """
+
+    def __init__(
+        self,
+        mirrors: Mirrors,
+        devices: tuple[Device, ...],
+        cross_device_ops: CrossDeviceOps,
+        reduce_op: ReduceOp,
+        options: CommunicationOptions,
+        cost: Line | None = None,
+        hook: CommHook | None = None,
+    ) -> None:
+        self._mirrors = mirrors
+        self._devices = devices
+        self._is_on_gpus = any(device.type != "cpu" for device in devices)
+        self._ops = cross_device_ops
+        self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
+        if self._across is not None and hook is None:
+            # What a hook makes of a pack may depend on the pack, and costs something else.
+            cost = self._across.communicator.cost
+        self._op = reduce_op
+        self._options = options
+        self._cost = cost
+        self._hook = hook
+        self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
+        self._generation = -1
+        self._packs: list[Pack] = []
+        # How many packs are reduced before the pass ends.
+        self._num_early = 0
+        # All that is trained: the parameters, and their leaves by replica.
+        self._owners: list[Leaves] = []
+        self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
+        # For each pack, the numbers of its members among `_owners`, and the one that is hooked.
+        self._numbers: list[list[int]] = []
+        self._hooked_at: list[int] = []
+        # Where the hook of a pack is to be instead, because gradients came after that one.
+        self._moves: dict[int, int] = {}
+        # The parameters whose hooks are to be called when their gradient is there.
+        self._hooked: list[Leaves] = []
+        # What takes the reducer's own hooks away again.
+        self._removals: list[Callable[[], None]] = []
+        self._weighting = Weighting(reduce_op)
+        self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        self._passes: dict[int, Pass] = {}
+        self._lock = threading.Lock()
+        across = self._across
+        self._sender = Sender(across.communicator.close if across is not None else lambda: None)
+        watch_backward_passes()
+        reducer = weakref.ref(self)
+
+        def reduce_rest(owners: Iterable[Leaves]) -> None:
+            if (found := reducer()) is not None:
+                found.reduce_rest(owners)
+
+        mirrors.reduce_rest = reduce_rest
+
+    def begin(self, weights: Sequence[float]) -> None:
+        """Before a run: looks at the leaves that there are now, and what each replica counts."""
+        # What a pass that failed has sent must not meet what the next one sends.
+        left = [future for current in self._passes.values() for future in current.sent]
+        self._passes.clear()
+        if left:
+            self._sender.settle(left)
+        self._track()
+        self._weighting.begin(weights, self._owners)
+        self._hooked = [one for one in self._owners if has_hooks(one.primary)]
+
+    def close(self) -> None:
+        """Ends the thread that sends, if there is one."""
+        self._sender.close()
+
+    def _track(self) -> None:
+        if self._generation != self._mirrors.generation:
+            self._generation = self._mirrors.generation
+            for remove in self._removals:
+                remove()
+            self._moves.clear()
+            self._make_packs()
+            self._removals = []
+            for one in self._owners:
+                for leaf in one.leaves:
+                    seal(leaf)
+                self._removals += self._aside.hook(one)
+            for pack in range(self._num_early):
+                self._hook_pack(pack, self._hooked_at[pack])
+        elif self._moves:
+            moves, self._moves = self._moves, {}
+            for pack, number in moves.items():
+                self._hook_pack(pack, number)
+
+    def _make_packs(self) -> None:
+        """Parts the parameters into packs."""
+        trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
+        if self._across is None:
+            groups = [trained] if self._ops.wants_all_gradients else self._group(trained)
+            self._packs = [LocalPack(group, self._reduction) for group in groups if group]
+            num_full = len(self._packs)
+        else:
+            dense = [one for one in trained if not self._mirrors.is_sparse(one)]
+            by_dtype: dict[torch.dtype, list[Leaves]] = {}
+            for one in dense:
+                by_dtype.setdefault(one.primary.dtype, []).append(one)
+            limit = self._bytes_per_pack(dense)
+            groups = [group for own in by_dtype.values() for group in self._group(own, limit)]
+            self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
+            num_full = len(self._packs)
+            # What has sparse gradients comes last, each on its own.
+            sparse = [one for one in trained if self._mirrors.is_sparse(one)]
+            self._packs += [SparsePack(one, self._reduction) for one in sparse]
+        # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
+        self._num_early = 0 if self._ops.wants_all_gradients else max(0, num_full - 1)
+        self._owners = [one for pack in self._packs for one in pack.members]
+        self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
+        ends = [sum(len(pack.members) for pack in self._packs[: i + 1]) for i in range(num_full)]
+        self._numbers = [
+            list(range(end - len(pack.members), end))
+            for pack, end in zip(self._packs, ends, strict=False)
+        ]
+        self._hooked_at = [end - 1 for end in ends]
+
+    def _group(self, owners: Sequence[Leaves], limit: int | None = None) -> list[list[Leaves]]:
+        sizes = [one.primary.nbytes for one in owners]
+        limit = self._bytes_per_pack(owners) if limit is None else limit
+        return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
+
+    def _bytes_per_pack(self, owners: Sequence[Leaves]) -> int:
+        """Returns the size of packs: what the user says, or what is best for these gradients."""
+        total = sum(one.primary.nbytes for one in owners)
+        return self._options.bytes_per_pack or best_bytes_per_pack(self._cost, total)
+
+    def _worker_pack(self, groups: Sequence[Sequence[Leaves]], number: int) -> Pack:
+        assert self._across is not None
+        given = groups[number], self._across, self._op
+        if self._hook is None:
+            return WorkerPack(*given)
+        is_last = number + 1 == len(groups)
+        return HookedPack(*given, self._hook, index=number, is_last=is_last)
+
+    def _hook_pack(self, pack: int, number: int) -> None:
+        """Lets the leaves of one member look whether their pack is full."""
+        for leaf in self._owners[self._hooked_at[pack]].leaves:
+            if isinstance(leaf._post_accumulate_grad_hooks, SealedHooks):
+                leaf._post_accumulate_grad_hooks.clear()
+        self._hooked_at[pack] = number
+        # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
+        reducer = weakref.ref(self)
+
+        def after(_: Tensor) -> None:
+            if (found := reducer()) is not None:
+                found._look(pack)
+
+        self._removals += [SealedHooks.on(x, after).clear for x in self._owners[number].leaves]
+
+    def make_pass(self, context: ReplicaContext, run: Callable[[], Any]) -> Any:
+        """Lets a replica make a backward pass, and reduces what it and the others bring."""
+        notes = context.notes
+        if notes.current_pass is not None:
+            # Within another one: a checkpoint computes again.
+            return run()
+        with torch._C.DisableTorchFunction():
+            own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
+        notes.current_pass = own
+        try:
+            result = run()
+        finally:
+            notes.current_pass = None
+        if notes.is_without_sync:
+            if context.weight != 1.0:
+                for number in own.new():
+                    leaf = self._leaves[context.local_id][number]
+                    self._weighting.note(leaf, context.weight)
+        else:
+            self._finish(context, own)
+        return result
+
+    def _pass(self, number: int) -> Pass:
+        with self._lock:
+            if number not in self._passes:
+                self._passes[number] = Pass(self._num_early, len(self._devices))
+            return self._passes[number]
+
+    def _look(self, pack: int) -> None:
+        """The last gradient of a pack may have come. Runs on the thread of its replica."""
+        context = current_replica()
+        own = None if context is None else context.notes.current_pass
+        if context is None or own is None or context.notes.is_without_sync:
+            return
+        current = own.of_all
+        if self._is_on_gpus:
+            current.trail.note(self._leaves[context.local_id][self._hooked_at[pack]].device)
+        missing = own.missing(self._numbers[pack])
+        if missing:
+            self._moves[pack] = missing[-1]
+        elif own.fills(pack) and current.is_filled_by(pack):
+            current.trail.follow()
+            self._pack_is_full(current, pack)
+            if self._is_on_gpus:
+                for leaf in self._packs[pack].members[0].leaves:
+                    current.trail.note(leaf.device)
+
+    def _pack_is_full(self, current: Pass, number: int) -> None:
+        """The last gradient of a pack has come: reduces it, or sends what is next in order."""
+        if self._across is None:
+            self._fill(number, self._packs[number].everything)
+            current.full.add(number)
+            return
+        with self._lock:
+            current.full.add(number)
+            while (following := len(current.sent)) in current.full:
+                self._fill(following, self._packs[following].everything)
+                self._sender.send(functools.partial(self._exchange, following), current.sent)
+
+    def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
+        """A replica's backward pass has ended: waits for the others, and reduces what is left."""
+        current, replica_id = own.of_all, context.local_id
+        if self._is_on_gpus:
+            for leaf in self._leaves[replica_id][:1]:
+                current.trail.note(leaf.device)
+
+        def work(given: list[list[int]]) -> list[None]:
+            current.trail.follow()
+            with torch._C.DisableTorchFunction():
+                numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
+                arrived = {self._owners[number] for number in numbers}
+                reduced = self._complete(current, arrived)
+                for one in reduced:
+                    one.show_gradient()
+            if self._hooked:
+                found = set(reduced)
+                call_hooks(context, [one for one in self._hooked if one in found])
+            return [None] * len(self._devices)
+
+        number = context.notes.num_passes
+        context.notes.num_passes += 1
+        with torch._C.DisableTorchFunction():
+            new = own.new()
+        context.meeting.meet(replica_id, f"backward() number {number}", new, work)
+        if current.trail.follow():
+            lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
+
+    def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
+        """All backward passes have ended: reduces the rest, and returns what has a gradient."""
+        if current.sent:
+            with span("reduce", "packs under way", packs=len(current.sent)):
+                self._sender.finish(current.sent)
+        combined = self._combine_all(arrived)
+        done = range(len(current.sent)) if self._across is not None else current.full
+        for number in range(len(self._packs)):
+            if number not in done:
+                self._fill(number, arrived, combined)
+                self._exchange_rest(number)
+        current.sent.clear()
+        with span("copy", "give packs"):
+            given = [one for pack in self._packs for one in pack.give()]
+        self._aside.bring_back(self._owners)
+        return given
+
+    def _fill(
+        self, number: int, arrived: Collection[Leaves], combined: dict[Leaves, Tensor] | None = None
+    ) -> None:
+        pack = self._packs[number]
+        kind, name = ("reduce", "pack") if self._across is None else ("copy", "fill pack")
+        with span(kind, name, (one.primary for one in pack.members), pack=number):
+            self._aside.put(pack.members)
+            pack.fill(arrived, combined)
+
+    def _exchange(self, number: int) -> None:
+        with span("reduce", "exchange pack", pack=number):
+            self._packs[number].exchange()
+
+    def _exchange_rest(self, number: int) -> None:
+        """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
+        if self._hook is None or isinstance(self._packs[number], SparsePack):
+            if self._across is not None:
+                self._exchange(number)
+            return
+        # A hook sees no replica: its random numbers, say, are those of the program.
+        sent: list[Any] = []
+        self._sender.send(functools.partial(self._exchange, number), sent)
+        self._sender.finish(sent)
+
+    def _combine_all(self, arrived: Collection[Leaves]) -> dict[Leaves, Tensor] | None:
+        """Lets a reduction that wants all gradients at once combine those of this worker."""
+        if self._across is None or not self._across.wants_all_gradients:
+            return None
+        dense = [pack for pack in self._packs if not isinstance(pack, SparsePack)]
+        members = [one for pack in dense for one in pack.members]
+        self._aside.put(members)
+        new = [one for one in members if one in arrived]
+        # A hook is given the mean of its worker.
+        op = self._op if self._hook is None else ReduceOp.SUM
+        totals = self._across.combine_gradients(op, [gradients_of(one.leaves) for one in new])
+        if self._hook is not None:
+            totals = [total / len(self._devices) for total in totals]
+        return dict(zip(new, totals, strict=True))
+
+    def reduce_rest(self, owners: Iterable[Leaves]) -> None:
+        """Before an update: reduces the gradients that replicas have written themselves.
+
+        Other gradients have been reduced by a backward pass, and what replicas did to these since
+        is the same on all of them, as clipping is.
+        """
+        own = [one for one in owners if one.has_own_gradients()]
+        if own:
+            with span("reduce", "gradients written by hand", (one.primary for one in own)):
+                OwnGradients(self._op, self._mirrors, self._weighting).reduce(
+                    own, self._reduction.reduce
+                )
+
+
+def _are_equal(given: Sequence[list[int]]) -> bool:
+    return all(own == given[0] for own in given[1:])

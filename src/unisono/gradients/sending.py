@@ -1,0 +1,55 @@
+"""Packs travel between workers on a thread of their own, in one order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+
+class Sender:
+    """Exchanges packs one after another.
+
+    Args:
+        close: Ends the connection to the other workers.
+    """
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._threads: ThreadPoolExecutor | None = None
+
+    def send(self, exchange: Callable[[], None], sent: list[Future[None]]) -> None:
+        """Exchanges a pack after those that were `sent`, and adds it to them.
+
+        If the one before it failed, it does: the same packs do on all workers.
+        """
+        before = sent[-1] if sent else None
+
+        def send() -> None:
+            if before is not None:
+                before.result()
+            exchange()
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="unisono-exchange")
+        sent.append(self._threads.submit(send))
+
+    def settle(self, sent: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged, or have failed."""
+        try:
+            wait(sent)
+        except KeyboardInterrupt:
+            # Or the thread that sends would wait on, and the process could not end without it.
+            self._close()
+            raise
+
+    def finish(self, sent: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged; raises if one has failed."""
+        self.settle(sent)
+        for future in sent:
+            future.result()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None

@@ -1,0 +1,229 @@
+"""Python objects as JSON and tensors, to be sent to other workers.
+
+Nothing that arrives can run code, as a pickle could. Known are plain values, lists, tuples, dicts,
+arrays, tensors, and records: named tuples, dataclasses, classes of attrs, enumerations, and
+subclasses of list and dict. The class of a record is looked up among the modules that are imported
+here, and none of its methods is called.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import sys
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono.errors import UnsupportedError
+
+_PLAIN = (type(None), bool, int, float, str)
+_SEQUENCES: dict[str, Any] = {
+    kind.__name__: kind for kind in (list, tuple, set, frozenset, deque, torch.Size)
+}
+
+
+class Writer:
+    """Turns objects into what JSON knows, and collects their tensors.
+
+    Attributes:
+        tensors: The tensors, in the order in which the text counts them.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+
+    def write(self, thing: Any) -> Any:
+        """Returns `thing` as JSON knows it."""
+        kind = type(thing)
+        if kind in _PLAIN:
+            return thing
+        if kind in _SEQUENCES.values():
+            return [kind.__name__, [self.write(one) for one in thing]]
+        if kind in (dict, defaultdict):
+            factory = [] if kind is dict else [self.write(thing.default_factory)]
+            items = [[self.write(key), self.write(value)] for key, value in thing.items()]
+            return [kind.__name__, *factory, items]
+        if isinstance(thing, Tensor):
+            return self._tensor(thing)
+        if isinstance(thing, (np.ndarray, np.generic)):
+            return self._array(thing)
+        if kind is bytes:
+            return ["bytes", thing.decode("latin-1")]
+        if kind is complex:
+            return ["complex", thing.real, thing.imag]
+        if isinstance(thing, type):
+            return ["type", *_path(thing)]
+        if isinstance(thing, enum.Enum):
+            return ["enum", *_path(kind), thing.name]
+        return self._record(thing)
+
+    def _tensor(self, tensor: Tensor) -> Any:
+        if tensor.layout is torch.sparse_coo:
+            parts = self._tensor(tensor._indices()), self._tensor(tensor._values())
+            return ["sparse", *parts, list(tensor.shape)]
+        if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
+            raise _unknown(tensor)
+        self.tensors.append(tensor.detach())
+        return ["tensor", len(self.tensors) - 1]
+
+    def _array(self, array: Any) -> Any:
+        kind = "array" if isinstance(array, np.ndarray) else "scalar"
+        if array.dtype.kind in "biufc":
+            # Bytes, because torch lacks some of the types.
+            data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            content = self._tensor(torch.from_numpy(data.copy()))
+        elif array.dtype.kind in "USO":
+            content = self.write(np.asarray(array).reshape(-1).tolist())
+        else:
+            raise _unknown(array)
+        return [kind, array.dtype.str, list(array.shape), content]
+
+    def _record(self, thing: Any) -> Any:
+        kind = type(thing)
+        base = _base(kind)
+        if base is None:
+            raise _unknown(thing)
+        content: list[Any] = []
+        if base is not object:
+            content = list(thing.items() if issubclass(base, dict) else thing)
+        names = _slots(kind) if base is not tuple else []
+        state = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+        state |= getattr(thing, "__dict__", {})
+        return ["record", *_path(kind), self.write(content), self.write(state)]
+
+
+class Reader:
+    """Turns back what a `Writer` has written.
+
+    Args:
+        tensors: The tensors that it has collected.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._tensors = tensors
+
+    def read(self, written: Any) -> Any:
+        """Returns the object."""
+        if not isinstance(written, list):
+            return written
+        kind, *rest = written
+        if kind in _SEQUENCES:
+            return _SEQUENCES[kind](self.read(one) for one in rest[0])
+        return _READERS[kind](self, *rest)
+
+    def _read_dict(self, items: list[Any]) -> dict[Any, Any]:
+        return {self.read(key): self.read(value) for key, value in items}
+
+    def _read_defaultdict(self, factory: Any, items: list[Any]) -> Any:
+        return defaultdict(self.read(factory), self._read_dict(items))
+
+    def _read_tensor(self, number: int) -> Tensor:
+        return self._tensors[number]
+
+    def _read_sparse(self, indices: Any, values: Any, shape: list[int]) -> Tensor:
+        return torch.sparse_coo_tensor(self.read(indices), self.read(values), shape)
+
+    def _read_array(self, dtype: str, shape: list[int], content: Any) -> Any:
+        values = self.read(content)
+        if isinstance(values, Tensor):
+            return values.numpy().view(dtype).reshape(shape).copy()
+        array = np.empty(len(values), dtype)
+        array[:] = values
+        return array.reshape(shape)
+
+    def _read_scalar(self, *written: Any) -> Any:
+        return self._read_array(*written)[()]
+
+    def _read_bytes(self, text: str) -> bytes:
+        return text.encode("latin-1")
+
+    def _read_complex(self, real: float, imag: float) -> complex:
+        return complex(real, imag)
+
+    def _read_type(self, module: str, name: str) -> Any:
+        return _class(module, name)
+
+    def _read_enum(self, module: str, name: str, member: str) -> Any:
+        return enum.EnumMeta.__getitem__(_class(module, name), member)
+
+    def _read_record(self, module: str, name: str, content: Any, state: Any) -> Any:
+        kind = _class(module, name)
+        base = _base(kind)
+        if base is None:
+            raise _unknown(kind)
+        if base is tuple:
+            return tuple.__new__(kind, self.read(content))
+        made = base.__new__(kind)
+        if base is list:
+            list.extend(made, self.read(content))
+        elif base is not object:
+            for key, value in self.read(content):
+                base.__setitem__(made, key, value)
+        for attribute, value in self.read(state).items():
+            object.__setattr__(made, attribute, value)
+        return made
+
+
+_READERS: dict[str, Callable[..., Any]] = {
+    name.removeprefix("_read_"): reader
+    for name, reader in vars(Reader).items()
+    if name.startswith("_read_")
+}
+
+
+def _base(kind: type) -> Any:
+    """Returns what a record consists of beside its attributes; None if it is no record."""
+    if hasattr(kind, "__del__"):
+        return None
+    for base in (OrderedDict, dict, list):
+        if issubclass(kind, base):
+            return base
+    if issubclass(kind, tuple):
+        return tuple if hasattr(kind, "_fields") else None
+    is_known = dataclasses.is_dataclass(kind) or hasattr(kind, "__attrs_attrs__")
+    return object if is_known or issubclass(kind, UserDict) else None
+
+
+def _slots(kind: type) -> list[str]:
+    found: list[str] = []
+    for one in kind.__mro__:
+        slots = one.__dict__.get("__slots__", ())
+        found += [slots] if isinstance(slots, str) else list(slots)
+    return [name for name in found if name not in ("__dict__", "__weakref__")]
+
+
+def _path(kind: type) -> tuple[str, str]:
+    if _found(kind.__module__, kind.__qualname__) is not kind:
+        raise _unknown(kind)
+    return kind.__module__, kind.__qualname__
+
+
+def _class(module: str, name: str) -> type:
+    found = _found(module, name)
+    if not isinstance(found, type):
+        raise UnsupportedError(
+            f"Another worker sent an object of the class {module}.{name}, which is not imported "
+            "here. Import it on every worker."
+        )
+    return found
+
+
+def _found(module: str, name: str) -> Any:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = None if found is None else vars(found).get(part)
+    return found
+
+
+def _unknown(thing: Any) -> UnsupportedError:
+    kind = thing if isinstance(thing, type) else type(thing)
+    return UnsupportedError(
+        f"An object of {kind.__module__}.{kind.__qualname__} cannot be sent to other workers. What "
+        "can are numbers, texts, arrays and tensors in lists, tuples, dicts, named tuples and "
+        "dataclasses of classes that a module defines."
+    )

@@ -1,0 +1,57 @@
+"""What all threads of a process share, with and without the interpreter lock.
+
+A single operation on a dict, list or set is atomic in both cases. Code that checks first and writes
+later is not, nor is a loop over a container that other threads change.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LiveSet(Generic[T]):
+    """A set of weak references that any thread may add to while others iterate over it.
+
+    A `weakref.WeakSet` raises an error there.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # Never changed, only replaced.
+        self._refs: tuple[weakref.ref[T], ...] = ()
+
+    def add(self, one: T) -> None:
+        """Adds an object, for as long as it lives."""
+        with self._lock:
+            others = (ref for ref in self._refs if (held := ref()) is not None and held is not one)
+            self._refs = (*others, weakref.ref(one))
+
+    def __iter__(self) -> Iterator[T]:
+        """Iterates over the objects that are alive now."""
+        return iter([one for ref in self._refs if (one := ref()) is not None])
+
+
+def computed_once(fn: Callable[..., T]) -> Callable[..., T]:
+    """Makes `fn` run once for each set of arguments. Threads that come meanwhile wait for it.
+
+    `functools.cache` runs a function twice if two threads call it at the same time. That is wrong
+    for functions that patch torch, or that make a class.
+    """
+    lock = threading.RLock()
+    results: dict[tuple[Any, ...], T] = {}
+
+    @functools.wraps(fn)
+    def call(*args: Any) -> T:
+        if args not in results:
+            with lock:
+                if args not in results:
+                    results[args] = fn(*args)
+        return results[args]
+
+    return call

@@ -1,0 +1,165 @@
+"""How long the replicas of one run wait for Python's interpreter lock.
+
+No clock shows this wait, so it is what remains. Between two moments a thread runs on a core, or it
+is ready and waits for a core, or it is blocked: Linux counts the first two per thread. A replica
+that is blocked outside of meetings, collectives and reductions waits for the lock, as a rule.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+_SCHEDULED = "/proc/thread-self/schedstat"
+
+
+class Reading(NamedTuple):
+    """What one thread did with its time, in nanoseconds.
+
+    Attributes:
+        wall: All of it.
+        running: On a core.
+        queued: Ready, while other threads had the cores.
+        slices: How often it got a core.
+    """
+
+    wall: int = 0
+    running: int = 0
+    queued: int = 0
+    slices: int = 0
+
+    def plus(self, other: Reading, sign: int = 1) -> Reading:
+        """Returns the sum or, with -1, the difference."""
+        return Reading(*(a + sign * b for a, b in zip(self, other, strict=True)))
+
+    @property
+    def busy(self) -> int:
+        """The time in which it ran, or would have if there had been a core."""
+        return self.running + self.queued
+
+    @property
+    def blocked(self) -> int:
+        """The rest, as far as it may have waited for the lock.
+
+        A thread that waits for the lock wakes up in every interval, to ask for it again.
+        """
+        interval = round(1e9 * sys.getswitchinterval())
+        return max(0, min(self.wall - self.busy, (self.slices + 1) * interval))
+
+
+class _ThreadClock:
+    """What the current thread does, except while it is paused.
+
+    Args:
+        late: How long it has been ready and could not begin.
+    """
+
+    def __init__(self, late: int) -> None:
+        self.reading = Reading(wall=late)
+        self._file = os.open(_SCHEDULED, os.O_RDONLY)
+        self._num_pauses = 0
+        self._since = self._now()
+
+    def pause(self) -> None:
+        if self._num_pauses == 0:
+            self.reading = self.reading.plus(self._now().plus(self._since, -1))
+        self._num_pauses += 1
+
+    def resume(self) -> None:
+        self._num_pauses -= 1
+        if self._num_pauses == 0:
+            self._since = self._now()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _now(self) -> Reading:
+        _, queued, slices = map(int, os.pread(self._file, 100, 0).split())
+        return Reading(time.perf_counter_ns(), time.thread_time_ns(), queued, slices)
+
+
+class LockWaits:
+    """Measures one run, which begins now.
+
+    Every replica makes its call through `of_replica`. Between `pause()` and `resume()` it waits for
+    something other than the lock. Threads that are no replica may call them too.
+    """
+
+    def __init__(self) -> None:
+        self._own = threading.local()
+        self._readings: list[Reading] = []
+        self._start = time.perf_counter_ns()
+
+    def of_replica(self, call: Callable[[], T]) -> Callable[[], T]:
+        """Returns the call of a replica, which is measured on the thread that makes it."""
+
+        def measured() -> T:
+            try:
+                clock = _ThreadClock(time.perf_counter_ns() - self._start)
+            except OSError:
+                # The process may have no more files to open. That is no reason to fail.
+                return call()
+            self._own.clock = clock
+            try:
+                result = call()
+                clock.pause()
+                self._readings.append(clock.reading)
+                return result
+            finally:
+                del self._own.clock
+                clock.close()
+
+        return measured
+
+    def pause(self) -> None:
+        """From here on the current thread does not wait for the lock."""
+        if (clock := getattr(self._own, "clock", None)) is not None:
+            clock.pause()
+
+    def resume(self) -> None:
+        """From here on it may again."""
+        if (clock := getattr(self._own, "clock", None)) is not None:
+            clock.resume()
+
+    def share(self) -> float:
+        """After the run: returns the part of it in which replicas waited for the lock."""
+        return lock_share(self._readings, time.perf_counter_ns() - self._start)
+
+
+def lock_share(readings: Sequence[Reading], wall: int) -> float:
+    """Returns the part of a run that its replicas spent waiting for the lock, on average.
+
+    Rather too little than too much. Nobody waits for a lock that nobody has: only the time in which
+    another replica ran, or was queued for a core, counts. And where threads queue for cores, the
+    one that has the lock does so too, so that the others wait for a core.
+
+    Args:
+        readings: One of each replica.
+        wall: How long the run took, in nanoseconds.
+    """
+    busy = sum(reading.busy for reading in readings)
+    if busy == 0 or wall == 0:
+        return 0.0
+    waited = sum(min(reading.blocked, busy - reading.busy) for reading in readings) / len(readings)
+    running = sum(reading.running for reading in readings)
+    return min(1.0, waited / wall) * min(1.0, busy / wall) * running / busy
+
+
+def has_lock() -> bool:
+    """Returns whether threads of this interpreter take turns."""
+    return bool(getattr(sys, "_is_gil_enabled", lambda: True)())
+
+
+def can_measure() -> bool:
+    """Returns whether the system counts how long a thread waits for a core."""
+    try:
+        with open(_SCHEDULED) as file:
+            return int(file.read().split()[0]) > 0
+    except (OSError, ValueError, IndexError):
+        return False

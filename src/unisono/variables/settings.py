@@ -1,0 +1,60 @@
+"""What the update of an optimizer depends on, beside the values of tensors."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch import Tensor, optim
+
+from unisono.variables.front import plain_class
+from unisono.variables.shares import has_hooks
+
+
+class Settings:
+    """The hyperparameters of an optimizer, and the tensors that it works on, as they are now.
+
+    While they stay the same, an update is the same kernels on the same memory.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer = optimizer
+        self._constants, self._tensors = _read(optimizer)
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether all that an update does is done by GPUs."""
+        groups = vars(self._optimizer)["param_groups"]
+        is_on_gpus = all(tensor.is_cuda for tensor in self._tensors)
+        is_without_host = plain_class(type(self._optimizer)) is optim.SGD or all(
+            group.get("capturable") for group in groups
+        )
+        return is_on_gpus and is_without_host and not has_hooks(self._optimizer)
+
+    def renewed(self) -> Settings:
+        """Returns those of now."""
+        return Settings(self._optimizer)
+
+    def are_current(self) -> bool:
+        """Whether they are still the same."""
+        constants, tensors = _read(self._optimizer)
+        return (
+            constants == self._constants
+            and len(tensors) == len(self._tensors)
+            and all(map(operator.is_, tensors, self._tensors))
+        )
+
+
+def _read(optimizer: Any) -> tuple[list[Any], list[Tensor]]:
+    constants: list[Any] = []
+    tensors: list[Tensor] = []
+    for group in vars(optimizer)["param_groups"]:
+        tensors += group["params"]
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif name != "params":
+                constants.append((name, value))
+    for state in vars(optimizer)["state"].values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return constants, tensors

@@ -1,0 +1,152 @@
+"""The store of a job: what it does, who may ask it, and how long a question waits."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import timedelta
+
+import pytest
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore
+from torch.distributed import DistNetworkError, DistStoreError
+
+from unisono.communicators import coordinator_store
+from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.greeting import call
+from unisono.communicators.job_store import JobStore, serve_store, store_at
+from unisono.communicators.sockets import listening
+from unisono.communicators.stores import store_for_threads
+
+KEY = b"k" * 32
+SECONDS = 30.0
+
+
+@pytest.fixture
+def served() -> Iterator[JobStore]:
+    store = serve_store("127.0.0.1", listening("127.0.0.1", 0), KEY, None)
+    yield store
+    store.close()
+
+
+def connected(address: tuple[str, int], rank: int = 1) -> JobStore:
+    return store_at(address, call(address, KEY, rank, None, time.monotonic() + SECONDS))
+
+
+def test_all_ends_see_one_table(served: JobStore) -> None:
+    other = connected((served.host, served.port))
+    prefixed = PrefixStore("a", PrefixStore("b", other))
+
+    prefixed.set("bytes", bytes(range(256)))
+    prefixed.set("text", "é")
+    assert served.get("b/a/bytes") == bytes(range(256))
+    assert prefixed.multi_get(["text", "bytes"]) == ["é".encode(), bytes(range(256))]
+    assert [served.add("count", 2), other.add("count", -5), served.add("count", 0)] == [2, -3, -3]
+    assert prefixed.check(["text"])
+    assert not prefixed.check(["text", "nothing"])
+    assert prefixed.delete_key("text")
+    assert not prefixed.delete_key("text")
+    assert coordinator_store(prefixed) is other
+
+
+def test_a_key_is_waited_for(served: JobStore) -> None:
+    other = connected((served.host, served.port))
+    timer = threading.Timer(0.1, served.set, ["late", "here"])
+    timer.start()
+    assert other.get("late") == b"here"
+    with pytest.raises(DistStoreError, match="Nobody has written never"):
+        other.wait(["never"], timedelta(seconds=0.1))
+    timer.join()
+
+
+def test_gloo_and_threads_of_torch_can_use_it(served: JobStore) -> None:
+    stores = [served, connected((served.host, served.port))]
+
+    def work(rank: int) -> list[float]:
+        group = make_gloo_group(
+            PrefixStore("own", stores[rank]), rank, 2, host="127.0.0.1", timeout_seconds=SECONDS
+        )
+        total = torch.ones(2)
+        group.allreduce([total]).wait()
+        native = store_for_threads(stores[rank], rank, SECONDS)
+        assert isinstance(native, distributed.TCPStore)
+        native.set(f"came/{rank}", "")
+        native.wait([f"came/{1 - rank}"], timedelta(seconds=SECONDS))
+        native.add("left", 1)
+        while rank == 0 and native.add("left", 0) < 2:
+            time.sleep(0.01)
+        return total.tolist()
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(work, range(2))) == [[2.0, 2.0]] * 2
+
+
+def test_the_end_of_the_server_is_told(served: JobStore) -> None:
+    other = connected((served.host, served.port))
+    served.close()
+    with pytest.raises(DistNetworkError, match="The connection to rank 0 broke"):
+        other.add("count", 0)
+
+
+@contextmanager
+def relay(address: tuple[str, int], change: bytes | None) -> Iterator[tuple[str, int]]:
+    """Somebody between a caller and a store, who changes or keeps back what the store answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def there(source: socket.socket, sink: socket.socket) -> None:
+            while data := source.recv(4096):
+                sink.sendall(data)
+
+        def back(source: socket.socket, sink: socket.socket) -> None:
+            while data := source.recv(4096):
+                if b"secret" not in data:
+                    sink.sendall(data)
+                elif change is not None:
+                    sink.sendall(data.replace(b"secret", change))
+
+        def run() -> None:
+            guest, _ = listener.accept()
+            with guest, socket.create_connection(address) as store:
+                pair = threading.Thread(target=there, args=(guest, store), daemon=True)
+                pair.start()
+                back(store, guest)
+
+        thread = threading.Thread(target=run, daemon=True)
+        thread.start()
+        yield listener.getsockname()
+    thread.join(0.01)
+
+
+def test_who_changes_an_answer_is_found_out(served: JobStore) -> None:
+    served.set("key", "secret")
+    with relay((served.host, served.port), b"forged") as address:
+        other = connected(address)
+        assert other.check(["another"]) is False
+        with pytest.raises(DistNetworkError, match="somebody has changed what it sent"):
+            other.get("key")
+
+
+def test_an_answer_that_does_not_come_ends_at_the_deadline(served: JobStore) -> None:
+    served.set("key", "secret")
+    with relay((served.host, served.port), None) as address:
+        other = connected(address)
+        other.answer_by = time.monotonic()
+        with pytest.raises(DistStoreError, match="Rank 0 has not answered for"):
+            other.get("key")
+        # An answer that comes later must not be taken for another one.
+        with pytest.raises(DistNetworkError):
+            other.check(["another"])
+
+
+def test_nonsense_ends_a_connection_and_not_the_server(served: JobStore) -> None:
+    address = served.host, served.port
+    for question in (["add", "key", "one"], ["get"], 7, {}, ["set", "key"]):
+        other = connected(address)
+        with pytest.raises(DistNetworkError):
+            other._put(question, time.monotonic() + SECONDS)  # type: ignore[arg-type]
+    assert connected(address).add("count", 1) == 1

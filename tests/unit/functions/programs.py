@@ -1,0 +1,392 @@
+"""Small trainings that tests run eagerly and captured: both must give the same bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.swa_utils import AveragedModel
+
+import unisono as uo
+
+Mark = Callable[[Callable[..., Any]], Callable[..., Any]]
+Program = Callable[[uo.Strategy, Mark, int], Iterator[Any]]
+NUM_STEPS = 9
+
+
+def convnet() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+
+
+def with_dropout() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.Dropout2d(0.3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * 36, 4)
+    )
+
+
+def batch(strategy: uo.Strategy, step: int, num_samples: int = 6) -> tuple[Any, Any]:
+    device = strategy.extended.worker_devices[0]
+    where = "cuda" if device.type != "cpu" else "cpu"
+    made = torch.Generator().manual_seed(step)
+    num_replicas = strategy.num_replicas_in_sync
+    images = [
+        torch.randn(num_samples, 3, 8, 8, generator=made).to(where) for _ in range(num_replicas)
+    ]
+    labels = [
+        torch.randint(4, (num_samples,), generator=made).to(where) for _ in range(num_replicas)
+    ]
+    return uo.PerReplica(images), uo.PerReplica(labels)
+
+
+def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(model(images), labels)
+
+
+class Plain:
+    """A training loop: what is made, and one step."""
+
+    def __init__(self, make_optimizer: Callable[..., Any], make_model: Any = convnet) -> None:
+        self.make_optimizer = make_optimizer
+        self.make_model = make_model
+
+    def __call__(self, strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+        with strategy.scope():
+            model = self.make_model()
+            optimizer = self.make_optimizer(model.parameters())
+
+        @mark
+        def step(images: Tensor, labels: Tensor) -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, images, labels)
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        for i in range(num_steps):
+            yield strategy.run(step, args=batch(strategy, i))
+        yield model.state_dict()
+
+
+def clipping(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        optimizer.zero_grad(set_to_none=False)
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        return loss.detach(), norm
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+    yield model.state_dict()
+
+
+def scheduling(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+        scheduler.step()
+        yield torch.tensor(optimizer.param_groups[0]["lr"])
+    yield model.state_dict()
+
+
+def scheduling_inside(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        return loss.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+        yield torch.tensor(optimizer.param_groups[0]["lr"])
+    yield model.state_dict()
+
+
+def rarely_scheduled(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for i in range(2 * num_steps):
+        if i == num_steps:
+            optimizer.param_groups[0]["lr"] = 0.05
+        if i == num_steps + 3:
+            optimizer.load_state_dict(optimizer.state_dict())
+            with torch.no_grad():
+                model[0].weight.mul_(0.5)
+        yield strategy.run(step, args=batch(strategy, i))
+    yield model.state_dict()
+
+
+def scaling(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**120, growth_interval=2)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.float16):
+            loss = loss_of(model, images, labels)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+        yield torch.tensor(scaler.get_scale())
+    yield model.state_dict()
+
+
+def accumulating(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @mark
+    def collect(images: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(model, images, labels) / 3
+        loss.backward()
+        return loss.detach()
+
+    @mark
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for i in range(num_steps):
+        for j in range(3):
+            yield strategy.run(collect, args=batch(strategy, 10 * i + j))
+        strategy.run(update)
+    yield model.state_dict()
+
+
+def clearing_outside(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        return loss.detach()
+
+    for i in range(num_steps):
+        optimizer.zero_grad()
+        yield strategy.run(step, args=batch(strategy, i))
+        yield [parameter.grad.clone() for parameter in model.parameters()]
+        optimizer.step()
+    yield model.state_dict()
+
+
+def uneven(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    made = torch.Generator().manual_seed(7)
+    images, labels = torch.randn(34, 3, 8, 8, generator=made), torch.arange(34) % 4
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(images, labels), 12)
+    batches = strategy.experimental_distribute_dataset(loader)
+    for _ in range(num_steps):
+        for own in batches:
+            losses = strategy.run(step, args=own)
+            yield losses
+            yield strategy.reduce("MEAN", losses)
+    yield model.state_dict()
+
+
+def evaluating(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = nn.Sequential(convnet(), nn.Dropout(0.5))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    @mark
+    def evaluate(images: Tensor) -> Tensor:
+        with torch.no_grad():
+            return model(images)
+
+    for i in range(num_steps):
+        model.train()
+        for j in range(2):
+            yield strategy.run(step, args=batch(strategy, 10 * i + j))
+        model.eval()
+        yield strategy.run(evaluate, args=batch(strategy, 10 * i + 5)[:1])
+    yield model.state_dict()
+
+
+def averaging(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model, teacher = convnet(), convnet()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averaged = AveragedModel(model)
+    calls: list[float] = []
+
+    def follow(loss: Any) -> None:
+        calls.append(1.0)
+        with torch.no_grad():
+            for own, other in zip(teacher.parameters(), model.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, images, labels) + teacher(images).square().mean()
+        loss.backward()
+        optimizer.step()
+        uo.once(follow, loss.detach())
+        averaged.update_parameters(model)
+        return loss.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+        yield torch.tensor(calls)
+    yield [model.state_dict(), teacher.state_dict(), averaged.state_dict()]
+
+
+def adversaries(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        torch.manual_seed(0)
+        generator, critic = nn.Linear(5, 3 * 64), nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 1))
+        for_generator = torch.optim.Adam(generator.parameters(), capturable=True)
+        for_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
+
+    @mark
+    def step(images: Tensor) -> tuple[Tensor, Tensor]:
+        noise = torch.randn(len(images), 5, device=images.device)
+        made = generator(noise).view(-1, 3, 8, 8)
+        for_critic.zero_grad()
+        lost = critic(made.detach()).mean() - critic(images).mean()
+        lost.backward()
+        for_critic.step()
+        for_generator.zero_grad()
+        won = -critic(made).mean()
+        won.backward()
+        for_generator.step()
+        return lost.detach(), won.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i)[:1])
+    yield [generator.state_dict(), critic.state_dict()]
+
+
+def counting(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        model = convnet()
+        total = uo.Variable(torch.zeros(()), aggregation=uo.VariableAggregation.SUM)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        loss = loss_of(model, images, labels).detach()
+        total.assign_add(loss)
+        context = uo.get_replica_context()
+        return context.all_reduce("SUM", loss)
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+        yield total.read_value().clone()
+
+
+PROGRAMS: dict[str, Program] = {
+    "SGD": Plain(lambda own: torch.optim.SGD(own, lr=0.1)),
+    "SGD with momentum": Plain(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9)),
+    "Adam": Plain(lambda own: torch.optim.Adam(own, lr=0.01)),
+    "Adam, capturable": Plain(lambda own: torch.optim.Adam(own, lr=0.01, capturable=True)),
+    "dropout": Plain(lambda own: torch.optim.SGD(own, lr=0.1), with_dropout),
+    "clipping": clipping,
+    "a rate that changes": scheduling,
+    "a rate that changes inside": scheduling_inside,
+    "a rate that changes once": rarely_scheduled,
+    "a scaler": scaling,
+    "accumulation": accumulating,
+    "cleared outside": clearing_outside,
+    "uneven batches": uneven,
+    "evaluation": evaluating,
+    "averages": averaging,
+    "two optimizers": adversaries,
+    "a variable": counting,
+}
+
+
+def tensors_in(found: Any) -> Iterator[Tensor]:
+    """Yields copies of all tensors in what a program has yielded."""
+    if isinstance(found, Tensor):
+        yield found.detach().clone()
+    elif isinstance(found, uo.DistributedValues):
+        for part in found.values:
+            yield from tensors_in(part)
+    elif isinstance(found, dict):
+        yield from tensors_in(list(found.values()))
+    elif isinstance(found, (list, tuple)):
+        for part in found:
+            yield from tensors_in(part)
+
+
+def outcome(
+    program: Program, strategy: uo.Strategy, mark: Mark, num_steps: int = NUM_STEPS
+) -> list[Tensor]:
+    """Runs a program, and returns all that it has yielded."""
+    torch.manual_seed(3)
+    return [one for found in program(strategy, mark, num_steps) for one in tensors_in(found)]
