@@ -19,7 +19,7 @@ from unisono import errors
 from unisono.errors import CommunicationError
 
 # What a busy machine may add to any deadline.
-SLACK_SECONDS = 8.0
+SLACK_SECONDS = 20.0
 # For how long a worker is paused that is only slow.
 PAUSE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
