@@ -10,7 +10,6 @@ nothing: wherever the operators inside them draw, in a backward pass too, they c
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +58,7 @@ WITHOUT_GENERATOR = (
 )
 
 # Held while a replica's generator stands in for the default generator of a GPU.
-_default_locks: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+_default_locks: dict[torch.device, threading.Lock] = {}
 # Kernels stay registered as long as these live.
 _libraries: list[torch.library.Library] = []
 _install_lock = threading.Lock()
@@ -155,7 +154,8 @@ def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
             # On other devices the operator calls one that takes a generator.
             return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
         default = default_generator(device)
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS), _default_locks[device]:
+        lock = _default_locks.setdefault(device, threading.Lock())
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS), lock:
             kept = default.graphsafe_get_state()
             default.graphsafe_set_state(own.on(device))
             try:
