@@ -10,7 +10,6 @@ nothing: wherever the operators inside them draw, in a backward pass too, they c
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -72,7 +71,7 @@ DRAWING = (
 )
 
 # Held while a replica's generator stands in for the default generator of a device.
-_default_locks: dict[torch.device, threading.Lock] = defaultdict(threading.Lock)
+_default_locks: dict[torch.device, threading.Lock] = {}
 # Kernels stay registered as long as these live.
 _libraries: list[torch.library.Library] = []
 _install_lock = threading.Lock()
@@ -166,7 +165,7 @@ def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
 def _standing_in(own: Any, device: torch.device) -> Iterator[None]:
     """Within the block, the default generator of a device draws what the replica's would draw."""
     generator, default = own.on(device), default_generator(device)
-    with _default_locks[device]:
+    with _default_locks.setdefault(device, threading.Lock()):
         if device.type == "cuda":
             # It takes over the state itself, also while a CUDA graph is captured.
             kept = default.graphsafe_get_state()

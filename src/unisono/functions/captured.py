@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import traceback
 import weakref
@@ -20,6 +19,7 @@ from unisono.functions.recording import Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
 from unisono.functions.signature import OuterVariables, constant, is_input, modes, read_inputs
 from unisono.functions.state import ModuleState
+from unisono.sharing import computed_once
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves
 from unisono.variables import Mirrors, Settings
@@ -344,7 +344,7 @@ class _CapturedFunction:
         _logger.warning("%r stays eager: %s.", self._function, reason)
 
 
-@functools.cache
+@computed_once
 def _stream_on(place: torch.device) -> torch.cuda.Stream:
     """Returns the stream of all captures on a GPU. cuBLAS keeps memory for each that it sees."""
     return torch.cuda.Stream(place)

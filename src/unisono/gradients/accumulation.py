@@ -14,6 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.contexts import ReplicaContext
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 from unisono.values import weighed_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.leaves import Leaves, Mark
@@ -135,7 +136,7 @@ def seal(leaf: nn.Parameter) -> None:
     _leaves[leaf] = True
 
 
-@functools.cache
+@computed_once
 def _let_hooks_be_refused() -> None:
     register: Any = nn.Parameter.register_post_accumulate_grad_hook
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unisono.contexts import current_replica
 from unisono.devices import Trail
+from unisono.sharing import computed_once
 from unisono.variables import check_backward
 
 
@@ -81,7 +82,7 @@ class OwnPass:
         return is_first
 
 
-@functools.cache
+@computed_once
 def watch_backward_passes() -> None:
     """Lets the gradient reducer of a strategy make every backward pass of its replicas.
 

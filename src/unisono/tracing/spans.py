@@ -184,10 +184,13 @@ def place() -> Place:
 def metered(waits: LockWaits) -> Iterator[bool]:
     """Pauses `waits` in every span outside of Python; yields False if another run is measured."""
     global _waits
-    if _waits is not None:
+    with _lock:
+        is_mine = _waits is None
+        if is_mine:
+            _waits = waits
+    if not is_mine:
         yield False
         return
-    _waits = waits
     try:
         yield True
     finally:

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor
 
 from unisono.contexts import current_replica
+from unisono.sharing import computed_once
 from unisono.variables.leaves import Mark
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-@functools.cache
+@computed_once
 def let_clipping_be_known() -> None:
     """Lets a reduced gradient count as reduced also after torch has clipped it."""
     for name in _NAMES:

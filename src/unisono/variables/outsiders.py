@@ -142,8 +142,8 @@ class MadeOutside:
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[Tensor]] = {}
-        # Changes with every parameter that is added or ends.
-        self._version = 0
+        # Another one after every parameter that is added or ends, on any thread.
+        self._version = object()
         # For each strategy, those of no model of its own, and the versions that they are of.
         self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
             weakref.WeakKeyDictionary()
@@ -155,10 +155,10 @@ class MadeOutside:
 
         def forget(_: object) -> None:
             self._known.pop(identity, None)
-            self._version += 1
+            self._version = object()
 
         self._known[identity] = weakref.ref(parameter, forget)
-        self._version += 1
+        self._version = object()
 
     def are_trained(self, mirrors: Mirrors) -> bool:
         """Whether one of them requires gradients and belongs to no model of a strategy."""

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from unisono.contexts import ReplicaContext, current_replica
+from unisono.sharing import computed_once
 from unisono.variables.batch_norm import synchronized_batch_norm
 from unisono.variables.outsiders import check_statistics
 
 
-@functools.cache
+@computed_once
 def watch_calls() -> None:
     """From now on, replicas look at batch normalisation, and synchronise it if that is asked."""
     _watch_batch_norm()
