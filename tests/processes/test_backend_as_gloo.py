@@ -133,6 +133,31 @@ def several_gathered(world: World) -> Any:
     return outputs
 
 
+def counted(world: World) -> int:
+    """By how much a sum and a gathering raise the sequence number."""
+    before: int = low_level(world)._get_sequence_number_for_group()
+    distributed.all_reduce(torch.ones(1), group=world.group)
+    outputs = [torch.zeros(1) for _ in range(world.size)]
+    distributed.gather(ONE, outputs if world.rank == 0 else None, group_dst=0, group=world.group)
+    after: int = low_level(world)._get_sequence_number_for_group()
+    return after - before
+
+
+def split(world: World) -> Any:
+    """Sums in parts of a group, which only some ranks have."""
+    sums: list[float | None] = []
+    for ranks in ([0, 1], [1], [0, 1]):
+        part = low_level(world).split_group(ranks, group_name=f"part {len(sums)}")
+        total = torch.ones(1)
+        if part is not None:
+            assert part.group_name == f"part {len(sums)}"
+            part.allreduce([total]).wait()
+            assert (part.rank(), part.size()) == (ranks.index(world.rank), len(ranks))
+        sums.append(total.item() if part is not None else None)
+        del part
+    return sums
+
+
 def boolean(op: Any) -> Call:
     def call(world: World) -> Any:
         own = torch.tensor([True, world.rank == 0, False])
@@ -159,6 +184,8 @@ RIGHT: dict[str, Call] = {
     "functional inference": functional_inference,
     "the same tensor twice": coalesced(),
     "overlapping tensors": coalesced(ONE),
+    "sequence number": counted,
+    "parts": split,
     "several sums": several(ReduceOp.SUM),
     "several products": several(ReduceOp.PRODUCT),
     "several maxima": several(ReduceOp.MAX),

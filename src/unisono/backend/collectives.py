@@ -17,7 +17,7 @@ _DIVIDED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def reducible_op(
-    op: distributed.ReduceOp, tensors: Iterable[Tensor], *, or_sparse: bool
+    op: distributed.ReduceOp, tensors: Sequence[Tensor], *, or_sparse: bool
 ) -> ReduceOp | None:
     """Returns our name for `op`, or None where communicators do not reduce the tensors so."""
     own = own_op(op)
@@ -39,7 +39,7 @@ def _is_fraction(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def are_dense(tensors: Iterable[Tensor]) -> bool:
+def are_dense(tensors: Sequence[Tensor]) -> bool:
     """Whether communicators move such tensors."""
     return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
 

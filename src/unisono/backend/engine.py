@@ -31,10 +31,12 @@ class Engine:
 
     Attributes:
         timeout: How long a collective waits for other ranks, unless its options say otherwise.
+        num_begun: How many collectives were begun.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         self.timeout = timeout
+        self.num_begun = 0
         self._seconds = timeout.total_seconds()
         self._lane = Lane(f"unisono-backend-{rank}")
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
@@ -44,6 +46,7 @@ class Engine:
         self, call: Callable[[Communicator], None], outputs: list[Tensor], name: str, opts: Any
     ) -> Work:
         """Runs `call` when its turn comes: at once, or on a thread."""
+        self.num_begun += 1
         # A timeout that is not set is negative.
         given = opts.timeout
         seconds = (given if given.days >= 0 else self.timeout).total_seconds()

@@ -99,20 +99,23 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts: Any = None,
         group_name: str | None = None,
         group_desc: str | None = None,
-        device_types: Any = None,
+        device_types: list[torch.device] | None = None,
     ) -> UnisonoProcessGroup | None:
-        """Returns a group of some of the ranks, each of which calls this; None on other ranks.
-
-        `opts` and `device_types`, which torch passes too, are for backends in C++.
-        """
-        if self.rank() not in new_ranks:
+        """Returns a group of some ranks of this one, or None on the others."""
+        ranks = sorted(new_ranks)
+        if self.rank() not in ranks:
             return None
-        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, new_ranks))}"
-        store, place = PrefixStore(name, self._store), new_ranks.index(self.rank())
-        part = UnisonoProcessGroup(store, place, len(new_ranks), timeout or self._timeout)
-        part._set_group_name(name)
-        part._set_group_desc(group_desc or name)
-        return part
+        name = group_name or f"{self.group_name}:split:{'_'.join(map(str, ranks))}"
+        store, rank = PrefixStore(f"{name}/", self._store), ranks.index(self.rank())
+        group = UnisonoProcessGroup(store, rank, len(ranks), timeout or self._timeout)
+        group._set_group_name(name)
+        group._set_group_desc(group_desc or f"{self.group_desc}:split")
+        return group
+
+    def _get_sequence_number_for_group(self) -> int:
+        """How many collectives were begun, here and by the other backends."""
+        others: int = super()._get_sequence_number_for_group()
+        return self._engine.num_begun + others
 
     def get_group_store(self) -> Store:
         """Where the ranks of this group meet."""
@@ -139,7 +142,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Overwrites each tensor with the combination of those at its place on all ranks."""
         return self._reduction(
             lambda communicator, op: collectives.all_reduce_coalesced(communicator, op, tensors),
-            tensors if well_formed.of_one_dtype(tensors) else None,
+            tensors if well_formed.of_one_kind(tensors) else None,
             "allreduce_coalesced",
             tensors,
             opts or AllreduceCoalescedOptions(),
@@ -234,7 +237,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         opts = options(ReduceScatterOptions, opts, reduceOp=op)
         is_ours = (
             well_formed.listed_by_rank(lists, outputs, self.size())
-            and well_formed.of_one_dtype([*outputs, *lists[0]])
+            and well_formed.of_one_kind([*outputs, *lists[0]])
             and outputs[0].numel() == lists[0][self.rank()].numel()
         )
         return self._reduction(
@@ -326,8 +329,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """
         op = None
         if outputs is not None:
-            tensors = collectives.tensors_in(args)
-            op = collectives.reducible_op(args[-1].reduceOp, tensors, or_sparse=or_sparse)
+            op = collectives.reducible_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)
         if op is None or outputs is None:
             return self._pass_on(name, *args)
         return self._begin(lambda communicator: call(communicator, op), outputs, name, args[-1])
@@ -335,7 +337,7 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def _movement(
         self, call: Movement, outputs: list[Tensor] | None, name: str, *args: Any
     ) -> Work:
-        if outputs is None or not collectives.are_dense(collectives.tensors_in(args)):
+        if outputs is None or not collectives.are_dense(outputs):
             return self._pass_on(name, *args)
         return self._begin(call, outputs, name, args[-1])
 

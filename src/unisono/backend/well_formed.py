@@ -10,19 +10,14 @@ from collections.abc import Sequence
 from torch import Tensor
 
 
+def of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are tensors, all of one dtype and layout and on one device."""
+    return bool(tensors) and all(_are_of_one_kind(one, tensors[0]) for one in tensors[1:])
+
+
 def alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are tensors, all of one shape and dtype."""
-    return len(tensors) == 1 or (
-        len(tensors) > 1
-        and all(
-            one.shape == tensors[0].shape and one.dtype == tensors[0].dtype for one in tensors[1:]
-        )
-    )
-
-
-def of_one_dtype(tensors: Sequence[Tensor]) -> bool:
-    """Whether there are tensors, all of one dtype."""
-    return bool(tensors) and all(one.dtype == tensors[0].dtype for one in tensors[1:])
+    """Whether there are tensors of one kind, all of one shape."""
+    return of_one_kind(tensors) and all(one.shape == tensors[0].shape for one in tensors[1:])
 
 
 def listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor], size: int) -> bool:
@@ -31,12 +26,14 @@ def listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor], 
 
 
 def in_parts(whole: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
-    """Whether each of `whole` has `size` times as many elements as its part, of one dtype."""
-    return (
-        bool(whole)
-        and len(whole) == len(parts)
-        and all(
-            one.numel() == part.numel() * size and one.dtype == part.dtype
-            for one, part in zip(whole, parts, strict=True)
-        )
-    )
+    """Whether each of `whole` has `size` times as many elements as its part, of one kind."""
+    if not whole or len(whole) != len(parts):
+        return False
+    for one, part in zip(whole, parts, strict=True):
+        if one.numel() != part.numel() * size or not _are_of_one_kind(one, part):
+            return False
+    return True
+
+
+def _are_of_one_kind(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.layout == other.layout and one.device == other.device
