@@ -1,18 +1,19 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.ambient import Ambient
-from unisono.engines.compiled import tell_compiler
-from unisono.engines.drawing import drawing
+from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.interpreter import Interpreter
 from unisono.engines.meeting import Recorder, ReplicaMeeting
+from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads
 from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
+    "Compilations",
     "GlobalRandomness",
     "Guard",
     "Interpreter",
@@ -25,5 +26,4 @@ __all__ = [
     "RunGenerators",
     "Turns",
     "drawing",
-    "tell_compiler",
 ]

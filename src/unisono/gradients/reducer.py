@@ -42,7 +42,7 @@ from unisono.gradients.sending import Sender
 from unisono.gradients.worker_packs import HookedPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import group_by_bytes
+from unisono.packing import Spec, by_dtype, group_by_bytes
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.tracing import span
 from unisono.variables import Leaves, Mirrors
@@ -158,11 +158,11 @@ class GradientReducer:
             num_full = len(self._packs)
         else:
             dense = [one for one in trained if not self._mirrors.is_sparse(one)]
-            by_dtype: dict[torch.dtype, list[Leaves]] = {}
-            for one in dense:
-                by_dtype.setdefault(one.primary.dtype, []).append(one)
             limit = self._bytes_per_pack(dense)
-            groups = [group for own in by_dtype.values() for group in self._group(own, limit)]
+            alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
+            groups = [
+                group for own in alike for group in self._group([dense[i] for i in own], limit)
+            ]
             self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
             num_full = len(self._packs)
             # What has sparse gradients comes last, each on its own.

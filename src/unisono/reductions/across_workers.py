@@ -12,7 +12,7 @@ from unisono.communicators import Communicator, all_reduce_sparse
 from unisono.devices import Device, this_machine
 from unisono.kernels import check_replicas, divide, result_dtype, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import group_by_bytes
+from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
@@ -91,15 +91,12 @@ class AcrossWorkers(CrossDeviceOps):
         self, values: list[list[Tensor]], dense: list[int], options: CommunicationOptions
     ) -> list[list[int]]:
         """Groups values that travel together, which have one dtype."""
-        by_dtype: dict[torch.dtype, list[int]] = {}
-        for i in dense:
-            by_dtype.setdefault(values[i][0].dtype, []).append(i)
         limit = options.bytes_per_pack or _BYTES_PER_PACK
+        specs = [Spec.of(tensors[0]) for tensors in values]
         return [
             [members[place] for place in group]
-            for members in by_dtype.values()
-            for group in group_by_bytes([values[i][0].nbytes for i in members], limit)
-            if group
+            for members in by_dtype(specs, dense)
+            for group in group_by_bytes([specs[i].num_bytes for i in members], limit)
         ]
 
     def _reduce(self, op: ReduceOp, values: list[list[Tensor]], members: list[int]) -> list[Tensor]:
@@ -109,16 +106,13 @@ class AcrossWorkers(CrossDeviceOps):
         num_replicas = len(tensors[0]) * self.communicator.size
         is_mean_of_integers = op is ReduceOp.MEAN and result_dtype(op, dtype) != dtype
         sent = ReduceOp.SUM if is_mean_of_integers else op
-        terms = _as_packs(self._terms(sent, tensors))
+        layout = PackLayout.of_groups([Spec.of(own[0]) for own in tensors], [range(len(tensors))])
+        terms = [layout.pack(term)[0] for term in self._terms(sent, tensors)]
         self.communicator.all_reduce(sent, terms, num_replicas if sent is ReduceOp.MEAN else None)
         total = terms[0]
         if is_mean_of_integers:
             total = divide(total, num_replicas, dtype)
-        sizes = [own[0].numel() for own in tensors]
-        parts = total.to(result_dtype(op, dtype)).split(sizes)
-        if len(parts) > 1:
-            parts = tuple(part.clone() for part in parts)
-        return [part.view(own[0].shape) for part, own in zip(parts, tensors, strict=True)]
+        return layout.unpack([total.to(result_dtype(op, dtype))])
 
     def _terms(self, op: ReduceOp, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
         """Returns what this worker brings of each value, term by term, where it can be sent.
@@ -249,11 +243,3 @@ def _only(result: Result) -> Tensor:
 
 def _undivided(op: ReduceOp) -> ReduceOp:
     return ReduceOp.SUM if op is ReduceOp.MEAN else op
-
-
-def _as_packs(terms: list[list[Tensor]]) -> list[Tensor]:
-    """Puts the values of each term end to end."""
-    return [
-        own[0].view(-1) if len(own) == 1 else torch.cat([tensor.view(-1) for tensor in own])
-        for own in terms
-    ]

@@ -17,6 +17,7 @@ from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
+    Compilations,
     GlobalRandomness,
     Interpreter,
     OneByOne,
@@ -27,7 +28,6 @@ from unisono.engines import (
     RunGenerators,
     Turns,
     drawing,
-    tell_compiler,
 )
 from unisono.errors import add_note
 from unisono.reductions import Workers
@@ -61,6 +61,7 @@ class Runner:
         self._interpreter = Interpreter(
             len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
         )
+        self._compilations = Compilations()
 
     def run(
         self,
@@ -73,7 +74,8 @@ class Runner:
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
+        is_serial = self._compilations.may_come(fn, (tuple(args), kwargs)) or self._is_serial
+        turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
             num_replicas, turns, self._gpus, names=self._names, recorder=recorder
         )
@@ -83,7 +85,9 @@ class Runner:
             for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
-            return self._run_on(contexts, meeting, fn, args, kwargs)
+            results = self._run_on(contexts, meeting, fn, args, kwargs)
+            self._compilations.note()
+            return results
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
@@ -101,7 +105,6 @@ class Runner:
         if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        tell_compiler()
         of_run = None if meeting.recorder is None else meeting.recorder.generators
         if of_run is None:
             of_run = RunGenerators()

@@ -55,8 +55,8 @@ def _watch_batch_norm() -> None:
             )
         return original(*given)
 
-    # `torch.compile` goes by the file of a function: this one is to be traced as torch's own is.
     made: Any = batch_norm
+    # `torch.compile` goes by the file of a function: this one is to be traced as torch's own is.
     made.__code__ = made.__code__.replace(co_filename=original.__code__.co_filename)
     # TorchScript compiles the function that these name.
     made.__script_if_tracing_wrapper = True

@@ -6,6 +6,7 @@ import ipaddress
 import os
 import socket
 import ssl
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,13 @@ from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.addresses import address_of_interface
+from unisono.communicators.greeting import call
+from unisono.communicators.job_store import serve_store, store_at
 from unisono.communicators.joining import _listening, join_mesh
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.network import NetworkCommunicator
+from unisono.communicators.sockets import listening
+from unisono.communicators.tls import encryption
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
 from unisono.options import ReduceOp
 
@@ -128,6 +133,23 @@ def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path
 
     assert run_ranks(3, talk, settings) == [True] * 3
     assert run_ranks(2, talk, [{}, {}]) == [False] * 2
+
+
+def test_the_store_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in keys(tmp_path, pytest.importorskip("trustme").CA(), "host.test").items():
+        monkeypatch.setenv(name, value)
+    served = serve_store("127.0.0.1", listening("127.0.0.1", 0), b"key", encryption())
+    address = served.host, served.port
+    try:
+        greeted = call(address, b"key", 1, encryption(), time.monotonic() + 20)
+        assert isinstance(greeted.socket, ssl.SSLSocket)
+        store_at(address, greeted).set("key", "value")
+        assert served.get("key") == b"value"
+        # Who knows the token but has no certificate comes no further.
+        with pytest.raises(OSError):  # noqa: PT011 (whatever a broken handshake gives)
+            call(address, b"key", 2, None, time.monotonic() + 0.3)
+    finally:
+        served.close()
 
 
 def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:

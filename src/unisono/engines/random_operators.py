@@ -10,13 +10,14 @@ nothing: wherever the operators inside them draw, in a backward pass too, they c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.engines.generators import default_generator, identity, install, of_this_thread
+from unisono.engines.generators import default_generator, exact, identity, install, of_this_thread
 
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._parse_dispatch_key(_NAME)
@@ -24,40 +25,52 @@ _KEYS = torch._C.DispatchKeySet(_KEY)
 _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-# Operators with kernels that draw. They take a `generator` argument.
-WITH_GENERATOR = (
+# The operators that draw, but for those that torch takes apart before it looks for a kernel.
+DRAWING = (
+    "_cudnn_attention_forward",
+    "_efficient_attention_forward",
+    "_flash_attention_forward",
     "_fused_dropout",
     "_sample_dirichlet",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_fused_attention_overrideable",
     "_standard_gamma",
     "bernoulli",
     "bernoulli_",
     "binomial",
+    "cauchy",
     "cauchy_",
+    "exponential",
     "exponential_",
+    "geometric",
     "geometric_",
+    "log_normal",
     "log_normal_",
     "multinomial",
+    "native_dropout",
     "normal",
     "normal_",
+    "normal_functional",
     "poisson",
+    "rand",
+    "rand_like",
+    "randint",
+    "randint_like",
+    "randn",
+    "randn_like",
+    "random",
     "random_",
     "randperm",
     "rrelu_with_noise",
     "rrelu_with_noise_",
+    "rrelu_with_noise_functional",
+    "uniform",
     "uniform_",
 )
-# Operators whose kernels for GPUs draw from the default generator, and can be told no other.
-WITHOUT_GENERATOR = (
-    "_cudnn_attention_forward",
-    "_efficient_attention_forward",
-    "_flash_attention_forward",
-    "_scaled_dot_product_cudnn_attention",
-    "_scaled_dot_product_efficient_attention",
-    "_scaled_dot_product_flash_attention",
-    "native_dropout",
-)
 
-# Held while a replica's generator stands in for the default generator of a GPU.
+# Held while a replica's generator stands in for the default generator of a device.
 _default_locks: dict[torch.device, threading.Lock] = {}
 # Kernels stay registered as long as these live.
 _libraries: list[torch.library.Library] = []
@@ -90,30 +103,22 @@ def _install() -> None:
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, _NAME)
     drawn = torch.library.Library("aten", "IMPL", _NAME)
-    for name in WITH_GENERATOR:
-        for operator in _overloads(name):
+    for name in DRAWING:
+        for operator in overloads(name):
             names = [argument.name for argument in operator._schema.arguments]
             if "generator" in names:
                 drawn.impl(operator, _given_own(operator, names.index("generator")))
-    if torch.cuda.is_available():
-        for name in WITHOUT_GENERATOR:
-            for operator in _overloads(name):
+            else:
                 drawn.impl(operator, _as_default(operator), with_keyset=True)
     _libraries.extend([others, drawn])
 
 
-def _overloads(name: str) -> list[torch._ops.OpOverload]:
-    """Returns the overloads of an operator that are not made of other operators."""
+def overloads(name: str) -> list[torch._ops.OpOverload]:
+    """Returns the overloads of an operator that torch does not take apart at once."""
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-    return [one for one in found if not is_composite(one)]
-
-
-def is_composite(operator: torch._ops.OpOverload) -> bool:
-    """Whether an operator calls others on every device."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = "CompositeImplicitAutograd", "CompositeExplicitAutograd"
-    return any(has(operator.name(), key) for key in keys)
+    return [one for one in found if not has(one.name(), "CompositeImplicitAutograd")]
 
 
 def _is_traced() -> bool:
@@ -141,31 +146,45 @@ def _given_own(operator: torch._ops.OpOverload, place: int) -> Callable[..., Any
 
 
 def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Returns the kernel of an operator that draws from the default generator of a GPU.
-
-    For the call, that generator takes over the state of the replica's one: not a copy of its
-    values, so it also works while a CUDA graph is captured.
-    """
+    """Returns the kernel of an operator that draws from the default generator alone."""
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         own = of_this_thread()
         device = _device(args, kwargs)
-        if own is None or device.type != "cuda" or _is_traced():
-            # On other devices the operator calls one that takes a generator.
+        is_elsewhere = own is None or device.type == "meta" or _is_traced()
+        # Without a mode that comes before them, the operators that it calls come here again.
+        if is_elsewhere or (device.type != "cuda" and not torch._C._len_torch_dispatch_stack()):
             return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
-        default = default_generator(device)
-        lock = _default_locks.setdefault(device, threading.Lock())
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS), lock:
-            kept = default.graphsafe_get_state()
-            default.graphsafe_set_state(own.on(device))
-            try:
-                return operator(*args, **kwargs)
-            finally:
-                default.graphsafe_set_state(kept)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS), _standing_in(own, device):
+            return operator(*args, **kwargs)
 
     return draw
 
 
+@contextmanager
+def _standing_in(own: Any, device: torch.device) -> Iterator[None]:
+    """Within the block, the default generator of a device draws what the replica's would draw."""
+    generator, default = own.on(device), default_generator(device)
+    with _default_locks.setdefault(device, threading.Lock()):
+        if device.type == "cuda":
+            # It takes over the state itself, also while a CUDA graph is captured.
+            kept = default.graphsafe_get_state()
+            default.graphsafe_set_state(generator)
+            try:
+                yield
+            finally:
+                default.graphsafe_set_state(kept)
+        else:
+            values = default.get_state()
+            default.set_state(generator.get_state())
+            try:
+                yield
+            finally:
+                generator.set_state(default.get_state())
+                default.set_state(values)
+
+
 def _device(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.device:
     tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-    return next(tensors).device
+    tensor = next(tensors, None)
+    return exact(kwargs.get("device") or "cpu") if tensor is None else tensor.device

@@ -1,14 +1,12 @@
 """Every operator of torch that draws random numbers is known, also those of versions to come.
 
 torch says of each of its operators whether it draws. An operator that is new makes this test fail:
-add it to `unisono/engines/drawing.py`, or here with the reason why it need not be there.
+add it to `unisono/engines/random_operators.py`, or here with the reason why it need not be there.
 """
-
-from collections.abc import Iterator
 
 import torch
 
-from unisono.engines.drawing import WITH_GENERATOR, WITHOUT_GENERATOR, is_composite
+from unisono.engines.random_operators import DRAWING, overloads
 
 # Why an operator that draws, as torch says, need not be known.
 EXCEPTIONS: dict[str, str] = {
@@ -31,8 +29,9 @@ EXCEPTIONS: dict[str, str] = {
 ALSO_RANDOM = {"binomial", "_sample_dirichlet", "random_"}
 
 
-def random_operators() -> Iterator[torch._ops.OpOverload]:
-    """All operators of torch that draw and are not made of others."""
+def random_operators() -> set[str]:
+    """The names of all operators that draw and that torch does not take apart at once."""
+    found = set()
     for name in torch._C._dispatch_get_all_op_names():
         namespace, _, rest = name.partition("::")
         if namespace != "aten":
@@ -40,27 +39,18 @@ def random_operators() -> Iterator[torch._ops.OpOverload]:
         packet, _, overload = rest.partition(".")
         operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
         draws = torch.Tag.nondeterministic_seeded in operator.tags or packet in ALSO_RANDOM
-        if draws and not is_composite(operator):
-            yield operator
+        if draws and operator in overloads(packet):
+            found.add(packet)
+    return found
 
 
 def test_every_operator_that_draws_is_known() -> None:
-    found = {
-        operator.name().removeprefix("aten::").partition(".")[0]: operator
-        for operator in random_operators()
-    }
-    unknown = sorted(found.keys() - {*WITH_GENERATOR, *WITHOUT_GENERATOR, *EXCEPTIONS})
+    found = random_operators()
+    unknown = sorted(found - {*DRAWING, *EXCEPTIONS})
 
     assert unknown == [], (
         f"torch {torch.__version__} draws random numbers in {unknown}, which replicas do not know. "
         "They would all draw from one generator at the same time. Add them to "
-        "`unisono/engines/drawing.py`."
+        "`unisono/engines/random_operators.py`."
     )
-    assert {"uniform_", "bernoulli_", "multinomial", "native_dropout"} <= found.keys()
-
-
-def test_an_operator_that_draws_takes_a_generator_where_it_is_said_to() -> None:
-    for operator in random_operators():
-        name = operator.name().removeprefix("aten::").partition(".")[0]
-        takes_one = any(argument.name == "generator" for argument in operator._schema.arguments)
-        assert takes_one == (name in WITH_GENERATOR), operator
+    assert {"uniform_", "bernoulli_", "multinomial", "native_dropout", "rand"} <= found
