@@ -154,7 +154,8 @@ def split(world: World) -> Any:
             part.allreduce([total]).wait()
             assert (part.rank(), part.size()) == (ranks.index(world.rank), len(ranks))
         sums.append(total.item() if part is not None else None)
-        del part
+        # A part ends with the last reference to it, which must not be while another rank uses it.
+        distributed.barrier(group=world.group)
     return sums
 
 
@@ -251,7 +252,7 @@ def attempt(call: Call, world: World) -> Any:
 
 
 def differences(store: Store, rank: int, size: int) -> list[str]:
-    with joined(store, rank, size):
+    with joined(store, rank, size, timeout=GROUP_SECONDS):
         gloo = distributed.new_group(backend="gloo")
         ours, theirs = World(None, rank, size), World(gloo, rank, size)
         found = []
@@ -273,7 +274,7 @@ def test_unusual_and_wrong_calls_do_what_gloo_does() -> None:
 
 def expanded(store: Store, rank: int, size: int) -> list[Any]:
     # Gloo writes beyond the memory of such a tensor.
-    with joined(store, rank, size):
+    with joined(store, rank, size, timeout=GROUP_SECONDS):
         column = (torch.ones(2, 1) + rank).expand(2, 3)
         told, first = (NUMBERS[:1] + rank).expand(4), (NUMBERS[:1] + rank).expand(4)
         distributed.all_reduce(column)
@@ -354,7 +355,7 @@ def test_timeouts_are_obeyed_and_named_as_over_gloo() -> None:
 def in_detail(store: Store, rank: int, size: int) -> list[Any]:
     set_debug_level(DebugLevel.DETAIL)
     found: list[Any] = []
-    with joined(store, rank, size):
+    with joined(store, rank, size, timeout=GROUP_SECONDS):
         for backend in ("gloo", "unisono"):
             world = World(distributed.new_group(backend=backend), rank, size)
             equal = moved(world, later=False)
