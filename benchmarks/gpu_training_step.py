@@ -114,9 +114,15 @@ class Plain:
                 self.step()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.step()
-        return graph.replay
+
+        def replay() -> None:
+            # The graph has the addresses of the weights, so this object must live on.
+            assert self.model
+            graph.replay()
+
+        return replay
 
 
 class Unisono:
@@ -131,7 +137,7 @@ class Unisono:
             self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.batch = [uo.PerReplica(parts, devices) for parts in zip(*batches, strict=True)]
         self.function: Callable[..., Any] = self._replica_step
-        if is_captured and hasattr(uo, "function"):
+        if is_captured:
             self.function = uo.function(self._replica_step, strict=True)
 
     def step(self) -> None:

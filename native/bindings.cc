@@ -60,11 +60,11 @@ NB_MODULE(_native, m) {
   nb::class_<SharedGroup>(m, "SharedGroup",
                           "Collectives of CPU tensors between the processes of a host.")
       .def(nb::init<nb::type_object, nb::tuple, nb::callable, int, std::size_t, std::size_t,
-                    std::size_t, double>(),
-           "tensor_type"_a, "ops"_a, "raise_failure"_a, "fd"_a, "rank"_a, "size"_a, "arena_bytes"_a,
+                    double>(),
+           "tensor_type"_a, "ops"_a, "raise_failure"_a, "fd"_a, "rank"_a, "size"_a,
            "timeout_seconds"_a)
-      .def_static("segment_bytes", &SharedGroup::segmentBytes, "size"_a, "arena_bytes"_a,
-                  "How large the memory that is shared must be.")
+      .def_static("segment_bytes", &SharedGroup::segmentBytes, "size"_a,
+                  "How large the memory that is shared must be at first.")
       .def_prop_ro("is_crowded", &SharedGroup::isCrowded,
                    "Whether there are more ranks than cores for them.")
       .def("join", &SharedGroup::join, "Meets all other ranks for the first time.")
@@ -79,7 +79,8 @@ NB_MODULE(_native, m) {
       .def("broadcast", &SharedGroup::broadcast, "tensor"_a, "root"_a,
            "Overwrites the tensor in place, or returns why it is not taken.")
       .def("barrier", &SharedGroup::barrier, "Returns when every rank has called it.")
-      .def("allocate", &SharedGroup::allocate, "num_bytes"_a, "Returns bytes of the arena.")
+      .def("allocate", &SharedGroup::allocate, "num_bytes"_a,
+           "Returns bytes that all ranks share. MemoryError may be raised on some ranks alone.")
       .def("set_timeout", &SharedGroup::setTimeout, "seconds"_a,
            "Says how long collectives may wait for other ranks.")
       .def("check_health", &SharedGroup::checkHealth, "Raises if a rank is lost.")

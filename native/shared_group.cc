@@ -93,18 +93,15 @@ std::chrono::nanoseconds inNanoseconds(double seconds) {
 }  // namespace
 
 SharedGroup::SharedGroup(nb::type_object tensor_type, nb::tuple ops, nb::callable raise_failure,
-                         int fd, std::size_t rank, std::size_t size, std::size_t arena_bytes,
-                         double timeout_seconds)
+                         int fd, std::size_t rank, std::size_t size, double timeout_seconds)
     : exchange_(tensor_type),
       ops_(std::move(ops)),
       raise_failure_(std::move(raise_failure)),
-      group_(fd, {size, arena_bytes}, rank, inNanoseconds(timeout_seconds), isInterrupted) {}
+      group_(fd, {size}, rank, inNanoseconds(timeout_seconds), isInterrupted) {}
 
 void SharedGroup::setTimeout(double seconds) { group_.setTimeout(inNanoseconds(seconds)); }
 
-std::size_t SharedGroup::segmentBytes(std::size_t size, std::size_t arena_bytes) {
-  return shared::Layout{size, arena_bytes}.bytes();
-}
+std::size_t SharedGroup::segmentBytes(std::size_t size) { return shared::Layout{size}.bytes(); }
 
 // Calls `work` without the GIL, and raises what it throws.
 template <class Work>
@@ -267,15 +264,14 @@ void SharedGroup::barrier() {
 }
 
 nb::object SharedGroup::allocate(std::size_t bytes) {
-  std::size_t place = 0;
-  run([&] { place = shared::allocate(group_, arena_used_, bytes); });
+  std::byte* data = nullptr;
+  run([&] { data = shared::allocate(group_, bytes); });
   const std::int64_t length = static_cast<std::int64_t>(bytes);
   TensorView view = {};
   view.stored_dtype = {dlpack::TypeCode::unsigned_integer, 8, 1};
   view.shape = {&length, 1};
   // The tensor keeps the mapping, which may outlive the group.
-  const std::shared_ptr<shared::Mapping>& mapping = group_.mapping();
-  return exchange_.make(view, {mapping, mapping->arena(group_.rank()) + place});
+  return exchange_.make(view, {group_.mapping(), data});
 }
 
 void SharedGroup::checkHealth() {

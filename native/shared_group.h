@@ -20,9 +20,9 @@ class SharedGroup {
   // with the kind, the text and the ranks of a failure, and raises it. Owns `fd`.
   SharedGroup(nanobind::type_object tensor_type, nanobind::tuple ops,
               nanobind::callable raise_failure, int fd, std::size_t rank, std::size_t size,
-              std::size_t arena_bytes, double timeout_seconds);
+              double timeout_seconds);
 
-  static std::size_t segmentBytes(std::size_t size, std::size_t arena_bytes);
+  static std::size_t segmentBytes(std::size_t size);
 
   void join();
   nanobind::object allReduce(nanobind::handle op, nanobind::handle terms, nanobind::handle count);
@@ -53,7 +53,6 @@ class SharedGroup {
   nanobind::tuple ops_;
   nanobind::callable raise_failure_;
   shared::Group group_;
-  std::size_t arena_used_ = 0;
 };
 
 }  // namespace unisono

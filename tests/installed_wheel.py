@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import importlib.metadata
 import sys
+import sysconfig
 from pathlib import Path
 
 import unisono
 from unisono import _native
 
-STABLE = sys.version_info >= (3, 12)
+# Without the interpreter lock there is no stable ABI yet.
+IS_FREE_THREADED = bool(sysconfig.get_config_var("Py_GIL_DISABLED"))
+STABLE = sys.version_info >= (3, 12) and not IS_FREE_THREADED
 
 
 def main(wheel: str) -> None:
@@ -25,6 +28,9 @@ def main(wheel: str) -> None:
     assert (abi == "abi3") == STABLE, f"{wheel} for Python {sys.version}"
     assert (".abi3." in _native.__file__) == STABLE, f"{_native.__file__} in {wheel}"
     assert STABLE or interpreter == f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert abi.endswith("t") == IS_FREE_THREADED, f"{wheel} for Python {sys.version}"
+    # A module that does not declare that it needs no lock would have turned the lock on.
+    assert getattr(sys, "_is_gil_enabled", lambda: True)() != IS_FREE_THREADED
     for name in ("py.typed", "_native.pyi", "benchmarks/peers/mpi_ranks.py"):
         assert (package / name).is_file(), f"{name} is not in {wheel}"
     values = unisono.PerReplica([1.0, 2.0])

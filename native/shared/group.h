@@ -58,6 +58,8 @@ class Group {
   // Whether there are more ranks than cores for them.
   bool isCrowded() const { return crowded_; }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
+  // Its descriptor, which the group closes.
+  int segment() const { return members_.segment(); }
 
  private:
   friend class Turn;

@@ -1,6 +1,8 @@
 // What lies where in the segment that the ranks of a group share. All zeros is its first state.
 //
-//   Control | RankBlock for each rank | slots of each rank | arena of each rank
+//   Control | RankBlock for each rank | slots of each rank | arenas, each with a part for each rank
+//
+// The segment begins without an arena, and grows by one when memory is asked for.
 #pragma once
 
 #include <atomic>
@@ -55,7 +57,7 @@ struct Header {
 
 struct Call {
   Header header;
-  std::uint64_t place = 0;  // stands for where the terms lie in the arena; 0: elsewhere
+  std::uint64_t place = 0;  // stands for where the terms lie in the arenas; 0: elsewhere
   std::uint64_t num_dims = 0;
   std::int64_t dims[kMaxDims] = {};
 };
@@ -125,16 +127,15 @@ struct Control {
 
 struct Layout {
   std::size_t size;
-  std::size_t arena_bytes;
 
   static constexpr std::size_t blocksAt() { return roundUp(sizeof(Control), kHugePageBytes); }
   constexpr std::size_t slotsAt() const {
     return roundUp(blocksAt() + size * sizeof(RankBlock), kHugePageBytes);
   }
-  constexpr std::size_t arenasAt() const {
+  // Without arenas.
+  constexpr std::size_t bytes() const {
     return roundUp(slotsAt() + size * kNumSlots * kSlotBytes, kHugePageBytes);
   }
-  constexpr std::size_t bytes() const { return arenasAt() + size * arena_bytes; }
 };
 
 }  // namespace unisono::shared

@@ -19,6 +19,8 @@ class Members {
   Members(const Members&) = delete;
   Members& operator=(const Members&) = delete;
 
+  int segment() const { return fd_; }
+
   // Says so to the others. In a forked child it only gives back the descriptor.
   void leave();
 

@@ -82,16 +82,30 @@ void barrier(Group& group) {
   turn.finish(0);
 }
 
-std::size_t allocate(Group& group, std::size_t& used, std::size_t bytes) {
-  // The turn holds the group to the end, so that no other thread is given the same place.
+std::byte* allocate(Group& group, std::size_t bytes) {
   Turn turn(group, {.header = {.kind = Kind::allocate, .elements = bytes}});
+  // The turn holds the group to the end, so that no other thread is given the same place.
+  Mapping& mapping = *group.mapping();
+  bool is_long_enough = true;
+  if (group.rank() == 0) {
+    try {
+      mapping.lengthen(group.segment(), bytes);
+    } catch (const std::bad_alloc&) {
+      is_long_enough = false;
+    }
+  }
   turn.meet();
+  std::byte* data = nullptr;
+  if (is_long_enough) {
+    try {
+      data = mapping.allocate(group.segment(), bytes, group.rank());
+    } catch (const std::bad_alloc&) {
+      data = nullptr;
+    }
+  }
   turn.finish(0);
-  const std::size_t place = roundUp(used, bytes < kHugePageBytes ? kApart : kHugePageBytes);
-  const std::size_t arena_bytes = group.mapping()->layout().arena_bytes;
-  if (place > arena_bytes || bytes > arena_bytes - place) throw std::bad_alloc();
-  used = place + bytes;
-  return place;
+  if (data == nullptr) throw std::bad_alloc();
+  return data;
 }
 
 }  // namespace unisono::shared

@@ -33,9 +33,9 @@ class Gather {
 
 void barrier(Group& group);
 
-// Returns the place of `bytes` bytes in the arenas, which must all have been asked for as much.
-// Those before it are `used`, which then counts these, too. Throws std::bad_alloc on every rank if
-// they are full.
-std::size_t allocate(Group& group, std::size_t& used, std::size_t bytes);
+// Returns `bytes` bytes of this rank at the same place on every rank, for which all must have
+// asked. Throws std::bad_alloc where there is no memory, which may be on some ranks alone: then
+// nobody may use what it has got, nor ask again.
+std::byte* allocate(Group& group, std::size_t bytes);
 
 }  // namespace unisono::shared

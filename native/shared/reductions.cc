@@ -236,28 +236,36 @@ void reduceInArena(Turn& turn, const Shape& shape) {
   const std::size_t num_pieces = (shape.terms.num_elements + piece - 1) / piece;
   std::vector<const void*> inputs(shape.group.size() * shape.terms.data.size());
   std::vector<void*> outputs(shape.group.size());
+  // How far apart the ranks have each term.
+  std::vector<std::ptrdiff_t> strides;
+  for (void* term : shape.terms.data) {
+    const Arena* arena = mapping.arenaOf(term, shape.bytes(), shape.group.rank());
+    strides.push_back(static_cast<std::ptrdiff_t>(arena->part_bytes));
+  }
   turn.share(num_pieces, [&](std::size_t index) {
     const std::size_t begin = index * piece;
     for (std::size_t rank = 0, i = 0; rank < shape.group.size(); ++rank) {
-      const std::ptrdiff_t shift = mapping.arena(rank) - mapping.arena(shape.group.rank());
-      for (void* term : shape.terms.data) {
-        inputs[i++] = at(term, begin * shape.element_bytes) + shift;
+      const auto steps =
+          static_cast<std::ptrdiff_t>(rank) - static_cast<std::ptrdiff_t>(shape.group.rank());
+      for (std::size_t term = 0; term < strides.size(); ++term) {
+        inputs[i++] =
+            at(shape.terms.data[term], begin * shape.element_bytes) + steps * strides[term];
       }
-      outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + shift;
+      outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + steps * strides[0];
     }
     shape.reduce(inputs, outputs, std::min(piece, shape.terms.num_elements - begin));
   });
 }
 
-// Stands for the offsets of all terms in the arena of this rank; 0 if a term lies elsewhere.
+// Stands for where all terms lie in the arenas of this rank; 0 if a term lies elsewhere.
 std::uint64_t placeOf(const Group& group, const Terms& terms, std::size_t bytes) {
-  const Mapping& mapping = *group.mapping();
-  const std::byte* arena = mapping.arena(group.rank());
   std::uint64_t place = 1;
   for (void* term : terms.data) {
-    const auto* data = static_cast<const std::byte*>(term);
-    if (data < arena || data + bytes > arena + mapping.layout().arena_bytes) return 0;
-    place = place * 0x9e3779b97f4a7c15u + static_cast<std::uint64_t>(data - arena) + 1;
+    const Arena* arena = group.mapping()->arenaOf(term, bytes, group.rank());
+    if (arena == nullptr) return 0;
+    const std::byte* part = arena->base + group.rank() * arena->part_bytes;
+    const auto offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(term) - part);
+    place = place * 0x9e3779b97f4a7c15u + arena->begin + offset + 1;
   }
   return place;
 }

@@ -81,12 +81,11 @@ class SharedGroup:
         fd: int,
         rank: int,
         size: int,
-        arena_bytes: int,
         timeout_seconds: float,
     ) -> None: ...
     @staticmethod
-    def segment_bytes(size: int, arena_bytes: int) -> int:
-        """How large the memory that is shared must be."""
+    def segment_bytes(size: int) -> int:
+        """How large the memory that is shared must be at first."""
 
     @property
     def is_crowded(self) -> bool:

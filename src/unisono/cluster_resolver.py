@@ -3,6 +3,7 @@
 from unisono.cluster import (
     ClusterResolver,
     ClusterSpec,
+    KubernetesClusterResolver,
     MpiClusterResolver,
     SimpleClusterResolver,
     SlurmClusterResolver,
@@ -14,6 +15,7 @@ from unisono.cluster import (
 __all__ = [
     "ClusterResolver",
     "ClusterSpec",
+    "KubernetesClusterResolver",
     "MpiClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",

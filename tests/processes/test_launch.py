@@ -21,6 +21,9 @@ from processes.programs import (
     run_together,
     wait_until_gone,
 )
+from unisono.cli.launch import _are_all
+from unisono.cli.local_tasks import local_tasks
+from unisono.cluster import ClusterSpec
 
 MEETS = """
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
@@ -258,14 +261,26 @@ def test_a_cluster_of_other_hosts_can_be_tried_on_this_one(tmp_path: Path) -> No
     assert sorted(output.splitlines()) == [f"[worker {r}] worker {r} of 2 0" for r in range(2)]
 
 
-def test_a_task_sees_nothing_of_the_launcher_but_tf_config(tmp_path: Path) -> None:
+def test_a_task_sees_nothing_of_the_launcher_but_tf_config_and_a_token(tmp_path: Path) -> None:
     shows = "import os\nprint(sorted(name for name in os.environ if name in ('RANK', 'TF_CONFIG', "
     shows += "'WORLD_SIZE', 'MASTER_ADDR', 'TORCHELASTIC_RUN_ID', 'UNISONO_LAUNCH_PLAN')))"
+    shows += "\nprint(len(os.environ['UNISONO_JOB_TOKEN']))"
     environ = clean_environment(TF_CONFIG='{"cluster": {"worker": ["localhost:1"]}}')
 
     _, output, _ = run(launcher(script(tmp_path, shows)), environ)
 
-    assert output == "[worker 0] ['TF_CONFIG']\n"
+    assert output == "[worker 0] ['TF_CONFIG']\n[worker 0] 64\n"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "all_are_here"),
+    [(["localhost:1", "localhost:2"], True), (["localhost:1", "b:1"], False)],
+)
+def test_a_token_is_made_for_jobs_of_one_host(hosts: list[str], all_are_here: bool) -> None:
+    tasks = local_tasks(ClusterSpec({"worker": hosts}), all_local=False)
+
+    assert _are_all(tasks) is all_are_here
+    assert _are_all([])
 
 
 def test_the_command_is_installed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import socket
@@ -131,6 +132,45 @@ def test_variables_of_srun_set_by_hand(worker: Path) -> None:
     found = together(worker, environs)
 
     assert found == [[rank, 3, "slurm-7.0", [0, 1, 2]] for rank in range(3)]
+
+
+def test_variables_of_kubernetes_set_by_hand(worker: Path) -> None:
+    (port,) = free_ports(1)
+    common = {"UNISONO_NUM_WORKERS": "2", "UNISONO_COORDINATOR": f"localhost:{port}"}
+    common |= {"UNISONO_JOB_TOKEN": "secret"}
+
+    found = together(worker, [clean_environment(JOB_COMPLETION_INDEX=r, **common) for r in "01"])
+
+    assert found == [[r, 2, f"kubernetes-localhost:{port}", [0, 1]] for r in range(2)]
+
+
+# Starts the tasks as srun does: with the environment of the batch script, and a number for each.
+SRUN = """#!/bin/bash
+export SLURM_JOB_ID=7 SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_STEP_NODELIST=localhost
+export SLURM_STEP_TASKS_PER_NODE=2
+for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" & done
+wait
+"""
+
+
+def test_the_batch_script_of_the_documentation(worker: Path, tmp_path: Path) -> None:
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl")
+    page = Path(__file__).parents[2] / "docs" / "launchers.md"
+    (script,) = re.findall(r"```bash\n(#!/bin/bash\n.*?)```", page.read_text(), re.DOTALL)
+    for name, text in {"srun": SRUN, "batch": script}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    worker.rename(tmp_path / "train.py")
+    folders = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    (port,) = free_ports(1)
+    environ = clean_environment(PATH=folders, MASTER_PORT=str(port))
+
+    status, output, errors = run(["bash", "-c", f"cd {tmp_path} && ./batch"], environ)
+
+    assert status == 0, errors
+    assert "has no UNISONO_JOB_TOKEN" not in errors
+    assert sorted(answers(output)) == [[rank, 2, "slurm-7.0", [0, 1]] for rank in range(2)]
 
 
 @pytest.mark.parametrize("name", ["OMPI_COMM_WORLD", "PMI"])

@@ -111,7 +111,7 @@ def outcome_of(name: str, strategy: Any) -> Outcome:
             learned = train(strategy)
     except Exception as error:
         return Outcome({}, type(error).__name__, str(error), traceback.format_exc())
-    return Outcome({key: tensor.detach().numpy().copy() for key, tensor in learned.items()})
+    return Outcome({key: tensor.detach().cpu().numpy().copy() for key, tensor in learned.items()})
 
 
 @contextmanager

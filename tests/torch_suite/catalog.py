@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
+import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -60,8 +62,21 @@ def modules() -> list[str]:
 
 
 def tests_of(suite: str) -> list[str]:
-    """The names of the tests of a class, also of those that torch skips with Gloo."""
-    return [name for name in dir(SUITES[suite].load()) if name.startswith("test_")]
+    """The names of the tests of a class that use a group, also of those that torch skips."""
+    loaded = SUITES[suite].load()
+    names = [name for name in dir(loaded) if name.startswith("test_")]
+    return [name for name in names if SUITES[suite].has_group or _uses_group(loaded, name)]
+
+
+def _uses_group(loaded: Any, name: str) -> bool:
+    """Whether a method, or one that it calls, makes a group or takes part in a barrier."""
+    if not inspect.isfunction(method := getattr(loaded, name, None)):
+        return False
+    text = inspect.getsource(inspect.unwrap(method))
+    if re.search(r"initialize_pg|init_process_group|dist\.barrier|new_group", text):
+        return True
+    called = set(re.findall(r"self\.(\w+)\(", text)) - {name}
+    return any(_uses_group(loaded, one) for one in called)
 
 
 def by_suite(names: Sequence[str]) -> dict[str, list[str]]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store, Work
 
 from unisono.backend.lane import Lane
+from unisono.backend.recorded import traced
 from unisono.backend.work import CollectiveWork
 from unisono.communicators import Communicator, connect
 
@@ -37,7 +38,7 @@ class Engine:
         self._seconds = timeout.total_seconds()
         self._lane = Lane(f"unisono-backend-{rank}")
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
-        self._communicator = connect(store, rank, size, timeout_seconds=self._seconds)
+        self._communicator = traced(connect(store, rank, size, timeout_seconds=self._seconds))
 
     def begin(
         self, call: Callable[[Communicator], None], outputs: list[Tensor], name: str, opts: Any

@@ -54,7 +54,10 @@ def _name_for(group: distributed.ProcessGroup, device: torch.device) -> str | No
 
 def _gloo(group: distributed.ProcessGroup, store: Store, timeout: timedelta) -> Any:
     seconds = timeout.total_seconds()
-    return make_gloo_group(store, group.rank(), group.size(), host=None, timeout_seconds=seconds)
+    # One thread is enough for what is left to Gloo: sends and receives need none.
+    return make_gloo_group(
+        store, group.rank(), group.size(), host=None, timeout_seconds=seconds, num_threads=1
+    )
 
 
 def _nccl(group: distributed.ProcessGroup, store: Store, timeout: timedelta) -> Any:

@@ -92,6 +92,28 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self._engine.close()
         super().shutdown()
 
+    def split_group(
+        self,
+        new_ranks: list[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> UnisonoProcessGroup | None:
+        """Returns a group of some of the ranks, each of which calls this; None on other ranks.
+
+        `opts` and `device_types`, which torch passes too, are for backends in C++.
+        """
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, new_ranks))}"
+        store, place = PrefixStore(name, self._store), new_ranks.index(self.rank())
+        part = UnisonoProcessGroup(store, place, len(new_ranks), timeout or self._timeout)
+        part._set_group_name(name)
+        part._set_group_desc(group_desc or name)
+        return part
+
     def get_group_store(self) -> Store:
         """Where the ranks of this group meet."""
         return self._store
@@ -259,12 +281,6 @@ class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
             self._backend_for(opts.device)
             return self._others.barrier(opts)
         return self._begin(lambda communicator: communicator.barrier(), [], "barrier", opts)
-
-    def monitored_barrier(
-        self, timeout: timedelta | None = None, *, wait_all_ranks: bool = False
-    ) -> None:
-        """Waits for all ranks; the error names all that are missing, with either value."""
-        self.barrier(options(BarrierOptions, None, timeout=timeout)).wait()
 
     # What torch calls them before 2.13.
     _allgather_base = all_gather_single

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -21,6 +22,7 @@ from unisono.cli import worker_start
 from unisono.cli.local_tasks import LocalTask, local_tasks
 from unisono.cli.worker_output import WorkerOutput
 from unisono.cluster import Address, TFConfig
+from unisono.communicators import JOB_TOKEN
 from unisono.devices import this_machine
 from unisono.errors import ClusterError
 
@@ -176,6 +178,9 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
         "launcher": os.getpid(),
     }
     variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
+    if config.max_nodes == 1 and _are_all(tasks) and not os.environ.get(JOB_TOKEN):
+        # Launchers of several hosts cannot agree on a secret that nobody else hears.
+        variables[JOB_TOKEN] = secrets.token_hex(32)
     names = [task.name for task in tasks]
     _hear_ctrl_c_while_waiting_for_hosts()
     with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
@@ -189,6 +194,14 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
         except ChildFailedError as error:
             return _report(error, output)
     return 0
+
+
+def _are_all(tasks: Sequence[LocalTask]) -> bool:
+    """Whether no task of the cluster, if there is one, runs on another host."""
+    if not tasks:
+        return True
+    spec = TFConfig.read(tasks[0].tf_config).spec
+    return sum(map(spec.num_tasks, spec.jobs)) == len(tasks)
 
 
 def _hear_ctrl_c_while_waiting_for_hosts() -> None:

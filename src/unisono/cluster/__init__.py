@@ -7,6 +7,7 @@ from unisono.cluster.meeting import meet, was_left
 from unisono.cluster.membership import Membership
 from unisono.cluster.resolvers import (
     ClusterResolver,
+    KubernetesClusterResolver,
     Launch,
     MpiClusterResolver,
     SimpleClusterResolver,
@@ -23,6 +24,7 @@ __all__ = [
     "Address",
     "ClusterResolver",
     "ClusterSpec",
+    "KubernetesClusterResolver",
     "Launch",
     "Membership",
     "MpiClusterResolver",

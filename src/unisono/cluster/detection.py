@@ -7,7 +7,8 @@ The first that answers is used:
 3. mpirun        OMPI_COMM_WORLD_RANK (Open MPI) or MPI_LOCALRANKID (MPICH's Hydra)
 4. srun          SLURM_PROCID together with SLURM_STEP_ID
 5. other PMI     PMI_RANK or PMIX_RANK
-6. none          the process is alone
+6. Kubernetes    JOB_COMPLETION_INDEX together with UNISONO_NUM_WORKERS
+7. none          the process is alone
 
 torchrun and mpirun come before srun because they are often started inside a SLURM job, where the
 processes still see the variables of the job or of the daemon that srun started for them. A bare
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 
 from unisono.cluster.resolvers import (
     ClusterResolver,
+    KubernetesClusterResolver,
     MpiClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
     TorchrunClusterResolver,
 )
+from unisono.cluster.resolvers.kubernetes import NUM_WORKERS
 from unisono.cluster.resolvers.tf_config import TF_CONFIG
 
 _logger = logging.getLogger("unisono")
@@ -61,6 +64,12 @@ _ORDER = (
         "srun", ("SLURM_PROCID",), lambda e: SlurmClusterResolver(environ=e), "SLURM_STEP_ID"
     ),
     _Launcher("PMI", ("PMI_RANK", "PMIX_RANK"), lambda e: MpiClusterResolver(environ=e)),
+    _Launcher(
+        "Kubernetes",
+        ("JOB_COMPLETION_INDEX",),
+        lambda e: KubernetesClusterResolver(environ=e),
+        NUM_WORKERS,
+    ),
 )
 
 
@@ -79,7 +88,7 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
         if environ.get("WORLD_SIZE"):
             # Several workers and nobody says which one this is: that RANK is missing is told there.
             return TorchrunClusterResolver(environ=environ)
-        _warn_of_tasks_without_srun(environ)
+        _warn_of_workers_that_run_alone(environ)
         return None
     chosen, *ignored = found
     resolver = chosen.resolve(environ)
@@ -91,8 +100,15 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     return resolver
 
 
-def _warn_of_tasks_without_srun(environ: Mapping[str, str]) -> None:
+def _warn_of_workers_that_run_alone(environ: Mapping[str, str]) -> None:
     num_tasks = environ.get("SLURM_NTASKS", "1")
+    if environ.get("JOB_COMPLETION_INDEX"):
+        _logger.warning(
+            "This is pod %s of an Indexed Job of Kubernetes, but %s is not set, so it runs alone. "
+            "Set it in the manifest to the number of pods that train together.",
+            environ["JOB_COMPLETION_INDEX"],
+            NUM_WORKERS,
+        )
     if num_tasks != "1":
         _logger.warning(
             "SLURM has %s tasks, but srun has not started this process, so it runs alone. Write "

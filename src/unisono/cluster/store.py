@@ -10,14 +10,15 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 
-# torch imports the stores there for others to use, but does not say so to type checkers.
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch import distributed
+from torch._C._distributed_c10d import Store
 
 from unisono.cluster.membership import Membership
 from unisono.communicators import JOB_TOKEN, STORE_ERRORS, in_thread, tcp_store
 from unisono.communicators.greeting import RefusedError, call, has_token, job_key
 from unisono.communicators.job_store import JobStore, local_store, serve_store, store_at
 from unisono.communicators.sockets import listening, listening_everywhere
+from unisono.communicators.stores import coordinator_address
 from unisono.communicators.tls import encryption
 from unisono.errors import CommunicationError, JobMismatchError, WorkerTimeoutError
 
@@ -30,8 +31,8 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     """Returns the store of a job, and with it the first connection between its workers.
 
     Rank 0 listens at its address in the cluster, or at the one that UNISONO_LISTEN names. Where the
-    launcher has taken that port for a store of its own, rank 0 takes another one and says there
-    which. A process that is alone gets a store without any network.
+    launcher, or torch's default group, has taken that port for a store of its own, rank 0 takes
+    another one and says there which. A process that is alone gets a store without any network.
 
     The store lives as long as what is returned: prefixes of it do not keep it.
 
@@ -48,6 +49,14 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     return store
 
 
+def _store_of_default_group() -> Store | None:
+    """Returns the store of the process group that the program, or Ray, has made before."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return None
+    store: Store = distributed.distributed_c10d._get_default_store()
+    return store
+
+
 class _Door:
     """Where the store of a job is, and what one must know to enter."""
 
@@ -59,14 +68,18 @@ class _Door:
         self._key = job_key(self._name)
         self._keys = encryption()
         self._host = membership.coordinator_host
+        group = _store_of_default_group()
+        at = None if group is None else coordinator_address(group)
+        self._group = group if at and at[1] == membership.coordinator_port else None
+        # The port of rank 0 may be that of another store, where rank 0 says where its own is.
+        self._uses_other = membership.uses_existing_store or self._group is not None
 
     def serve(self) -> JobStore:
-        uses_other = self._membership.uses_existing_store
-        listener = self._listener(0 if uses_other else self._membership.coordinator_port)
+        listener = self._listener(0 if self._uses_other else self._membership.coordinator_port)
         store = serve_store(self._host, listener, self._key, self._keys)
-        if uses_other:
+        if self._uses_other:
             try:
-                self._of_launcher(lambda other: other.set(self._name, str(store.port)))
+                self._of_other(lambda other: other.set(self._name, str(store.port)))
             except STORE_ERRORS as error:
                 raise self._unreachable(str(error)) from None
         if not has_token():
@@ -125,14 +138,14 @@ class _Door:
             time.sleep(_PAUSE_SECONDS)
 
     def _port(self) -> int:
-        if not self._membership.uses_existing_store:
+        if not self._uses_other:
             return self._membership.coordinator_port
-        return int(self._of_launcher(lambda store: store.get(self._name)) or 0)
+        return int(self._of_other(lambda store: store.get(self._name)) or 0)
 
-    def _of_launcher(self, ask: Callable[[TCPStore], bytes | None]) -> bytes | None:
+    def _of_other(self, ask: Callable[[Store], bytes | None]) -> bytes | None:
         left = max(self._deadline - time.monotonic(), _PAUSE_SECONDS)
         at = self._host, self._membership.coordinator_port
-        return in_thread(lambda: ask(tcp_store(*at, left)), left)
+        return in_thread(lambda: ask(self._group or tcp_store(*at, left)), left)
 
     def _refused(self) -> JobMismatchError:
         rank = self._membership.rank
@@ -149,7 +162,7 @@ class _Door:
         return WorkerTimeoutError(
             f"Rank {one.rank} of {one.size} has tried for {self._timeout_seconds:g} s to reach "
             f"rank {one.coordinator_rank} at {one.coordinator}, and nobody answers as the store of "
-            f"this job: {reason}. Check that it runs, that this is its address, and that no "
-            "firewall is in between.",
+            f"this job: {reason.splitlines()[0]}. Check that it runs, that this is its address, "
+            "and that no firewall is in between.",
             ranks=[one.coordinator_rank],
         )

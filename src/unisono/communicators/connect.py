@@ -18,13 +18,12 @@ from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.selection import Carrier
-from unisono.communicators.shared_memory import SharedMemoryCommunicator
+from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.watch import Watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
-from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
 _GRACE_SECONDS = 2.0
@@ -85,7 +84,7 @@ def _survey(
     timeout_seconds: float,
 ) -> tuple[Layout, bool]:
     """Returns where the ranks are, and whether all of them can share memory."""
-    core = "native" if native_core().kernel is not None else "torch"
+    core = "native" if can_share_memory(size) else "torch"
     own = f"{implementation.value}/{core}/{host_identity()}"
     prefixed = PrefixStore("survey", store)
     said = say_to_all(prefixed, rank, size, own, timeout_seconds=timeout_seconds)

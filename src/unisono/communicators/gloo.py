@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from datetime import timedelta
 from typing import Any
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch import distributed
@@ -26,6 +27,10 @@ _LOOK_SECONDS = 0.1
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
+_devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
+# Keeps the device of each group that is in use.
+_device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+
 
 def make_gloo_group(
     store: Store,
@@ -35,6 +40,7 @@ def make_gloo_group(
     host: str | None,
     timeout_seconds: float,
     joining_seconds: float | None = None,
+    num_threads: int = 4,
 ) -> Any:
     """Returns a group of its own, apart from torch's default one.
 
@@ -47,11 +53,13 @@ def make_gloo_group(
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
     options._timeout = timedelta(seconds=left.seconds())
-    options._devices = [_device(own)]
+    device = _device(own)
+    options._devices = [device]
     # As many collectives as are under way at a time.
-    options._threads = 4
+    options._threads = num_threads
     make = functools.partial(group, PrefixStore("gloo", store), rank, size, options)
     made = _connected(PrefixStore("ends", store), rank, size, make, left.seconds())
+    _device_of[made] = device
     made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
     return made
 
@@ -95,6 +103,18 @@ def _connected(store: Store, rank: int, size: int, make: Callable[[], Any], seco
 
 
 def _device(address: str) -> Any:
+    """Returns what connects groups to an address: a thread, a listening socket and its queue.
+
+    The groups of a process share it, and it ends with the last of them. A forked child has none of
+    its threads, so it gets another.
+    """
+    key = os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
+    if (device := _devices.get(key)) is None:
+        device = _devices[key] = _make_device(address)
+    return device
+
+
+def _make_device(address: str) -> Any:
     group: Any = distributed.ProcessGroupGloo
     try:
         return group.create_device(hostname=address)

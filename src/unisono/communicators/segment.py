@@ -2,7 +2,8 @@
 
 Rank 0 makes the memory and listens on a socket of the host. The address of the socket and a secret
 travel through the store of the job; who connects as the same user and knows the secret is given a
-descriptor. Nothing has a name in a file system, so nothing can stay behind.
+descriptor. Then it says whether it could map the memory, and rank 0 tells all ranks whether all
+could. Nothing has a name in a file system, so nothing can stay behind.
 """
 
 from __future__ import annotations
@@ -13,16 +14,24 @@ import hmac
 import json
 import os
 import secrets
+import select
 import socket
 import struct
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Protocol, TypeVar
 
 from torch._C._distributed_c10d import Store
 
+from unisono.communicators.greeting import Guest, Reception, Steps
+from unisono.communicators.hub import error_of
 from unisono.communicators.stores import have_come
-from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+from unisono.errors import (
+    CommunicationError,
+    JobMismatchError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 
 # How long a guest that finds nobody at the address looks for a newer one.
 _GRACE_SECONDS = 2.0
@@ -30,21 +39,24 @@ _LOOK_SECONDS = 0.5
 _MAX_MESSAGE = 4096
 
 
-class Segment(NamedTuple):
-    """The descriptor of shared memory, and how much of it each rank may allocate."""
+class _Closable(Protocol):
+    def close(self) -> None: ...
 
-    fd: int
-    arena_bytes: int
+
+_T = TypeVar("_T", bound=_Closable)
 
 
 def create_segment(num_bytes: int) -> int:
-    """Returns a descriptor of new memory of fixed size, of which pages are used when touched."""
+    """Returns a descriptor of new memory that can grow, of which pages are used when touched."""
     fd = os.memfd_create("unisono", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.fchmod(fd, 0o600)
-    os.ftruncate(fd, num_bytes)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
     # A process that shrank it would end the others with SIGBUS.
-    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
     return fd
 
 
@@ -63,55 +75,73 @@ class Host:
         self._missing = set(range(1, size))
         self._size = size
         self._token = secrets.token_hex(32)
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+        self._there: list[socket.socket] = []
+        self._fd = -1
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         address = f"unisono-{secrets.token_hex(16)}"
-        self._socket.bind(f"\0{address}")
-        self._socket.listen(size)
+        listener.bind(f"\0{address}")
+        listener.listen(size + 128)
+        self._reception = Reception(listener, self._steps)
         store.set(key, json.dumps({"address": address, "token": self._token}))
 
-    def hand_out(
-        self, segment: Segment, timeout_seconds: float, check_health: Callable[[], None]
-    ) -> None:
-        """Returns when every other rank has the memory. `check_health` is called now and then."""
+    def hand_out(self, fd: int, timeout_seconds: float, check_health: Callable[[], None]) -> None:
+        """Returns when every other rank has mapped the memory.
+
+        Args:
+            fd: The descriptor of the memory.
+            timeout_seconds: How long to wait for the others.
+            check_health: Called now and then.
+        """
+        self._fd = fd
         deadline = time.monotonic() + timeout_seconds
-        with self._socket:
+        try:
             while self._missing:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     raise self._timed_out(timeout_seconds)
-                self._socket.settimeout(min(left, _LOOK_SECONDS))
-                try:
-                    guest, _ = self._socket.accept()
-                except TimeoutError:
-                    check_health()
-                    continue
-                with guest:
-                    guest.settimeout(_GRACE_SECONDS)
-                    self._receive(guest, segment)
-        self._store.delete_key(self._key)
+                self._reception.turn(min(left, _LOOK_SECONDS))
+                check_health()
+        except CommunicationError as error:
+            refuse(self._store, self._key, error)
+            self._tell(_refusal(error))
+            raise
+        else:
+            self._store.delete_key(self._key)
+            self._tell({})
+        finally:
+            self._reception.close()
+            for guest in self._there:
+                guest.close()
 
-    def _receive(self, guest: socket.socket, segment: Segment) -> None:
-        try:
-            request = _read(guest.recv(_MAX_MESSAGE))
-        except OSError:
-            return  # It went away, and may come again.
-        known = hmac.compare_digest(str(request.get("token", "")), self._token)
-        if not known or _user_of(guest) != os.getuid():
+    def _tell(self, verdict: dict[str, Any]) -> None:
+        for guest in self._there:
+            with contextlib.suppress(OSError):
+                guest.send(json.dumps(verdict).encode())
+
+    def _steps(self, guest: Guest) -> Steps[None]:
+        guest.socket.settimeout(0)
+        # Another user is not listened to at all.
+        if _user_of(guest.socket) != os.getuid():
             return
+        request = yield from _received(guest.socket)
+        token = str(request.get("token", "")).encode()
+        if not hmac.compare_digest(token, self._token.encode()):
+            return
+        guest.is_known = guest.is_kept = True
+        self._there.append(guest.socket)
         rank, size = request.get("rank"), request.get("size")
         if size != self._size or rank not in self._missing:
-            text = (
+            raise JobMismatchError(
                 f"Rank {rank} of {size} came to a job of {self._size} ranks that waits for "
                 f"{_words(self._missing)}. Start each rank of one job once, and tell all the same "
-                "number of ranks."
+                "number of ranks.",
+                [rank] if isinstance(rank, int) else [],
             )
-            with contextlib.suppress(OSError):
-                guest.send(json.dumps({"refusal": text}).encode())
-            raise JobMismatchError(text, [rank] if isinstance(rank, int) else [])
-        answer = json.dumps({"arena_bytes": segment.arena_bytes}).encode()
-        with contextlib.suppress(OSError):
-            socket.send_fds(guest, [answer], [segment.fd])
-            self._missing.discard(rank)
+        socket.send_fds(guest.socket, [b"{}"], [self._fd])
+        answer = yield from _received(guest.socket)
+        if "failure" in answer:
+            raise CommunicationError(str(answer["failure"]), [rank])
+        self._missing.discard(rank)
 
     def _timed_out(self, timeout_seconds: float) -> WorkerTimeoutError:
         return WorkerTimeoutError(
@@ -122,10 +152,24 @@ class Host:
         )
 
 
+def refuse(store: Store, key: str, error: CommunicationError) -> None:
+    """Tells ranks that come later why there is no memory for them."""
+    store.set(key, json.dumps(_refusal(error)))
+
+
+def _refusal(error: CommunicationError) -> dict[str, Any]:
+    return {"refusal": [type(error).__name__, str(error), error.ranks]}
+
+
 def receive_segment(
-    store: Store, key: str, rank: int, size: int, timeout_seconds: float
-) -> Segment:
-    """Returns the memory that rank 0 hands out."""
+    store: Store,
+    key: str,
+    rank: int,
+    size: int,
+    timeout_seconds: float,
+    enter: Callable[[int], _T],
+) -> _T:
+    """Returns what `enter` makes of the memory that rank 0 hands out, when all ranks have it."""
     deadline = time.monotonic() + timeout_seconds
     refused_at = None
     while True:
@@ -137,9 +181,10 @@ def receive_segment(
                 "`timeout_seconds` if it only needs longer.",
                 [0],
             )
-        segment = _ask(invitation, rank, size, deadline)
-        if segment is not None:
-            return segment
+        _raise_refusal(invitation)
+        entered = _ask(invitation, rank, size, deadline, enter)
+        if entered is not None:
+            return entered
         refused_at = refused_at or time.monotonic()
         if time.monotonic() - refused_at > _GRACE_SECONDS:
             raise WorkerLostError(
@@ -157,7 +202,9 @@ def _await_invitation(store: Store, key: str, deadline: float) -> dict[str, Any]
     return _read(store.get(key)) if left > 0 and have_come(store, [key], left) else None
 
 
-def _ask(invitation: dict[str, Any], rank: int, size: int, deadline: float) -> Segment | None:
+def _ask(
+    invitation: dict[str, Any], rank: int, size: int, deadline: float, enter: Callable[[int], _T]
+) -> _T | None:
     """Returns None if nobody is there, or not the one who invited."""
     request = {"token": invitation.get("token"), "rank": rank, "size": size}
     kind = socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC
@@ -170,18 +217,68 @@ def _ask(invitation: dict[str, Any], rank: int, size: int, deadline: float) -> S
                 return None
             connection.send(json.dumps(request).encode())
             message, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
+            _raise_refusal(_read(message))
+            if not fds:
+                return None
         except OSError:
             return None
-    answer = _read(message)
+        return _entered(connection, fds[0], rank, deadline, enter)
+
+
+def _entered(
+    connection: socket.socket, fd: int, rank: int, deadline: float, enter: Callable[[int], _T]
+) -> _T:
+    """Maps the memory, tells rank 0 whether that went well, and hears whether it did everywhere."""
+    try:
+        entered = enter(fd)
+    except OSError as error:
+        failure = no_memory(rank, error)
+        with contextlib.suppress(OSError):
+            connection.send(json.dumps({"failure": str(failure)}).encode())
+        raise failure from error
+    try:
+        # Rank 0 may have said no and hung up already. If it has ended, the memory shows that, too.
+        with contextlib.suppress(OSError):
+            connection.send(b"{}")
+        with contextlib.suppress(OSError):
+            connection.settimeout(max(0.1, deadline - time.monotonic()))
+            _raise_refusal(_read(connection.recv(_MAX_MESSAGE)))
+    except BaseException:
+        entered.close()
+        raise
+    return entered
+
+
+def no_memory(rank: int, error: OSError) -> CommunicationError:
+    """The error for a rank that cannot make or map shared memory."""
+    return CommunicationError(
+        f"Rank {rank} cannot share memory with the other ranks of its host: {error}. Raise the "
+        "limits of its process (`ulimit -v`, `-n`, `-f`), or ask for `implementation=RING`.",
+        [rank],
+    )
+
+
+def _raise_refusal(answer: dict[str, Any]) -> None:
     if "refusal" in answer:
-        raise JobMismatchError(str(answer["refusal"]), [rank])
-    return Segment(fds[0], int(answer["arena_bytes"])) if fds else None
+        raise error_of(*answer["refusal"])
+
+
+def _received(connection: socket.socket) -> Steps[dict[str, Any]]:
+    while True:
+        try:
+            message = connection.recv(_MAX_MESSAGE)
+        except BlockingIOError:
+            yield select.POLLIN
+            continue
+        if not message:
+            raise ConnectionError("it hung up")
+        return _read(message)
 
 
 def _read(message: bytes) -> dict[str, Any]:
     try:
         value = json.loads(message)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}
 

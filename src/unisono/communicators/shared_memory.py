@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import logging
+import mmap
 import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -12,7 +14,13 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.segment import Host, Segment, create_segment, receive_segment
+from unisono.communicators.segment import (
+    Host,
+    create_segment,
+    no_memory,
+    receive_segment,
+    refuse,
+)
 from unisono.errors import (
     CommunicationError,
     ContextError,
@@ -28,9 +36,10 @@ if TYPE_CHECKING:
     from unisono._native import SharedGroup
 
 _MAX_RANKS = 256
-_PAGE_BYTES = 2 << 20
+_HOST_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 # In the order that the native core knows them.
 _OPS = (ReduceOp.SUM, ReduceOp.MEAN, ReduceOp.MIN, ReduceOp.MAX, ReduceOp.PROD)
+_log = logging.getLogger(__name__)
 _ERRORS: dict[str, type[CommunicationError]] = {
     "lost": WorkerLostError,
     "timeout": WorkerTimeoutError,
@@ -77,6 +86,7 @@ class SharedMemoryCommunicator(Communicator):
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._patience = timeout_seconds if joining_seconds is None else joining_seconds
+        self._is_full = False
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
@@ -87,15 +97,16 @@ class SharedMemoryCommunicator(Communicator):
             raise
 
     def _invite(self, store: Store, key: str) -> SharedGroup:
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        # All ranks allocate as much, so none can ever use more than its share of the host.
-        arena_bytes = memory // self.size // _PAGE_BYTES * _PAGE_BYTES
-        fd = create_segment(_native_group().segment_bytes(self.size, arena_bytes))
-        segment = Segment(fd, arena_bytes)
-        group = self._enter(segment)
-        host = Host(store, key, self.size)
         try:
-            host.hand_out(segment, self._patience, group.check_health)
+            fd = create_segment(_native_group().segment_bytes(self.size))
+            group = self._enter(fd)
+            host = Host(store, key, self.size)
+        except OSError as error:
+            failure = no_memory(self.rank, error)
+            refuse(store, key, failure)
+            raise failure from error
+        try:
+            host.hand_out(fd, self._patience, group.check_health)
         except CommunicationError as error:
             # Those who have come hear of it.
             kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
@@ -106,11 +117,9 @@ class SharedMemoryCommunicator(Communicator):
         return group
 
     def _follow(self, store: Store, key: str) -> SharedGroup:
-        segment = receive_segment(store, key, self.rank, self.size, self._patience)
-        return self._enter(segment)
+        return receive_segment(store, key, self.rank, self.size, self._patience, self._enter)
 
-    def _enter(self, segment: Segment) -> SharedGroup:
-        fd, arena_bytes = segment
+    def _enter(self, fd: int) -> SharedGroup:
         return _native_group()(
             tensor_type=torch.Tensor,
             ops=_OPS,
@@ -118,7 +127,6 @@ class SharedMemoryCommunicator(Communicator):
             fd=fd,
             rank=self.rank,
             size=self.size,
-            arena_bytes=arena_bytes,
             timeout_seconds=self._timeout_seconds,
         )
 
@@ -188,15 +196,32 @@ class SharedMemoryCommunicator(Communicator):
     def allocate(self, num_bytes: int) -> Tensor:
         """Returns bytes from which collectives need not copy. Every rank must ask for as many.
 
-        They are given back with the last tensor and the communicator, not before.
+        They are given back with the last tensor and the communicator, not before. Where a rank has
+        no more memory to share, all ranks get memory of their own, from which collectives copy.
         """
-        try:
-            return self._group.allocate(num_bytes)
-        except MemoryError:
+        if num_bytes * self.size > _HOST_BYTES:
             raise MemoryError(
-                f"{num_bytes} bytes were asked for on each of {self.size} ranks, more than is left "
-                "of the memory of this host. Allocate once and use it again."
-            ) from None
+                f"{num_bytes} bytes were asked for on each of {self.size} ranks, more than the "
+                "memory of this host. Allocate once and use it again."
+            )
+        memory, refusal = None, torch.zeros(1, dtype=torch.uint8)
+        if not self._is_full:
+            try:
+                memory = self._group.allocate(num_bytes)
+            except MemoryError:
+                refusal[0] = 1
+            refused = [rank for rank, one in enumerate(self.all_gather(refusal)) if one.item()]
+            if refused:
+                self._is_full = True
+                _log.warning(
+                    "Rank %s cannot share %d more bytes: limits of the process, or of the host. "
+                    "All ranks use memory of their own from now on, which takes copies.",
+                    ", ".join(map(str, refused)),
+                    num_bytes,
+                )
+        return (
+            torch.empty(num_bytes, dtype=torch.uint8) if self._is_full or memory is None else memory
+        )
 
     def set_timeout(self, seconds: float) -> None:
         """Says how long collectives may wait for others from now on."""
@@ -231,6 +256,23 @@ class SharedMemoryCommunicator(Communicator):
         if op is not ReduceOp.MEAN:
             return tree_reduce(op, everything).to(dtype)
         return divide(tree_reduce(ReduceOp.SUM, everything), count or len(everything), dtype)
+
+
+def can_share_memory(size: int) -> bool:
+    """Returns whether this process can make and map memory for so many ranks of its host."""
+    if native_core().kernel is None:
+        return False
+    try:
+        num_bytes = _native_group().segment_bytes(size)
+        fd = create_segment(num_bytes)
+        try:
+            mmap.mmap(fd, num_bytes).close()
+        finally:
+            os.close(fd)
+    except (OSError, UnsupportedError) as error:
+        _log.warning("This process cannot share memory with others of its host: %s", error)
+        return False
+    return True
 
 
 def _native_group() -> type[SharedGroup]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from unisono.engines import ReplicaMode
     from unisono.gradients.passes import OwnPass
 
 
@@ -15,14 +14,12 @@ class ReplicaNotes:
     """What the engine remembers of a replica while it runs.
 
     Attributes:
-        mode: What makes torch functions work for the replica.
         current_pass: Its backward pass, while that runs.
         num_passes: How many backward passes it has made that were reduced.
         is_without_sync: Whether it is within `no_sync()`.
         num_batch_norms: How often it has normalised a batch together with the others.
     """
 
-    mode: ReplicaMode | None = None
     current_pass: OwnPass | None = None
     num_passes: int = 0
     is_without_sync: bool = False
@@ -30,4 +27,4 @@ class ReplicaNotes:
 
     def forget(self) -> None:
         """After the run: lets go of what refers back to the replica."""
-        self.mode = self.current_pass = None
+        self.current_pass = None

@@ -48,10 +48,12 @@ class CrossReplicaContext:
     Attributes:
         strategy: Whose replicas they are.
         replica_id: The replica whose component of a variable is being updated, if one is.
+        generators: What the code draws random numbers from; None outside a run.
     """
 
     strategy: Strategy
     replica_id: int | None = None
+    generators: Any = field(default=None, repr=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +67,7 @@ class ReplicaContext:
         weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
             has no samples.
         notes: What the engine remembers of this replica in this run.
+        generators: What the replica draws random numbers from; None if that is torch's own.
     """
 
     strategy: Strategy
@@ -72,6 +75,7 @@ class ReplicaContext:
     meeting: Meeting
     weight: float = 1.0
     notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
+    generators: Any = field(default=None, repr=False)
 
     @property
     def counts(self) -> bool:

@@ -52,7 +52,9 @@ class CallerModes:
             # torch's own modes for tracing and for tensors without data are of one thread.
             if all(getattr(mode, "_mode_key", None) is None for mode in found):
                 operators = tuple(_OneAtATime(mode, lock) for mode in found)
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # noqa: FBT003
+        # torch 2.6 cannot be asked for them.
+        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+        hooks = None if top is None else top(False)  # noqa: FBT003
         if not (functions or operators or hooks):
             return None
         return cls(threading.get_ident(), functions, operators, hooks)

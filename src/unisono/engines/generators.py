@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
 
+from unisono.contexts.stack import stack
 from unisono.errors import ContextError
-from unisono.sharing import computed_once
 
 T = TypeVar("T")
 
@@ -65,63 +65,22 @@ class _Given:
             )
 
 
-class KeptGenerators:
-    """Generators that stay from run to run, because the CUDA graphs of a run draw from them.
-
-    Args:
-        places: The device of each replica.
-    """
-
-    def __init__(self, places: Sequence[torch.device]) -> None:
-        self._by_replica = {
-            (replica_id, place): torch.Generator(place) for replica_id, place in enumerate(places)
-        }
-
-    @property
-    def all(self) -> list[torch.Generator]:
-        """The generators."""
-        return list(self._by_replica.values())
-
-    def get(self, replica_id: int, device: torch.device) -> torch.Generator | None:
-        """Returns the generator that a replica has on a device, if it is kept."""
-        return self._by_replica.get((replica_id, device))
-
-    def seed(self, seed: int) -> None:
-        """Before a run: seeds them as new generators of that run would be."""
-        for (replica_id, _), generator in self._by_replica.items():
-            generator.manual_seed(_seed_of(seed, replica_id))
-
-
-def draw_seed() -> int:
-    """Draws the seed of a run from the caller's generator, which so goes on from run to run."""
-    return int(_seed.value.random_())
-
-
-def _seed_of(seed: int, replica_id: int) -> int:
-    return (seed + replica_id * _STEP) % 2**63
-
-
 class RunGenerators:
-    """The generators of one run: its seed, and what random functions were given in it.
+    """The generators of one run: its seed, and what random functions were given in it."""
 
-    Args:
-        kept: Generators that are used in place of new ones. They are seeded already.
-        seed: The seed of the run; None draws one.
-    """
-
-    def __init__(self, kept: KeptGenerators | None = None, seed: int | None = None) -> None:
-        self.seed = draw_seed() if seed is None else seed
-        self.kept = kept
+    def __init__(self) -> None:
+        # From the generator of the caller, which so goes on from run to run.
+        self.seed = int(_seed.value.random_())
         self._given: dict[int, _Given] = {}
         self._lock = threading.Lock()
 
     def draw(self, given: torch.Generator, replica: int, fn: Callable[[torch.Generator], T]) -> T:
         """Calls `fn` with what a replica draws from where it was given a generator."""
         with self._lock:
-            entry = self._given.get(id(given))
+            entry = self._given.get(identity(given))
             if entry is None:
                 before = given.get_state()
-                entry = self._given[id(given)] = _Given(given, before, replica, before)
+                entry = self._given[identity(given)] = _Given(given, before, replica, before)
         if replica != entry.owner:
             return fn(self._copy(entry, replica))
         with entry.lock:
@@ -154,49 +113,79 @@ class RunGenerators:
 class ReplicaGenerators:
     """The default generators of one replica, one per device.
 
+    They are the same objects in all runs of a strategy, so a captured CUDA graph can register them.
+
     Args:
-        of_run: Those of the run.
         replica_id: The replica, among those of all workers.
+        for_all: What code draws from that runs once for all replicas.
     """
 
-    def __init__(self, of_run: RunGenerators, replica_id: int) -> None:
-        self._seed = _seed_of(of_run.seed, replica_id)
-        self._kept = of_run.kept
+    def __init__(self, replica_id: int, for_all: ReplicaGenerators | None = None) -> None:
+        self.for_all = for_all
         self._replica_id = replica_id
         self._by_device: dict[torch.device, torch.Generator] = {}
+        # Those of them that were seeded in this run.
+        self._seeded: set[torch.device] = set()
+
+    def begin(self, of_run: RunGenerators) -> None:
+        """Before a run: from now on, it draws other numbers."""
+        self._of_run = of_run
+        self._seed = self._seed_of_gpus = (of_run.seed + self._replica_id * _STEP) % 2**63
+        self._seeded.clear()
 
     def on(self, device: torch.device) -> torch.Generator:
         """Returns the default generator for a device."""
-        if device not in self._by_device:
-            kept = None if self._kept is None else self._kept.get(self._replica_id, device)
-            self._by_device[device] = kept or torch.Generator(device).manual_seed(self._seed)
+        if device not in self._seeded:
+            if device not in self._by_device:
+                self._by_device[device] = torch.Generator(device)
+            seed = self._seed if device.type == "cpu" else self._seed_of_gpus
+            self._by_device[device].manual_seed(seed)
+            self._seeded.add(device)
         return self._by_device[device]
+
+    @property
+    def has_drawn_on_host(self) -> bool:
+        """Whether the replica has drawn from the generator of the CPU in this run."""
+        return _CPU in self._seeded
+
+    def draw(self, given: torch.Generator, fn: Callable[[torch.Generator], T]) -> T:
+        """Calls `fn` with what the replica draws from where it was given a generator."""
+        return self._of_run.draw(given, self._replica_id, fn)
 
     def seed_gpus(self, seed: int) -> None:
         """Seeds the generators of all GPUs, also of those that it has not drawn on yet."""
-        self._seed = int(seed)
-        for device, generator in self._by_device.items():
-            if device.type != "cpu":
-                generator.manual_seed(self._seed)
+        self._seed_of_gpus = int(seed)
+        self._seeded &= {_CPU}
 
 
-class _Current(threading.local):
-    generators: ReplicaGenerators | None = None
+def of_this_thread() -> ReplicaGenerators | None:
+    """Returns what this thread draws from, if it runs a replica or for all of them."""
+    for context in reversed(stack.entered):
+        if context.generators is not None:
+            return cast(ReplicaGenerators, context.generators)
+    return None
 
 
-# What this thread draws from, if it runs a replica.
-current = _Current()
+def identity(generator: Any) -> int:
+    """Returns what only one generator has, for which there may be two objects of Python."""
+    return int(generator._cdata)
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Returns torch's default generator for a device."""
+    if device.type == "cuda":
+        return torch.cuda.default_generators[device.index]
+    return torch.default_generator
 
 
 class _DefaultGenerator:
     """Stands for torch's default generator in the functions of `torch.random`."""
 
     def __getattr__(self, name: str) -> Any:
-        own = current.generators
+        own = of_this_thread()
         return getattr(torch.default_generator if own is None else own.on(_CPU), name)
 
 
-@computed_once
 def install() -> None:
     """Makes torch's functions for seeds and states mean a replica's generator on a replica.
 
@@ -214,7 +203,7 @@ def install() -> None:
 def _redirected(original: Callable[..., Any], of_replica: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def redirected(*args: Any, **kwargs: Any) -> Any:
-        own = current.generators
+        own = of_this_thread()
         return original(*args, **kwargs) if own is None else of_replica(own, *args, **kwargs)
 
     return redirected

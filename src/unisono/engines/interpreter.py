@@ -17,7 +17,7 @@ _log = logging.getLogger("unisono")
 # first ones, which compile, allocate and load.
 _PERIOD, _FIRST, _NUM_MEASURED = 1000, 20, 10
 # Of the runs that somebody records, one in this many is measured.
-_RECORDED_PERIOD = 4
+_RECORDED_PERIOD = 8
 _MUCH = 0.2
 
 

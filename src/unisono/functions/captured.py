@@ -13,11 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from unisono.engines import KeptGenerators, RunGenerators, draw_seed
+from unisono.engines import ReplicaGenerators, RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.function import Function
 from unisono.functions.recording import Recording
-from unisono.functions.rehearsal import Rehearsal, line_of
+from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
 from unisono.functions.signature import OuterVariables, constant, is_input, modes, read_inputs
 from unisono.functions.state import ModuleState
 from unisono.tracing import span
@@ -55,11 +55,19 @@ class Captures:
     Args:
         places: The torch device of each replica.
         mirrors: The modules of the strategy.
+        generators: What each replica draws from.
         run: Runs a step eagerly.
     """
 
-    def __init__(self, places: Sequence[torch.device], mirrors: Mirrors, run: Run) -> None:
+    def __init__(
+        self,
+        places: Sequence[torch.device],
+        mirrors: Mirrors,
+        generators: Sequence[ReplicaGenerators],
+        run: Run,
+    ) -> None:
         self.places = places
+        self._generators = generators
         self.mirrors = mirrors
         self._run = weakref.WeakMethod(run)
         # Why nothing is captured; empty if something is.
@@ -71,7 +79,6 @@ class Captures:
         self._functions: dict[Hashable, _CapturedFunction] = {}
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
-        self._generators: KeptGenerators | None = None
 
     def run(
         self,
@@ -115,12 +122,25 @@ class Captures:
             self._anchor.capture_end()
         return self._pool
 
-    @property
-    def generators(self) -> KeptGenerators:
-        """The generators that graphs draw from."""
-        if self._generators is None:
-            self._generators = KeptGenerators(self.places)
-        return self._generators
+    def begin_drawing(self) -> RunGenerators:
+        """Before a replay, or a capture: seeds the generators as a run does."""
+        of_run = RunGenerators()
+        for own in self._generators:
+            own.begin(of_run)
+            if own.for_all is not None:
+                own.for_all.begin(of_run)
+        # A graph draws from them without asking.
+        self.drawn_from()
+        return of_run
+
+    def drawn_from(self) -> list[torch.Generator]:
+        """Returns the generators that graphs draw from, one for each replica."""
+        pairs = zip(self._generators, self.places, strict=True)
+        return [own.on(place) for own, place in pairs]
+
+    def have_drawn_on_host(self) -> bool:
+        """Whether a replica has drawn numbers on the CPU in the last run."""
+        return not self.mirrors.is_single and any(one.has_drawn_on_host for one in self._generators)
 
     @contextmanager
     def on_own_stream(self) -> Iterator[None]:
@@ -232,7 +252,7 @@ class _CapturedFunction:
             if not mirrors.is_single:
                 if not mirrors.are_as_given():
                     mirrors.refresh()
-                self._of.generators.seed(draw_seed())
+                self._of.begin_drawing()
             step.fill(tensors)
             recording.replay()
             return step.results()
@@ -252,6 +272,8 @@ class _CapturedFunction:
         rehearsal = Rehearsal()
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
+        if self._of.have_drawn_on_host():
+            rehearsal.refuse(HOST_RANDOMNESS)
         # A step that sets an attribute has another signature in each call, so none is the last.
         is_last = is_last or rehearsal.reason == self._last_reason
         self._last_reason = rehearsal.reason
@@ -275,13 +297,13 @@ class _CapturedFunction:
         generators = None
         if not self._of.mirrors.is_single:
             self._of.mirrors.refresh()
-            generators = RunGenerators(self._of.generators)
-            self._of.generators.seed(generators.seed)
+            generators = self._of.begin_drawing()
         if not all(settings.are_current() for settings in self._settings):
             self._num_changes = _MAX_CHANGES
         recording = Recording(
             self._of.mirrors,
             generators,
+            [] if generators is None else self._of.drawn_from(),
             self._of.pool,
             self._waiting if self._num_changes < _MAX_CHANGES else None,
         )

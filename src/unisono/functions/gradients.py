@@ -6,6 +6,7 @@ import operator
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from unisono.variables import Leaves, Mirrors
@@ -34,7 +35,9 @@ class Gradients:
 
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._grads = list(map(_gradient, tensors))
+        # While replicas run, a parameter would give them the gradients of their own.
+        with torch._C.DisableTorchFunctionSubclass():
+            self._grads = list(map(_gradient, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
         self._num_seen = 2 * len(self._leaves) or len(tensors)
@@ -61,7 +64,8 @@ class StartingGradients:
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._mirrors = mirrors
         self._all = Gradients(mirrors, tensors)
-        self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
+        with torch._C.DisableTorchFunctionSubclass():
+            self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 
     def find_used(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -55,8 +55,8 @@ class Recording:
 
     Args:
         mirrors: The modules of the strategy.
-        generators: Those of the run. A graph draws new numbers from the kept ones at every replay.
-            None for a single replica, which draws from torch's own.
+        generators: Those of the run; None for a single replica, which draws from torch's own.
+        drawn_from: The generators from which a graph draws new numbers at every replay.
         pool: The memory pool that all graphs of a strategy share.
         waiting: The updates of optimizers that do not become a part of the graphs, even if their
             settings allow it; None for all.
@@ -70,11 +70,13 @@ class Recording:
         self,
         mirrors: Mirrors,
         generators: RunGenerators | None,
+        drawn_from: Sequence[torch.Generator],
         pool: Any,
         waiting: Collection[str] | None,
     ) -> None:
         self._mirrors = mirrors
         self.generators = generators
+        self._drawn_from = drawn_from
         self._pool = pool
         self._waiting = waiting
         self._parts: list[_Call | torch.cuda.CUDAGraph] = []
@@ -139,9 +141,8 @@ class Recording:
 
     def _begin(self) -> None:
         graph = torch.cuda.CUDAGraph()
-        if self.generators is not None and self.generators.kept is not None:
-            for generator in self.generators.kept.all:
-                graph.register_generator_state(generator)
+        for generator in self._drawn_from:
+            graph.register_generator_state(generator)
         # Other threads launch into the stream that is captured, and torch's own may do other work.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = graph

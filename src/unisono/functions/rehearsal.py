@@ -20,6 +20,7 @@ from unisono.functions.state import ModuleState
 from unisono.values import DistributedValues, flatten
 from unisono.variables import Mirrors, Settings
 
+HOST_RANDOMNESS = "it draws random numbers on the host; draw them on the GPU, or before `run`"
 # Frames of these are not the user's program.
 _LIBRARIES = (
     os.path.dirname(torch.__file__),
@@ -81,9 +82,7 @@ class Rehearsal:
         if changed:
             self.refuse(f"it changes the variable `{changed[0]}`, which no replay would do")
         if _host_randomness() != drawn:
-            self.refuse(
-                "it draws random numbers on the host; draw them on the GPU, or before `run`"
-            )
+            self.refuse(HOST_RANDOMNESS)
 
 
 @contextmanager

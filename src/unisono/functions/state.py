@@ -8,11 +8,13 @@ from collections.abc import Hashable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from unisono.functions.signature import Same, constant
-from unisono.variables import Contents, raw
+from unisono.variables import TORCH_TABLES, Contents, raw
 
 _TENSORS = ("_parameters", "_buffers")
+_TABLES = (*_TENSORS, "_modules")
 _CONTAINERS = (list, tuple, set, dict)
 # A container may hold itself.
 _MAX_DEPTH = 8
@@ -27,6 +29,8 @@ class ModuleState:
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
         self._contents = Contents()
+        # Changes whenever a hook is added to any module.
+        self._next_hook = -1
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._attributes: dict[str, Hashable] = {}
@@ -53,6 +57,7 @@ class ModuleState:
     def _is_current(self, modules: Sequence[nn.Module]) -> bool:
         return (
             len(modules) == len(self._modules)
+            and RemovableHandle.next_id == self._next_hook
             and all(map(operator.is_, modules, self._modules))
             and self._contents.are_same()
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
@@ -61,14 +66,16 @@ class ModuleState:
     def _note(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         tables = [raw(module) for module in modules]
-        held = list(itertools.chain.from_iterable(table.values() for table in tables))
         views: list[Any] = [table.values() for table in tables]
-        for value in held:
-            if isinstance(value, dict):
-                views.append(value.values())
-            elif isinstance(value, (list, set)):
-                views.append(value)
+        for name, value in itertools.chain.from_iterable(map(dict.items, tables)):
+            # torch's tables of hooks are many, and most of them empty.
+            if value or name in _TABLES or name not in TORCH_TABLES:
+                if isinstance(value, dict):
+                    views.append(value.values())
+                elif isinstance(value, (list, set)):
+                    views.append(value)
         self._contents.note(views)
+        self._next_hook = RemovableHandle.next_id
         self._tensors = [
             tensor
             for table in tables

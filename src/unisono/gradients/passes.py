@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from unisono.contexts import current_replica
 from unisono.devices import Trail
+from unisono.variables import check_backward
 
 
 class Pass:
@@ -90,11 +91,13 @@ def watch_backward_passes() -> None:
     run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
     @functools.wraps(run)
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
+    def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica() if kwargs.get("accumulate_grad") else None
         if context is None or context.strategy.extended.mirrors.is_single:
-            return run(*args, **kwargs)
+            return run(roots, *args, **kwargs)
+        if context.notes.current_pass is None:
+            check_backward(context, roots)
         reducer = context.strategy.extended.gradients
-        return reducer.make_pass(context, functools.partial(run, *args, **kwargs))
+        return reducer.make_pass(context, functools.partial(run, roots, *args, **kwargs))
 
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]

@@ -19,7 +19,6 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
-from unisono.engines import ReplicaMode, RunGenerators
 from unisono.errors import ContextError, UnsupportedError
 from unisono.functions import Captures, Function
 from unisono.gradients import GradientReducer
@@ -44,12 +43,10 @@ from unisono.values import DistributedValues, Mirrored, flatten
 from unisono.variables import (
     Leaves,
     Mirrors,
-    Outsiders,
     Variable,
     bring_in,
     creating,
     merge,
-    synchronized_batch_norm,
     undone,
     watch_torch,
 )
@@ -145,7 +142,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0
-        self._captures = Captures(places, self.mirrors, self._run)
+        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
             nullcontext() if self.mirrors.is_single else threading.Lock()
@@ -285,7 +282,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.refresh()
         self.gradients.begin(weights)
         run = functools.partial(
-            self._runner.run, self.strategy, fn, args, kwargs, weights, self._mode, recorder
+            self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
         )
         if self.mirrors.is_single:
             with nullcontext() if recorder is None else self.mirrors.in_use(fn):
@@ -303,19 +300,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.buffers.end(weights)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
-
-    def _mode(self, context: ReplicaContext, generators: RunGenerators) -> ReplicaMode:
-        """Returns what makes torch functions work for a replica."""
-        mirrors = self.mirrors
-        batch_norm = functools.partial(synchronized_batch_norm, context)
-        mode = context.notes.mode = ReplicaMode(
-            generators,
-            context.replica_id_in_sync_group,
-            mirrors.stand_ins[context.local_id],
-            watch=Outsiders(mirrors, context),
-            batch_norm=batch_norm if mirrors.synchronizes else None,
-        )
-        return mode
 
     def merge_call(
         self,

@@ -17,15 +17,17 @@ from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
+    Compilations,
     GlobalRandomness,
     Interpreter,
     OneByOne,
     Recorder,
+    ReplicaGenerators,
     ReplicaMeeting,
-    ReplicaMode,
     ReplicaThreads,
     RunGenerators,
     Turns,
+    drawing,
 )
 from unisono.errors import add_note
 from unisono.reductions import Workers
@@ -45,7 +47,10 @@ class Runner:
         rank = workers.communicator.rank
         # Replicas are numbered over all workers.
         where = f" of worker {rank}" if workers.are_many else ""
-        self._names = [f"replica {rank * len(devices) + i}{where}" for i in range(len(devices))]
+        numbers = range(rank * len(devices), (rank + 1) * len(devices))
+        self._names = [f"replica {number}{where}" for number in numbers]
+        self._for_all = ReplicaGenerators(-1)
+        self.generators = [ReplicaGenerators(number, self._for_all) for number in numbers]
         self._places = [this_machine().torch_device(device) for device in devices]
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
@@ -56,6 +61,7 @@ class Runner:
         self._interpreter = Interpreter(
             len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
         )
+        self._compilations = Compilations()
 
     def run(
         self,
@@ -64,21 +70,24 @@ class Runner:
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
-        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
         recorder: Recorder | None = None,
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        turns = OneByOne(num_replicas) if self._is_serial else self._all_at_once
+        is_serial = self._compilations.may_come(fn, (tuple(args), kwargs)) or self._is_serial
+        turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
             num_replicas, turns, self._gpus, names=self._names, recorder=recorder
         )
+        is_single = strategy.extended.mirrors.is_single
         contexts = [
-            ReplicaContext(strategy, replica_id, meeting, weight)
-            for replica_id, weight in enumerate(weights)
+            ReplicaContext(strategy, i, meeting, weight, generators=None if is_single else own)
+            for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
-            return self._run_on(contexts, meeting, fn, args, kwargs, make_mode)
+            results = self._run_on(contexts, meeting, fn, args, kwargs)
+            self._compilations.note()
+            return results
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             for context in contexts:
@@ -91,17 +100,18 @@ class Runner:
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        make_mode: Callable[[ReplicaContext, RunGenerators], ReplicaMode],
     ) -> Sequence[Any]:
         places = self._places
         if contexts[0].strategy.extended.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
-        recorded = None if meeting.recorder is None else meeting.recorder.generators
-        generators = recorded or RunGenerators()
+        of_run = None if meeting.recorder is None else meeting.recorder.generators
+        if of_run is None:
+            of_run = RunGenerators()
+            for own in (*self.generators, self._for_all):
+                own.begin(of_run)
         if len(contexts) == 1:
-            mode = make_mode(contexts[0], generators)
-            return (self._run_alone(contexts[0], mode, fn, args, kwargs),)
+            return (self._run_alone(contexts[0], fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
 
@@ -110,7 +120,7 @@ class Runner:
 
             def body() -> Any:
                 own = select_replica(replica_id, (tuple(args), kwargs))
-                with entered(context), make_mode(context, generators):
+                with entered(context), drawing():
                     return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
 
             def on_device() -> Any:
@@ -131,13 +141,12 @@ class Runner:
             calls = [call(context) for context in contexts]
             results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
             self._global_randomness.after(before)
-        generators.settle()
+        of_run.settle()
         return results
 
     def _run_alone(
         self,
         context: ReplicaContext,
-        mode: ReplicaMode,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -150,7 +159,7 @@ class Runner:
                 _on_device(self._places[0]),
                 # Backward hooks must find the replica, so they run on its thread.
                 set_multithreading_enabled(False),
-                mode,
+                drawing(),
             ):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         except Exception as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeAlias
@@ -33,7 +32,9 @@ class Lane:
         self.count = 0
         self._chunk_events = max(1, min(_EVENTS_PER_CHUNK, max_events // 2))
         self._chunk: list[Any] = []
-        self._chunks = deque([self._chunk], maxlen=max_events // self._chunk_events)
+        # A list, which can be copied in one operation while its thread adds to it.
+        self._chunks = [self._chunk]
+        self._max_chunks = max_events // self._chunk_events
 
     def add(
         self, start: int, end: int, category: str, name: str, arguments: dict[str, Any]
@@ -46,6 +47,7 @@ class Lane:
         if self.count % self._chunk_events == 0:
             self._chunk = []
             self._chunks.append(self._chunk)
+            del self._chunks[: -self._max_chunks]
 
     def events(self) -> Iterator[RawEvent]:
         """Yields what is kept, in the order in which it ended."""

@@ -50,6 +50,7 @@ class WorkerTime:
     def __init__(self, worker: WorkerTrace, blocked: Sequence[Block]) -> None:
         self._rank = worker.rank
         self._blocked = blocked
+        self._events = list(worker.events())
         self._threads = [Segments(thread.events) for thread in worker.threads]
         self._runs: list[dict[int, tuple[Event, int]]] = []
         self._steps: list[Event] = []
@@ -93,6 +94,21 @@ class WorkerTime:
         for event in self._outside:
             if event.category != "step":
                 yield from self._on_thread(replica, self._main, event.start, event.end)
+
+    def spent_around_collectives(self) -> Iterator[Spent]:
+        """Yields what the time went to from the first collective to the last, without steps.
+
+        Nothing else is recorded of a program that calls torch.distributed itself, so the time
+        between its collectives counts as compute.
+        """
+        events = [event for event in self._events if event.category == "collective"]
+        now = min((event.start for event in events), default=0)
+        for event in sorted(events, key=lambda event: event.start):
+            if event.start > now:
+                yield Spent("compute", event.start - now)
+            # Those of several groups may run at the same time.
+            start, now = max(now, event.start), max(now, event.end)
+            yield from self._of_kind("communication", start, now)
 
     def _in_step(
         self, replica: int, step: Event, run: dict[int, tuple[Event, int]]

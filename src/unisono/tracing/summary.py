@@ -73,9 +73,11 @@ class Summary:
     Attributes:
         num_workers: How many workers have recorded something.
         missing: The ranks whose files are not there.
-        num_steps: How many steps the first worker has recorded.
+        num_steps: How many steps the first worker has recorded; 0 for a program that uses the
+            backend of torch.distributed without a strategy.
         num_dropped: How many events are missing, for want of room.
-        replicas: The shares of each replica, by its number among those of all workers.
+        replicas: The shares of each replica, by its number among those of all workers. Without
+            steps, every worker counts as one replica.
         straggler: Who was waited for most; None if nobody waited.
         interpreter: The part of a step in which replicas waited for Python's interpreter lock, the
             median of the steps in which it was measured; None if there is none.
@@ -105,12 +107,16 @@ class Summary:
     def _lines(self) -> Iterable[str]:
         columns = [one.name for one in fields(Shares)]
         count = max(1, self.num_steps)
-        yield (
-            f"Where did the step go: {_many(self.num_steps, 'step')}, "
-            f"{_many(len(self.replicas), 'replica')}, {_many(self.num_workers, 'worker')}"
-        )
-        yield f"{'':<12}" + "".join(f"{name:>15}" for name in columns) + f"{'ms a step':>12}"
-        rows = {f"replica {number}": shares for number, shares in self.replicas.items()}
+        workers = _many(self.num_workers, "worker")
+        if self.num_steps:
+            row, unit = "replica", "ms per step"
+            steps, replicas = _many(self.num_steps, "step"), _many(len(self.replicas), "replica")
+            yield f"Where did the step go: {steps}, {replicas}, {workers}"
+        else:
+            row, unit = "worker", "ms in all"
+            yield f"Where did the time between the first and the last collective go: {workers}"
+        yield f"{'':<12}" + "".join(f"{name:>15}" for name in columns) + f"{unit:>12}"
+        rows = {f"{row} {number}": shares for number, shares in self.replicas.items()}
         mean = self.total.total / max(1, len(rows))
         for name, shares in {**rows, "all": self.total}.items():
             parts = [getattr(shares, column) / max(1, shares.total) for column in columns]
@@ -133,16 +139,17 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
     """Sums up the traces of all `workers`, which must be on one clock; see `align`.
 
     Raises:
-        TraceError: If no step was recorded.
+        TraceError: If neither a step nor a collective was recorded.
     """
     check_workers(workers)
     blocked = blocks(workers)
     times = {worker.rank: WorkerTime(worker, blocked[worker.rank]) for worker in workers}
     num_local = max((time.num_replicas for time in times.values()), default=0)
-    if num_local == 0:
+    has_collectives = any(e.category == "collective" for w in workers for e in w.events())
+    if num_local == 0 and not has_collectives:
         raise TraceError(
-            "The trace holds no step: `Strategy.run` was not called while it was recorded. Record "
-            "some steps of training."
+            "The trace holds no step and no collective: neither `Strategy.run` nor a collective of "
+            "the backend was called while it was recorded. Record some steps of training."
         )
     first = workers[0]
     summary = Summary(
@@ -153,13 +160,16 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
         interpreter=_interpreter(workers),
     )
     waited_for: Counter[tuple[int, int | None]] = Counter()
-    for rank, time in times.items():
-        for local_id in range(time.num_replicas):
-            spent = list(time.spent(local_id))
-            summary.replicas[rank * num_local + local_id] = _shares(spent)
-            for one in spent:
-                if one.waited_for is not None:
-                    waited_for[one.waited_for] += one.duration
+    spent = {
+        rank * num_local + local_id: list(time.spent(local_id))
+        for rank, time in times.items()
+        for local_id in range(time.num_replicas)
+    } or {rank: list(time.spent_around_collectives()) for rank, time in times.items()}
+    for number, pieces in spent.items():
+        summary.replicas[number] = _shares(pieces)
+        for one in pieces:
+            if one.waited_for is not None:
+                waited_for[one.waited_for] += one.duration
     summary.straggler = _straggler(waited_for, num_local, summary.total.waiting)
     return summary
 

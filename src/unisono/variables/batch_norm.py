@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -21,17 +19,12 @@ def synchronized_batch_norm(
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    training: bool = False,  # noqa: FBT001, FBT002 - as in torch
-    momentum: float = 0.1,
-    eps: float = 1e-5,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    momentum: float,
+    eps: float,
 ) -> Tensor:
-    """Does what `functional.batch_norm` does, which all modules call, over all replicas."""
-    if not training:
-        return functional.batch_norm(
-            input, running_mean, running_var, weight, bias, training, momentum, eps
-        )
+    """Does what `functional.batch_norm` does in training, over the batches of all replicas."""
     context.notes.num_batch_norms += 1
     output, mean, squares, count = _normalized(context, input, eps)
     _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
@@ -85,10 +78,7 @@ class SynchronizedBatchNorm:
         if context is None or not uses_batch:
             return super().forward(*args, **kwargs)  # type: ignore[misc]
         before = context.notes.num_batch_norms
-        # In a backward pass, where a checkpoint computes again, no mode is on.
-        is_off = torch._C._len_torch_function_stack() == 0
-        with (context.notes.mode if is_off else None) or nullcontext():
-            output = super().forward(*args, **kwargs)  # type: ignore[misc]
+        output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if context.notes.num_batch_norms == before:
             raise UnsupportedError(
                 f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "

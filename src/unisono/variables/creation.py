@@ -28,6 +28,7 @@ from unisono.variables.outsiders import (
     note_maker,
     refuse_outsiders,
 )
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -90,6 +91,7 @@ def watch_torch() -> None:
     """Before the first strategy of several replicas: notices what is done outside its runs."""
     _install_hooks()
     refuse_outsiders()
+    watch_calls()
     _watch_attributes()
     let_clipping_be_known()
     for cls in (nn.Module, Optimizer):

@@ -33,27 +33,24 @@ class for_all:
     A class and not a generator, for the reason that `entered` gives.
     """
 
-    __slots__ = ("_context", "_entered", "_mirrors", "_mode")
+    __slots__ = ("_context", "_entered", "_mirrors")
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
         self._mirrors = context.strategy.extended.mirrors
-        self._mode = context.notes.mode
-        self._entered = entered(CrossReplicaContext(context.strategy))
+        own = context.generators
+        for_all = None if own is None else own.for_all
+        self._entered = entered(CrossReplicaContext(context.strategy, generators=for_all))
 
     def __enter__(self) -> None:
-        # Not each of the looks at a parameter is to ask the replica's mode.
+        # Parameters are looked at as the program has them.
         with torch._C.DisableTorchFunction():
             self._mirrors.watch.check()
             self._mirrors.groups.settle(self._context.num_local_replicas)
-        if self._mode is not None:
-            self._mode.turn()
         self._entered.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._entered.__exit__()
-        if self._mode is not None:
-            self._mode.turn()
         if kind is None:
             with torch._C.DisableTorchFunction():
                 self._mirrors.watch.settle()

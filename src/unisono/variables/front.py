@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from unisono.sharing import computed_once
@@ -94,7 +94,7 @@ class Fronts:
                 self._present = [*self._present, target]
                 self._plain = [*self._plain, cls]
                 self._during = [*self._during, in_front(before, cls)]
-                _set_classes([target], self._during[-1:])
+                set_classes([target], self._during[-1:])
 
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
@@ -111,7 +111,7 @@ class Fronts:
                 self._plain = plain
             self._present = present
             self._is_up = True
-            _set_classes(present, self._during)
+            set_classes(present, self._during)
 
     def take_down(self) -> None:
         """After a run: gives every object its own class back."""
@@ -121,7 +121,7 @@ class Fronts:
             if list(map(type, present)) != self._during[: len(present)]:
                 # In the run, an object was given another class, such as that of a parametrization.
                 plain = [plain_class(type(one)) for one in present]
-            _set_classes(present, plain)
+            set_classes(present, plain)
             self._present = []
 
     def take_down_in_child(self) -> None:
@@ -130,6 +130,7 @@ class Fronts:
         self.take_down()
 
 
-def _set_classes(targets: Sequence[Any], classes: Sequence[type]) -> None:
+def set_classes(targets: Iterable[Any], classes: Iterable[type]) -> None:
+    """Gives each object the class that stands in its place."""
     # One loop in C: it is fast, and Ctrl-C cannot end it halfway.
     collections.deque(map(_set_class, targets, classes), maxlen=0)

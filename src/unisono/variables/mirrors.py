@@ -25,6 +25,7 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
+from unisono.variables.captured import CapturedParameters
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training
@@ -61,6 +62,7 @@ class Mirrors:
         self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
         self.fronts = Fronts()
+        self._captured = CapturedParameters()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
@@ -220,8 +222,10 @@ class Mirrors:
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
             self.fronts.put_up()
+            self._captured.put_up(self._leaves.values())
             yield
         finally:
+            self._captured.take_down()
             self.fronts.take_down()
             self.claimed = {}
         if self.is_being_checked:
@@ -307,6 +311,8 @@ class Mirrors:
             for i in range(len(self._places))
         ]
         self.parts.note()
+        if self._captured.is_up:
+            self._captured.put_up(self._leaves.values())
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))

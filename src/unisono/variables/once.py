@@ -68,7 +68,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
     what = f"{type(optimizer).__name__}.step()"
-    if context is None:
+    if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
         settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
@@ -102,7 +102,7 @@ class OnceOptimizer(OnceUpdate):
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
         owners = _leaves(self)
-        # Without asking the replica's mode for every gradient.
+        # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with torch._C.DisableTorchFunction():
             if context is None:
                 super().zero_grad(set_to_none)  # type: ignore[misc]

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import functools
 import gc
-import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -37,6 +36,9 @@ _made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
 def refuse_outsiders() -> None:
     """From now on, what was made outside is refused in the steps of strategies."""
     register_optimizer_step_pre_hook(_check_optimizer)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), nn.Parameter):
+            _made_outside.add(thing)
     make: Any = nn.Parameter.__new__
 
     @functools.wraps(make)
@@ -59,6 +61,8 @@ def note_maker(made: Tensor | nn.Module) -> None:
     context = current_replica()
     if context is not None:
         _makers[made] = context.local_id
+    elif isinstance(made, Tensor):
+        _made_outside.add(made)
 
 
 def check_metric(metric: nn.Module) -> None:
@@ -79,80 +83,105 @@ def note_made_in_step(made: Any) -> None:
     _made_in_steps.add(made)
 
 
-class Outsiders:
-    """Keeps a replica from training what was made outside.
+def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
+    """Refuses a backward pass that would reach a parameter that was made outside.
+
+    It looks at every node of the graph. So it does this in the first run of every step, and in
+    others only if the process has parameters at all that could be reached.
+    """
+    mirrors = context.strategy.extended.mirrors
+    if mirrors.is_checked and not _made_outside.are_trained(mirrors):
+        return
+    mirrors.is_being_checked = True
+    own = mirrors.stand_ins[context.local_id]
+    for leaf in _leaves_below(root.grad_fn for root in roots):
+        if own.get(id(leaf)) is leaf:
+            continue
+        if not isinstance(leaf, nn.Parameter):
+            _claim(context, leaf, _shared_leaf(leaf, context))
+        elif _is_outsider(leaf, context):
+            raise ContextError(_message(_owner_of(leaf), leaf, context))
+
+
+def check_statistics(context: ReplicaContext, running: Tensor) -> None:
+    """Refuses running statistics that two replicas write to, such as those of a frozen model.
 
     Args:
-        mirrors: What belongs to the strategy.
         context: The replica.
+        running: The running mean of a batch normalisation that it will write to.
     """
+    _claim(
+        context,
+        running,
+        f"A batch normalisation that belongs to no model of {context.strategy!r} is in training "
+        "mode, so all replicas would write to its running statistics at once. Call `eval()` on its "
+        "model, or bring the model in with `strategy.mirror(model)`.",
+    )
 
-    def __init__(self, mirrors: Mirrors, context: ReplicaContext) -> None:
-        self._mirrors = mirrors
-        self._context = context
-        # By identity, parameters that were made outside and used, and the module that used them.
-        self._used: dict[int, nn.Module | None] = {}
 
-    def after_use(self, parameter: Tensor, result: Any) -> None:
-        """Notes a parameter made outside that gradients may flow back to from a result."""
-        found = result if isinstance(result, (tuple, list)) else (result,)
-        is_tracked = any(isinstance(one, Tensor) and one.grad_fn is not None for one in found)
-        if is_tracked and id(parameter) not in self._used and self._is_outsider(parameter):
-            self._used[id(parameter)] = _user_of(parameter)
+def _claim(context: ReplicaContext, tensor: Tensor, problem: str) -> None:
+    """Notes that a replica uses a tensor as its own; raises if another does, too."""
+    claimed = context.strategy.extended.mirrors.claimed
+    user, _ = claimed.setdefault(id(tensor), (context.local_id, tensor))
+    if user != context.local_id and variable_of(tensor) is None:
+        raise ContextError(problem)
 
-    def before_backward(self, root: Tensor) -> None:
-        """Refuses a backward pass that would reach a parameter that was made outside.
 
-        It looks at every node of the graph. So it does this only where such a parameter was used,
-        and in the first run of every step: there it also looks into TorchScript and custom
-        functions.
-        """
-        if self._mirrors.is_checked and not self._used:
-            return
-        self._mirrors.is_being_checked = True
-        own = self._mirrors.stand_ins[self._context.local_id]
-        for leaf in _leaves_below(root.grad_fn):
-            if own.get(id(leaf)) is leaf:
-                continue
-            if not isinstance(leaf, nn.Parameter):
-                self._claim(leaf, _shared_leaf(leaf, self._context))
-            elif self._is_outsider(leaf):
-                user = self._used.get(id(leaf)) or _owner_of(leaf)
-                raise ContextError(_message(user, leaf, self._context))
+def _is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
+    """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
+    return (
+        parameter.requires_grad
+        and context.num_replicas_in_sync > 1
+        and _makers.get(parameter) != context.local_id
+        and variable_of(parameter) is None
+    )
 
-    def before_write(self, running: Tensor) -> None:
-        """Refuses running statistics that two replicas write to, such as those of a frozen model.
 
-        Args:
-            running: The running mean of a batch normalisation.
-        """
-        self._claim(
-            running,
-            "A batch normalisation that belongs to no model of "
-            f"{self._context.strategy!r} is in training mode, so all replicas would write to its "
-            "running statistics at once. Call `eval()` on its model, or bring the model in with "
-            "`strategy.mirror(model)`.",
+class MadeOutside:
+    """The parameters of the process that no replica has made in a step."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, weakref.ref[Tensor]] = {}
+        # Changes with every parameter that is added or ends.
+        self._version = 0
+        # For each strategy, those of no model of its own, and the versions that they are of.
+        self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
+            weakref.WeakKeyDictionary()
         )
 
-    def _claim(self, tensor: Tensor, problem: str) -> None:
-        """Notes that this replica uses a tensor as its own; raises if another does, too."""
-        replica_id = self._context.local_id
-        user, _ = self._mirrors.claimed.setdefault(id(tensor), (replica_id, tensor))
-        if user != replica_id and variable_of(tensor) is None:
-            raise ContextError(problem)
+    def add(self, parameter: Tensor) -> None:
+        """Adds a parameter, for as long as it lives."""
+        identity = id(parameter)
 
-    def _is_outsider(self, parameter: Tensor) -> bool:
-        """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
-        return (
-            parameter.requires_grad
-            and self._context.num_replicas_in_sync > 1
-            and _makers.get(parameter) != self._context.local_id
-            and variable_of(parameter) is None
-        )
+        def forget(_: object) -> None:
+            self._known.pop(identity, None)
+            self._version += 1
+
+        self._known[identity] = weakref.ref(parameter, forget)
+        self._version += 1
+
+    def are_trained(self, mirrors: Mirrors) -> bool:
+        """Whether one of them requires gradients and belongs to no model of a strategy."""
+        versions = self._version, mirrors.generation
+        of_others = self._of_others.get(mirrors)
+        if of_others is None or of_others[0] != versions:
+            own = mirrors.stand_ins
+            found = [
+                known
+                for identity, known in list(self._known.items())
+                if not any(identity in stand_ins for stand_ins in own)
+            ]
+            of_others = self._of_others[mirrors] = versions, found
+        # Asked every time: they can be frozen, and unfrozen.
+        return any((one := known()) is not None and one.requires_grad for known in of_others[1])
 
 
-def _leaves_below(node: Any) -> Iterator[Tensor]:
-    seen, waiting = {node}, [node]
+_made_outside = MadeOutside()
+
+
+def _leaves_below(nodes: Iterable[Any]) -> Iterator[Tensor]:
+    waiting = list(nodes)
+    seen = set(waiting)
     while waiting:
         current = waiting.pop()
         if current is None:
@@ -198,26 +227,20 @@ def _name_in(module: nn.Module, parameter: Tensor) -> str | None:
     return next((n for n, one in module.named_parameters() if one is parameter), None)
 
 
-def _user_of(parameter: Tensor) -> nn.Module | None:
-    """Returns the outermost module under way in this thread that has the parameter."""
-    found, frame = None, sys._getframe()
-    while frame is not None:
-        user = frame.f_locals.get("self")
-        if isinstance(user, nn.Module) and any(parameter is one for one in user.parameters()):
-            found = user
-        frame = frame.f_back  # type: ignore[assignment]
+def _owner_of(parameter: Tensor) -> nn.Module | None:
+    """Returns the outermost module that has the parameter, among all objects of the process."""
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
+    found = next((one for one in modules if _holds(one, "_parameters", parameter)), None)
+    outer = found
+    while outer is not None:
+        found, modules = outer, [one for one in modules if one is not outer]
+        outer = next((one for one in modules if _holds(one, "_modules", found)), None)
     return found
 
 
-def _owner_of(parameter: Tensor) -> nn.Module | None:
-    """Returns a module that has the parameter, found among all objects of the process."""
-    modules = (thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module))
-    return next((m for m in modules if _holds(m, parameter)), None)
-
-
-def _holds(module: nn.Module, parameter: Tensor) -> bool:
-    held = raw(module).get("_parameters") or {}
-    return any(parameter is one for one in held.values())
+def _holds(module: nn.Module, table: str, thing: object) -> bool:
+    held = raw(module).get(table) or {}
+    return any(thing is one for one in held.values())
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

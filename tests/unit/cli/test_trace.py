@@ -12,6 +12,7 @@ from trace_events import check_trace_events
 
 import unisono as uo
 from unisono.cli.main import main
+from unisono.tracing.lock_waits import can_measure
 
 
 @pytest.fixture
@@ -34,6 +35,7 @@ def test_the_timeline_is_written_beside_the_files(recorded: Path) -> None:
     assert result.exit_code == 0, result.output
     assert "Where did the step go: 1 step, 2 replicas, 1 worker" in result.output
     assert "Straggler:" in result.output
+    assert ("Waiting for the interpreter: " in result.output) is can_measure()
     check_trace_events(json.loads((recorded / "timeline.json").read_text()))
 
 

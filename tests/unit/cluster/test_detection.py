@@ -8,6 +8,7 @@ import pytest
 from unisono.cluster import detect
 from unisono.cluster_resolver import (
     ClusterResolver,
+    KubernetesClusterResolver,
     MpiClusterResolver,
     SlurmClusterResolver,
     TFConfigClusterResolver,
@@ -27,6 +28,11 @@ SLURM = {
     "SLURM_NTASKS": "2",
     "SLURM_NODELIST": "a",
 }
+KUBERNETES = {
+    "JOB_COMPLETION_INDEX": "0",
+    "UNISONO_NUM_WORKERS": "2",
+    "UNISONO_COORDINATOR": "a:1",
+}
 PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a"}
 
 
@@ -39,6 +45,9 @@ PMI = {"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "a"}
         (HYDRA, MpiClusterResolver),
         (SLURM, SlurmClusterResolver),
         (PMI, MpiClusterResolver),
+        (KUBERNETES, KubernetesClusterResolver),
+        (KUBERNETES | TORCHRUN, TorchrunClusterResolver),
+        (KUBERNETES | PMI, MpiClusterResolver),
         (PMI | SLURM, SlurmClusterResolver),
         # mpirun in a SLURM job: the variables of SLURM are those of its daemon.
         (SLURM | OPEN_MPI, MpiClusterResolver),
@@ -91,6 +100,13 @@ def test_a_number_of_workers_without_a_rank_is_refused_unless_another_launcher_a
         detect({"WORLD_SIZE": "2"})
 
     assert type(detect({"WORLD_SIZE": "2"} | SLURM)) is SlurmClusterResolver
+
+
+def test_a_pod_that_does_not_know_its_number_of_peers_is_alone_and_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert detect({"JOB_COMPLETION_INDEX": "1"}) is None
+    assert "pod 1 of an Indexed Job of Kubernetes, but UNISONO_NUM_WORKERS" in caplog.text
 
 
 def test_a_batch_script_without_srun_is_alone_and_warned(

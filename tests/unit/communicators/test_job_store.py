@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import threading
 import time
@@ -9,19 +10,20 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
-from torch import distributed
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from unisono.communicators import coordinator_store
+from unisono.communicators import coordinator_store, translated_store_errors
 from unisono.communicators.gloo import make_gloo_group
 from unisono.communicators.greeting import call
 from unisono.communicators.job_store import JobStore, serve_store, store_at
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import store_for_threads
+from unisono.errors import WorkerLostError, WorkerTimeoutError
 
 KEY = b"k" * 32
 SECONDS = 30.0
@@ -42,7 +44,7 @@ def test_all_ends_see_one_table(served: JobStore) -> None:
     other = connected((served.host, served.port))
     prefixed = PrefixStore("a", PrefixStore("b", other))
 
-    prefixed.set("bytes", bytes(range(256)))
+    other.set("b/a/bytes", bytes(range(256)))
     prefixed.set("text", "é")
     assert served.get("b/a/bytes") == bytes(range(256))
     assert prefixed.multi_get(["text", "bytes"]) == ["é".encode(), bytes(range(256))]
@@ -74,7 +76,7 @@ def test_gloo_and_threads_of_torch_can_use_it(served: JobStore) -> None:
         total = torch.ones(2)
         group.allreduce([total]).wait()
         native = store_for_threads(stores[rank], rank, SECONDS)
-        assert isinstance(native, distributed.TCPStore)
+        assert isinstance(native, TCPStore)
         native.set(f"came/{rank}", "")
         native.wait([f"came/{1 - rank}"], timedelta(seconds=SECONDS))
         native.add("left", 1)
@@ -143,10 +145,34 @@ def test_an_answer_that_does_not_come_ends_at_the_deadline(served: JobStore) -> 
             other.check(["another"])
 
 
+@pytest.mark.parametrize(
+    ("error", "kind"), [(DistStoreError, WorkerTimeoutError), (DistNetworkError, WorkerLostError)]
+)
+def test_a_silent_coordinator_is_late_and_one_that_hung_up_is_lost(
+    error: type[Exception], kind: type[Exception]
+) -> None:
+    with pytest.raises(kind, match="The coordinator, which usually"), translated_store_errors():
+        raise error("reason")
+
+
+def test_a_question_hears_ctrl_c(served: JobStore) -> None:
+    served.set("key", "secret")
+    main = threading.main_thread().ident
+    assert main is not None
+    with relay((served.host, served.port), None) as address:
+        other = connected(address)
+        timer = threading.Timer(0.2, signal.pthread_kill, [main, signal.SIGINT])
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            other.get("key")
+        timer.join()
+
+
 def test_nonsense_ends_a_connection_and_not_the_server(served: JobStore) -> None:
     address = served.host, served.port
-    for question in (["add", "key", "one"], ["get"], 7, {}, ["set", "key"]):
+    questions: list[Any] = [["add", "key", "one"], ["get"], 7, {}, ["set", "key"]]
+    for question in questions:
         other = connected(address)
         with pytest.raises(DistNetworkError):
-            other._put(question, time.monotonic() + SECONDS)  # type: ignore[arg-type]
+            other._put(question, time.monotonic() + SECONDS)
     assert connected(address).add("count", 1) == 1

@@ -5,21 +5,48 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from unisono.communicators.segment import Host, Segment, create_segment, receive_segment
-from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+from unisono.communicators.segment import Host, create_segment, receive_segment
+from unisono.errors import (
+    CommunicationError,
+    JobMismatchError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
+
+
+class Entered:
+    """A rank with the memory."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+
+def cannot_enter(fd: int) -> Entered:
+    os.close(fd)
+    raise OSError(12, "Cannot allocate memory")
 
 
 @pytest.fixture
-def segment() -> Iterator[Segment]:
+def segment() -> Iterator[int]:
     fd = create_segment(4096)
-    yield Segment(fd, 1234)
+    yield fd
     os.close(fd)
+
+
+def receive(store: HashStore, rank: int = 1, size: int = 2) -> Entered:
+    return receive_segment(store, "key", rank, size, 10, Entered)
 
 
 @pytest.fixture
@@ -29,36 +56,49 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 
 
 def hand_out(
-    threads: ThreadPoolExecutor, store: HashStore, segment: Segment, timeout_seconds: float = 10
+    threads: ThreadPoolExecutor,
+    store: HashStore,
+    segment: int,
+    timeout_seconds: float = 10,
+    size: int = 2,
 ) -> Future[None]:
-    host = Host(store, "key", 2)
+    host = Host(store, "key", size)
     return threads.submit(host.hand_out, segment, timeout_seconds, lambda: None)
 
 
-def test_a_segment_is_private_and_keeps_its_size(segment: Segment) -> None:
-    assert os.fstat(segment.fd).st_mode & 0o777 == 0o600
-    assert os.fstat(segment.fd).st_size == 4096
-    for num_bytes in (0, 8192):
-        with pytest.raises(PermissionError):
-            os.ftruncate(segment.fd, num_bytes)
+def test_a_segment_is_private_and_only_grows(segment: int) -> None:
+    assert os.fstat(segment).st_mode & 0o777 == 0o600
+    os.ftruncate(segment, 8192)
+    with pytest.raises(PermissionError):
+        os.ftruncate(segment, 0)
 
 
-def test_a_guest_receives_the_same_memory(threads: ThreadPoolExecutor, segment: Segment) -> None:
+def test_a_guest_receives_the_same_memory(threads: ThreadPoolExecutor, segment: int) -> None:
     store = HashStore()
     handed_out = hand_out(threads, store, segment)
 
-    fd, arena_bytes = receive_segment(store, "key", 1, 2, 10)
+    entered = receive(store)
     handed_out.result(10)
 
-    assert os.fstat(fd).st_ino == os.fstat(segment.fd).st_ino
-    assert arena_bytes == 1234
+    assert os.fstat(entered.fd).st_ino == os.fstat(segment).st_ino
     assert not store.check(["key"])
-    os.close(fd)
+    entered.close()
 
 
-@pytest.mark.parametrize("message", [b"", b"[]", b"{", b'{"token": "wrong", "rank": 1, "size": 2}'])
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"",
+        b"[]",
+        b"{",
+        b'{"token": "wrong", "rank": 1, "size": 2}',
+        '{"token": "\u00e9"}'.encode(),
+        b"[" * 4096,
+        b"\xff",
+    ],
+)
 def test_a_stranger_receives_nothing(
-    threads: ThreadPoolExecutor, segment: Segment, message: bytes
+    threads: ThreadPoolExecutor, segment: int, message: bytes
 ) -> None:
     store = HashStore()
     handed_out = hand_out(threads, store, segment)
@@ -69,22 +109,83 @@ def test_a_stranger_receives_nothing(
 
         assert stranger.recv(4096) == b""
 
-    os.close(receive_segment(store, "key", 1, 2, 10).fd)
+    receive(store).close()
     handed_out.result(10)
 
 
-def test_a_guest_of_another_job_is_told(threads: ThreadPoolExecutor, segment: Segment) -> None:
+# Comes as another user, and prints what it hears before it has said more than it is told to.
+NOBODY = """
+import os, socket, sys
+os.setuid(65534)
+stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+stranger.settimeout(30)
+stranger.connect("\\0" + sys.argv[1])
+try:
+    if sys.argv[2]:
+        stranger.send(sys.argv[2].encode())
+    print(stranger.recv(4096))
+except ConnectionError:
+    print(b"")
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize("knows_the_secret", [False, True])
+def test_another_user_is_not_even_listened_to(
+    threads: ThreadPoolExecutor, segment: int, knows_the_secret: bool
+) -> None:
+    store = HashStore()
+    handed_out = hand_out(threads, store, segment, timeout_seconds=60)
+    invitation = json.loads(store.get("key"))
+    request = json.dumps({"token": invitation["token"], "rank": 1, "size": 2})
+    command = [sys.executable, "-I", "-S", "-c", NOBODY, invitation["address"]]
+
+    told = subprocess.run(
+        [*command, request if knows_the_secret else ""], capture_output=True, timeout=60, check=True
+    )
+
+    assert told.stdout.strip() == b"b''"
+    receive(store).close()
+    handed_out.result(60)
+
+
+def test_silent_guests_keep_nobody_waiting(threads: ThreadPoolExecutor, segment: int) -> None:
+    store = HashStore()
+    handed_out = hand_out(threads, store, segment)
+    address = json.loads(store.get("key"))["address"]
+    with ExitStack() as stack:
+        for _ in range(50):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            silent.connect(f"\0{address}")
+        receive(store).close()
+        handed_out.result(10)
+
+
+def test_a_rank_without_memory_is_told_to_all(segment: int) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        handed_out = hand_out(threads, store, segment, size=3)
+        other = threads.submit(receive, store, 1, 3)
+        with pytest.raises(CommunicationError, match=r"Rank 2 cannot share memory.*ulimit"):
+            receive_segment(store, "key", 2, 3, 10, cannot_enter)
+        for one in (handed_out, other):
+            with pytest.raises(CommunicationError, match="Rank 2 cannot share memory") as raised:
+                one.result(10)
+            assert raised.value.ranks == (2,)
+
+
+def test_a_guest_of_another_job_is_told(threads: ThreadPoolExecutor, segment: int) -> None:
     store = HashStore()
     handed_out = hand_out(threads, store, segment)
 
     with pytest.raises(JobMismatchError, match="Rank 2 of 3 came to a job of 2"):
-        receive_segment(store, "key", 2, 3, 10)
+        receive(store, 2, 3)
     with pytest.raises(JobMismatchError, match="Rank 2 of 3 came to a job of 2"):
         handed_out.result(10)
 
 
 def test_a_host_that_nobody_visits_names_the_missing(
-    threads: ThreadPoolExecutor, segment: Segment
+    threads: ThreadPoolExecutor, segment: int
 ) -> None:
     with pytest.raises(WorkerTimeoutError, match=r"0\.2 s for rank 1 of 2") as raised:
         hand_out(threads, HashStore(), segment, 0.2).result(10)
@@ -97,20 +198,20 @@ def test_an_address_that_nobody_answers_is_given_up() -> None:
     store.set("key", json.dumps({"address": "unisono-nobody", "token": ""}))
 
     with pytest.raises(WorkerLostError, match="found nobody") as raised:
-        receive_segment(store, "key", 1, 2, 10)
+        receive(store)
 
     assert raised.value.ranks == (0,)
 
 
 def test_an_old_address_does_not_hide_the_new_one(
-    threads: ThreadPoolExecutor, segment: Segment
+    threads: ThreadPoolExecutor, segment: int
 ) -> None:
     store = HashStore()
     store.set("key", json.dumps({"address": "unisono-nobody", "token": ""}))
-    received = threads.submit(receive_segment, store, "key", 1, 2, 10)
+    received = threads.submit(receive, store)
     handed_out = hand_out(threads, store, segment)
 
     new = received.result(10)
-    assert os.path.sameopenfile(new.fd, segment.fd)
-    os.close(new.fd)
+    assert os.path.sameopenfile(new.fd, segment)
+    new.close()
     handed_out.result(10)

@@ -1,7 +1,7 @@
 import contextvars
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -165,6 +165,34 @@ def test_two_modes_see_the_operators_of_all_replicas(mirrored: Make) -> None:
     x @ x
 
     assert (outer.num_products, inner.num_products) == (3, 3)
+
+
+def test_replicas_draw_the_same_under_a_mode(mirrored: Make) -> None:
+    class Passes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    strategy, given = mirrored(3), torch.Generator()
+
+    def step() -> list[float]:
+        drawn = torch.rand(2), torch.randn_like(torch.ones(2)), torch.randperm(9)
+        dropped = (
+            nn.functional.dropout(torch.ones(20)),
+            torch.native_dropout(torch.ones(20), 0.5, True)[0],
+        )
+        return [
+            x for one in (*drawn, *dropped, torch.rand(2, generator=given)) for x in one.tolist()
+        ]
+
+    def results(*, is_under_mode: bool) -> Any:
+        torch.manual_seed(4)
+        given.manual_seed(5)
+        with Passes() if is_under_mode else nullcontext():  # type: ignore[no-untyped-call]
+            return strategy.experimental_local_results(strategy.run(step))
+
+    assert results(is_under_mode=True) == results(is_under_mode=False)
 
 
 def test_a_mode_for_functions_sees_those_of_all_replicas(mirrored: Make) -> None:

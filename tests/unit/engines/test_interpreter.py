@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,7 @@ def test_a_trace_has_the_share(mirrored: Make, tmp_path: Path) -> None:
     strategy = mirrored(2)
 
     with uo.tracing.record(tmp_path) as trace:
-        for _ in range(5):
+        for _ in range(9):
             strategy.run(lambda: torch.ones(2) + 1)
 
     summary = trace.summary()
@@ -103,6 +104,19 @@ def test_a_trace_has_the_share(mirrored: Make, tmp_path: Path) -> None:
     assert "Waiting for the interpreter: " in str(summary)
     measured = [event for event in trace.workers()[0].events() if event.category == "interpreter"]
     assert len(measured) == 2
+
+
+@measurable
+def test_without_the_lock_nobody_waits_for_it(
+    mirrored: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    strategy = mirrored(2)
+
+    with uo.tracing.record(tmp_path) as trace:
+        strategy.run(lambda: torch.ones(2) + 1)
+
+    assert trace.summary().interpreter == 0.0
 
 
 def test_one_replica_waits_for_nobody(mirrored: Make, tmp_path: Path) -> None:

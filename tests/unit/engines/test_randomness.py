@@ -2,6 +2,7 @@ import logging
 import random
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -76,6 +77,40 @@ DRAWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+class DrawsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad * torch.rand(20)
+
+
+def drawn_in_backward() -> Tensor:
+    x = torch.ones(20, requires_grad=True)
+    DrawsInBackward.apply(x).sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    return x.grad
+
+
+def noisy(x: Tensor) -> Tensor:
+    return torch.dropout(x, 0.5, True) + torch.rand_like(x)
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+    scripted = torch.jit.script(noisy)
+
+
+DRAWS |= {
+    "in_backward": drawn_in_backward,
+    "scripted": lambda: scripted(ONES),
+    "operator": lambda: torch.ops.aten.rand.default([20]),
+    "vmap": lambda: torch.vmap(lambda x: x + torch.rand(16), randomness="different")(ONES[0]),
+}
+
+
 def draws(strategy: uo.Strategy, draw: Callable[[], Tensor]) -> tuple[list[float], ...]:
     torch.manual_seed(5)
 
@@ -117,6 +152,59 @@ def test_nothing_is_drawn_where_plain_torch_draws_nothing(mirrored: Make, name: 
     found = strategy.run(step).values
 
     assert [f.tolist() for f in found] == [e.tolist() for e in expected]
+
+
+def test_no_mode_sees_the_functions_that_a_replica_calls(mirrored: Make) -> None:
+    assert mirrored().run(torch._C._len_torch_function_stack) == 0
+
+
+def test_a_thread_draws_from_the_default_generator_after_a_run(mirrored: Make) -> None:
+    strategy = mirrored()
+    torch.manual_seed(3)
+    strategy.run(lambda: torch.rand(3))
+    found = torch.rand(3)
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+    torch.manual_seed(3)
+    strategy.run(lambda: None)
+
+    assert torch.equal(torch.rand(3), found)
+    torch.manual_seed(4)
+    assert torch.equal(torch.rand(3), torch.rand(3, generator=torch.Generator().manual_seed(4)))
+
+
+def test_tensors_without_data_draw_nothing(mirrored: Make) -> None:
+    def step() -> str:
+        return torch.rand(3, device="meta").uniform_().device.type
+
+    assert results(mirrored(), step) == ("meta", "meta")
+
+
+def test_a_closure_of_an_optimizer_draws_from_its_replica(mirrored: Make) -> None:
+    """Also on replica 0, which makes the update for all."""
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=1)
+
+    def step() -> float:
+        drawn: list[float] = []
+
+        def closure() -> Tensor:
+            drawn.append(torch.rand(1).item())
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.ones(1, 1)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        return drawn[0]
+
+    torch.manual_seed(1)
+    expected = strategy.run(lambda: torch.rand(1).item()).values
+    torch.manual_seed(1)
+
+    assert strategy.run(step).values == expected
 
 
 def test_a_generator_that_is_given_is_used(mirrored: Make) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ Program = Callable[[uo.Strategy, Mark, int], Iterator[Any]]
 NUM_STEPS = 9
 
 
-def convnet() -> nn.Module:
+def convnet() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
@@ -220,7 +220,7 @@ def clearing_outside(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Itera
     for i in range(num_steps):
         optimizer.zero_grad()
         yield strategy.run(step, args=batch(strategy, i))
-        yield [parameter.grad.clone() for parameter in model.parameters()]
+        yield [parameter.grad for parameter in model.parameters()]
         optimizer.step()
     yield model.state_dict()
 
@@ -266,7 +266,8 @@ def evaluating(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[An
     @mark
     def evaluate(images: Tensor) -> Tensor:
         with torch.no_grad():
-            return model(images)
+            outputs: Tensor = model(images)
+            return outputs
 
     for i in range(num_steps):
         model.train()
@@ -298,7 +299,7 @@ def averaging(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any
         optimizer.step()
         uo.once(follow, loss.detach())
         averaged.update_parameters(model)
-        return loss.detach()
+        return cast(Tensor, loss.detach())
 
     for i in range(num_steps):
         yield strategy.run(step, args=batch(strategy, i))
@@ -342,7 +343,8 @@ def counting(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]
         loss = loss_of(model, images, labels).detach()
         total.assign_add(loss)
         context = uo.get_replica_context()
-        return context.all_reduce("SUM", loss)
+        assert context is not None
+        return cast(Tensor, context.all_reduce("SUM", loss))
 
     for i in range(num_steps):
         yield strategy.run(step, args=batch(strategy, i))

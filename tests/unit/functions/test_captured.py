@@ -72,7 +72,8 @@ def test_a_shape_that_keeps_changing_is_told(caplog: pytest.LogCaptureFixture) -
 
         @uo.function
         def step(x: Tensor) -> Tensor:
-            return model(x).sum()
+            total: Tensor = model(x).sum()
+            return total
 
         for length in range(1, 20):
             part = torch.ones(length, 3, device="cuda")
@@ -95,7 +96,7 @@ def printing(model: nn.Module, x: Tensor) -> Any:
     print(model(x))
 
 
-def setting(model: nn.Module, x: Tensor) -> Any:
+def setting(model: Any, x: Tensor) -> Any:
     model.count = getattr(model, "count", 0) + 1
     return model(x)
 
@@ -107,7 +108,9 @@ def drawing(model: nn.Module, x: Tensor) -> Any:
 
 
 def merging(model: nn.Module, x: Tensor) -> Any:
-    return uo.get_replica_context().merge_call(lambda strategy, value: 3, args=(x,))
+    context = uo.get_replica_context()
+    assert context is not None
+    return context.merge_call(lambda strategy, value: 3, args=(x,))
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -18,7 +20,7 @@ def double(x: float) -> float:
 def test_a_function_can_be_called_and_keeps_its_name() -> None:
     marked = uo.function(double)
     assert marked(3.0) == 6.0
-    assert (marked.__name__, marked.__doc__) == ("double", "Doubles.")
+    assert (vars(marked)["__name__"], marked.__doc__) == ("double", "Doubles.")
     assert repr(marked) == "function(double)"
     assert uo.function(marked).fn is double
 
@@ -36,14 +38,10 @@ def test_it_is_a_decorator_with_and_without_arguments() -> None:
     assert (other(1.0), other.strict) == (1.0, True)
 
 
-@pytest.mark.parametrize("wrong", [3, "step", None.__class__()])
-def test_only_what_can_be_called_is_a_function(wrong: object) -> None:
-    if wrong is None:
-        with pytest.raises(UnsupportedError):
-            uo.function(strict=True)(wrong)
-    else:
-        with pytest.raises(UnsupportedError):
-            uo.function(wrong)  # type: ignore[call-overload]
+@pytest.mark.parametrize("wrong", [3, "step", None])
+def test_only_what_can_be_called_is_a_function(wrong: Any) -> None:
+    with pytest.raises(UnsupportedError):
+        uo.function(strict=True)(wrong)
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])

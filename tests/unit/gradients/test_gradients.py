@@ -304,3 +304,22 @@ def test_two_runs_and_two_kinds_of_memory_agree_to_the_bit(mirrored: Make) -> No
 
     assert torch.equal(first, again)
     assert torch.equal(first, separate)
+
+
+def test_a_pass_by_the_function_of_autograd_is_one_also_without_gradients(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 1, bias=False)
+
+    def step() -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        if context.local_id == 0:
+            torch.autograd.backward([model(torch.ones(1, 2)).sum()])
+        else:
+            torch.autograd.backward([torch.ones(2, requires_grad=True).sum()])
+
+    strategy.run(step)
+
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[0.5, 0.5]]

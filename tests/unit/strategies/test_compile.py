@@ -73,25 +73,80 @@ class Net(nn.Module):
         return output
 
 
-def test_a_model_becomes_one_graph_a_replica(mirrored: Make) -> None:
-    strategy = mirrored()
-    with strategy.scope():
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    graphs: list[int] = []
-
+def counting(graphs: list[int]) -> Callable[..., Any]:
     def backend(graph: Any, _: Any) -> Any:
-        graphs.append(sum(node.op == "call_function" for node in graph.graph.nodes))
+        graphs.append(len(graph.graph.nodes))
         return graph.forward
 
-    compiled = torch.compile(model, backend=backend)
+    return backend
+
+
+@pytest.mark.parametrize("what", ["model", "in place", "step"])
+def test_one_compilation_serves_all_replicas(mirrored: Make, what: str) -> None:
+    found = []
+    for num_replicas in (2, 3):
+        torch.compiler.reset()
+        strategy = mirrored(num_replicas)
+        with strategy.scope():
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        graphs: list[int] = []
+        used: Any = model
+        if what == "model":
+            used = torch.compile(model, backend=counting(graphs))
+        elif what == "in place":
+            model.compile(backend=counting(graphs))
+
+        def step(x: Tensor, used: Any = used, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            used(x).mean().backward()
+            optimizer.step()
+
+        run: Any = torch.compile(step, backend=counting(graphs)) if what == "step" else step
+        for _ in range(4):
+            parts = torch.randn(4 * num_replicas, 3).chunk(num_replicas)
+            strategy.run(run, args=(uo.PerReplica(parts),))
+        found.append(graphs)
+
+    # A step is cut into parts where replicas meet.
+    assert found[0] == found[1]
+    assert found[0] if what == "step" else len(found[0]) == 1
+
+
+def test_another_shape_is_compiled_once(mirrored: Make) -> None:
+    strategy, graphs = mirrored(3), list[int]()
+    compiled = torch.compile(lambda x: (x + 1).sin(), backend=counting(graphs), dynamic=False)
 
     def step(x: Tensor) -> None:
-        optimizer.zero_grad()
-        compiled(x).mean().backward()
-        optimizer.step()
+        compiled(x)
 
-    for _ in range(4):
-        strategy.run(step, args=(uo.PerReplica(torch.randn(8, 3).chunk(2)),))
+    for rows in (6, 6, 6, 9, 9, 12, 6):
+        strategy.run(step, args=(uo.PerReplica(torch.ones(rows).chunk(3)),))
 
-    assert graphs == [3, 3]
+    assert len(graphs) == 3
+
+
+def test_what_a_compiled_model_draws_is_the_replicas_own(mirrored: Make) -> None:
+    strategy = mirrored()
+    compiled = torch.compile(lambda x: nn.functional.dropout(x), backend="aot_eager")
+
+    def drawn() -> tuple[Any, ...]:
+        torch.manual_seed(5)
+        step = lambda: compiled(torch.ones(50)).tolist()  # noqa: E731
+        return strategy.experimental_local_results(strategy.run(step))
+
+    first = drawn()
+
+    assert first[0] != first[1]
+    assert [drawn() for _ in range(5)] == [first] * 5
+
+
+def test_batch_normalisation_is_still_one_graph_outside(mirrored: Make) -> None:
+    mirrored().run(lambda: None)
+    graphs: list[int] = []
+    compiled = torch.compile(nn.BatchNorm1d(2), backend=counting(graphs), fullgraph=True)
+
+    compiled(torch.randn(4, 2))
+
+    assert len(graphs) == 1
+    torch.jit.script(nn.BatchNorm1d(2))

@@ -20,8 +20,8 @@ measurable = pytest.mark.skipif(not can_measure(), reason="only Linux counts wai
 def reading(
     running: float, queued: float = 0.0, blocked: float = 0.0, slices: int = 100
 ) -> Reading:
-    wall, *parts = (round(MS * part) for part in (running + queued + blocked, running, queued))
-    return Reading(wall, *parts, slices)
+    wall = round(MS * (running + queued + blocked))
+    return Reading(wall, round(MS * running), round(MS * queued), slices)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Modules of every kind train on two threads as they do on none."""
 
 import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,66 @@ def test_a_parameter_captured_before_is_that_of_the_replica(mirrored: Make) -> N
         return all(parameter.grad is not None for parameter in captured)
 
     assert strategy.run(step) is True
+
+
+USES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "operator": lambda w, b: (w * 2).sum() + b.sum(),
+    "list": lambda w, b: torch.cat([w, b[None]]).sum(),
+    "keyword": lambda w, b: nn.functional.linear(torch.ones(1, 2), w, bias=b).sum(),
+    "method": lambda w, b: w.sum() + b.sum(),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_gradients_of_a_captured_parameter_are_reduced(
+    mirrored: Make, use: Callable[[Tensor, Tensor], Tensor]
+) -> None:
+    strategy = mirrored(3)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    weight, bias = model.weight, model.bias
+    use(weight, bias).backward()
+    assert weight.grad is not None
+    expected = weight.grad.tolist()
+    model.zero_grad()
+
+    def step() -> list[float]:
+        context = uo.get_replica_context()
+        assert context is not None
+        (use(weight, bias) * context.local_id).backward()
+        assert weight.grad is not None
+        (alone,) = torch.autograd.grad(use(weight, bias), [weight])
+        return [*weight.grad.flatten().tolist(), *alone.flatten().tolist()]
+
+    flat = [number for row in expected for number in row]
+    for _ in range(2):
+        model.zero_grad()
+        for found in strategy.experimental_local_results(strategy.run(step)):
+            assert found == flat * 2
+        assert weight.grad.tolist() == expected
+
+
+def test_parameters_have_their_own_class_but_for_captured_ones(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+    weight = model.weight
+
+    def step() -> list[Any]:
+        copied, saved = copy.deepcopy(weight), io.BytesIO()
+        torch.save(weight, saved)
+        saved.seek(0)
+        kinds = [type(model.weight), type(copied), type(torch.load(saved)), weight.__class__]
+        kinds.append(uo.once(lambda: type(copy.deepcopy(weight))))
+        assert isinstance(weight, nn.Parameter)
+        assert repr(weight) == repr(model.weight)
+        return kinds
+
+    for kinds in strategy.experimental_local_results(strategy.run(step)):
+        assert set(kinds) == {nn.Parameter}
+    with pytest.raises(ZeroDivisionError):
+        strategy.run(lambda: 1 / 0)
+    assert type(weight) is nn.Parameter
 
 
 def test_each_replica_has_leaves_of_its_own_over_one_storage(mirrored: Make) -> None:

@@ -136,6 +136,22 @@ def test_a_model_that_is_used_in_a_later_run_of_the_same_step(mirrored: Make) ->
     assert outside.weight.grad is None
 
 
+def test_a_model_that_is_unfrozen_after_the_first_run(mirrored: Make) -> None:
+    strategy, outside = mirrored(), nn.Linear(2, 2).requires_grad_(False)
+    with strategy.scope():
+        model = nn.Linear(2, 2)
+
+    def step() -> None:
+        outside(model(X)).sum().backward()
+
+    for _ in range(2):
+        strategy.run(step)
+    outside.requires_grad_()
+    with pytest.raises(ContextError, match="Linear has parameters"):
+        strategy.run(step)
+    assert outside.weight.grad is None
+
+
 def test_a_model_of_another_strategy_is_refused_in_a_step(mirrored: Make) -> None:
     with mirrored().scope():
         model = nn.Linear(2, 2)

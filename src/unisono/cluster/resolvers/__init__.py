@@ -1,5 +1,6 @@
 """Who tells a process which cluster it belongs to: one resolver for each launcher."""
 
+from unisono.cluster.resolvers.kubernetes import KubernetesClusterResolver
 from unisono.cluster.resolvers.mpi import MpiClusterResolver
 from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
 from unisono.cluster.resolvers.simple import SimpleClusterResolver
@@ -10,6 +11,7 @@ from unisono.cluster.resolvers.union import UnionClusterResolver
 
 __all__ = [
     "ClusterResolver",
+    "KubernetesClusterResolver",
     "Launch",
     "MpiClusterResolver",
     "SimpleClusterResolver",

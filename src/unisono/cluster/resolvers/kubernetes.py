@@ -1,0 +1,47 @@
+"""The variables of a pod of an Indexed Job of Kubernetes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from unisono.cluster.environment import LauncherVariables
+from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
+from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.spec import ClusterSpec
+from unisono.errors import ClusterError
+
+NUM_WORKERS = "UNISONO_NUM_WORKERS"
+
+
+class KubernetesClusterResolver(ClusterResolver):
+    """A pod of an Indexed Job, alone or in a JobSet: worker JOB_COMPLETION_INDEX of the job.
+
+    Kubernetes numbers the pods. The manifest says the rest: UNISONO_NUM_WORKERS, the number of
+    pods, and UNISONO_COORDINATOR, host:port of pod 0, or MASTER_ADDR alone. Only the environment is
+    read, so a pod needs no access to the API of the cluster.
+
+    Args:
+        environ: The environment variables; those of this process if not given.
+    """
+
+    def __init__(self, *, environ: Mapping[str, str] | None = None) -> None:
+        variables = LauncherVariables("an Indexed Job of Kubernetes", environ)
+        rank, size = variables.rank_and_size(("JOB_COMPLETION_INDEX",), (NUM_WORKERS,))
+        first = coordinator_address(variables, "kubernetes", None, port=None)
+        if first is None:
+            raise ClusterError(
+                f"The manifest says that {size} pods train together, and not where pod 0 is. Set "
+                f"{COORDINATOR} in it, such as 'JOB-0.SERVICE:29500', where SERVICE is a headless "
+                "service and the `subdomain` of the pods."
+            )
+        super().__init__("worker", rank, environment="kubernetes")
+        self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})
+        self._launch = Launch(job=f"kubernetes-{first}")
+
+    def cluster_spec(self) -> ClusterSpec:
+        """See `ClusterResolver.cluster_spec`."""
+        return self._spec
+
+    def launch(self) -> Launch:
+        """See `ClusterResolver.launch`."""
+        return self._launch

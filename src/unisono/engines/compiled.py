@@ -1,0 +1,121 @@
+"""What `torch.compile` needs to know of replicas.
+
+The compiler keeps what it has compiled for all threads, but looks for it before it waits for its
+lock: threads that need the same graph at the same time would each compile it. Nor may threads look
+for a graph that was not the last one used: it is moved to the front while others look. In runs in
+which this can happen, replicas therefore run one after another, and the first one compiles for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.values import DistributedValues, flatten
+
+_PACKAGE = __name__.partition(".")[0]
+_MARK = "_torchdynamo_orig_callable"
+# How many functions lie between a step and what it calls, at most.
+_DEPTH = 3
+# Shapes that change in every run are compiled as dynamic ones soon.
+_MAX_SIGNATURES = 16
+_told: list[Any] = []
+
+
+class Compilations:
+    """Knows in which runs of one strategy something may be compiled."""
+
+    def __init__(self) -> None:
+        # The steps, and shapes of their arguments, with which nothing was compiled.
+        self._settled: set[Any] = set()
+        self._signature: Any = None
+        self._before = 0
+
+    def may_come(self, step: Callable[..., Any], arguments: Any) -> bool:
+        """Before a run: returns whether something may be compiled in it."""
+        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+        if frames is None:
+            return False
+        _tell()
+        self._before = _num_compiled(frames)
+        code = getattr(getattr(step, _MARK, step), "__code__", type(step))
+        last, self._signature = (
+            self._signature,
+            (code, torch.is_grad_enabled(), *_shapes(arguments)),
+        )
+        is_settled = self._signature == last and last in self._settled
+        if is_settled or len(self._settled) >= _MAX_SIGNATURES:
+            return False
+        return any(map(_is_compiled, _reached(step, _DEPTH)))
+
+    def note(self) -> None:
+        """After a run: remembers whether something was compiled."""
+        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+        if frames is None or self._signature is None:
+            return
+        if _num_compiled(frames) == self._before:
+            self._settled.add(self._signature)
+        elif self._signature in self._settled:
+            self._settled.clear()
+
+
+def _tell() -> None:
+    """Keeps the compiler from compiling our own functions.
+
+    What they do depends on the thread, and changes from run to run. A step that is compiled is cut
+    where it calls them, and the parts in between are compiled.
+    """
+    rules: Any = sys.modules["torch._dynamo.trace_rules"]
+    if rules not in _told:
+        _told.append(rules)
+        rules.add(_PACKAGE)
+
+
+def _num_compiled(frames: Any) -> int:
+    return sum(frames.FRAME_COMPILE_COUNTER.values())
+
+
+def _shapes(arguments: Any) -> Iterator[Any]:
+    for leaf in flatten(arguments)[0]:
+        values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
+        yield from ((v.shape, v.dtype) for v in values if isinstance(v, torch.Tensor))
+
+
+def _is_compiled(thing: Any) -> bool:
+    if isinstance(thing, nn.Module):
+        return any(
+            _MARK in held or held.get("_compiled_call_impl") is not None
+            for held in (object.__getattribute__(one, "__dict__") for one in thing.modules())
+        )
+    return isinstance(thing, types.FunctionType) and _MARK in vars(thing)
+
+
+def _reached(thing: Any, depth: int) -> Iterator[Any]:
+    """Yields what a step is made of: functions and modules that it names, and those of these."""
+    yield thing
+    inner: Sequence[Any] = ()
+    if isinstance(thing, functools.partial):
+        inner = (thing.func, *thing.args, *thing.keywords.values())
+    elif isinstance(thing, types.MethodType):
+        inner = (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
+    elif isinstance(thing, types.FunctionType) and not thing.__module__.startswith("torch."):
+        cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())
+        names = _names_in(thing.__code__).intersection(thing.__globals__)
+        held = [cell.cell_contents for cell in cells]
+        inner = (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
+    if depth > 0:
+        kinds = functools.partial, types.MethodType, types.FunctionType, nn.Module
+        for one in inner:
+            if issubclass(type(one), kinds):
+                yield from _reached(one, depth - 1)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
+    return set(code.co_names).union(*map(_names_in, inner))

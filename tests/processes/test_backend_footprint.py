@@ -1,0 +1,81 @@
+"""What groups of the torch.distributed backend take, and that all of it is given back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import distributed
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from processes.backend_cases import joined
+from processes.harness import run_ranks
+from processes.leftovers import Holdings, settled
+
+NUM_GROUPS = 12
+
+
+def footprint(store: Store, rank: int, size: int, backend: str) -> dict[str, Holdings]:
+    """What is held before, with one group, with a dozen more, and at the end."""
+    held = {"before": Holdings.now()}
+    own = PrefixStore(backend, store)
+    distributed.init_process_group(backend, store=own, rank=rank, world_size=size)
+    _use(None, size)
+    held["one group"] = Holdings.now()
+    groups: list[Any] = [distributed.new_group() for _ in range(NUM_GROUPS)]
+    for group in groups:
+        _use(group, size)
+    held["a dozen more"] = Holdings.now()
+    for group in groups:
+        distributed.destroy_process_group(group)
+    del group, groups
+    held["without them"] = settled(held["one group"])
+    distributed.barrier()
+    distributed.destroy_process_group()
+    held["at the end"] = settled(held["before"])
+    return held
+
+
+def _use(group: Any, size: int) -> None:
+    distributed.all_reduce(torch.ones(9), group=group)
+    distributed.all_reduce(torch.ones(9), group=group, async_op=True).wait()
+    distributed.all_to_all_single(torch.empty(size), torch.ones(size), group=group)
+
+
+def of_both(store: Store, rank: int, size: int) -> list[dict[str, Holdings]]:
+    return [footprint(store, rank, size, backend) for backend in ("gloo", "unisono")]
+
+
+def test_groups_take_no_more_than_those_of_gloo_and_leave_nothing() -> None:
+    for gloo, ours in run_ranks(3, of_both):
+        for when in ("one group", "a dozen more"):
+            assert ours[when].threads <= gloo[when].threads, (when, ours, gloo)
+        # Shared memory has one descriptor. All groups of a process share a listening socket.
+        assert ours["one group"].descriptors <= gloo["one group"].descriptors + 1, (ours, gloo)
+        assert ours["a dozen more"].descriptors < gloo["a dozen more"].descriptors, (ours, gloo)
+        assert ours["without them"].is_within(ours["one group"]), ours
+        assert ours["at the end"].is_within(ours["before"]), ours
+
+
+def split(store: Store, rank: int, size: int) -> list[Any]:
+    with joined(store, rank, size):
+        world: Any = distributed.group.WORLD
+        told: list[Any] = []
+        for ranks in ([0, 2], [0, 2], [1]):
+            part = world.split_group(ranks)
+            if part is None:
+                told.append(None)
+                continue
+            number = torch.tensor([float(rank + 1)])
+            part.allreduce([number]).wait()
+            told.append((part.getBackendName(), part.rank(), part.size(), number.item()))
+            part.shutdown()
+        return told
+
+
+def test_a_group_is_split() -> None:
+    first, second, third = run_ranks(3, split)
+
+    assert first == [("unisono", 0, 2, 4.0), ("unisono", 0, 2, 4.0), None]
+    assert second == [None, None, ("unisono", 0, 1, 2.0)]
+    assert third == [("unisono", 1, 2, 4.0), ("unisono", 1, 2, 4.0), None]

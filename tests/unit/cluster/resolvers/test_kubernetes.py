@@ -1,0 +1,124 @@
+"""Pods of an Indexed Job, and the manifest of the documentation."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml  # type: ignore[import-untyped]
+
+from unisono.cluster import Launch
+from unisono.cluster_resolver import KubernetesClusterResolver
+from unisono.errors import ClusterError
+
+ROOT = Path(__file__).parents[4]
+# The schemas of Kubernetes 1.37 for jobs and services, without their texts, and without those of
+# parts that the manifest does not use. No field is allowed that they do not name.
+SCHEMAS: dict[str, Any] = json.loads((ROOT / "tests" / "kubernetes_schema.json").read_text())
+ENVIRON = {
+    "JOB_COMPLETION_INDEX": "1",
+    "UNISONO_NUM_WORKERS": "3",
+    "UNISONO_COORDINATOR": "train-0.train:29500",
+}
+TYPES: dict[str, Any] = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "integer": int,
+    "boolean": bool,
+    "number": (int, float),
+    "null": type(None),
+}
+
+
+def manifests() -> list[dict[str, Any]]:
+    page = (ROOT / "docs" / "launchers.md").read_text()
+    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    return list(yaml.safe_load_all(text))
+
+
+def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
+    """What `schema` does not allow in `value`."""
+    if "$ref" in schema:
+        return faults(value, SCHEMAS[schema["$ref"]], where)
+    for choice in ("oneOf", "anyOf"):
+        if choice in schema and all(faults(value, one, where) for one in schema[choice]):
+            return [f"{where}: {value!r} is none of {schema[choice]}"]
+    kinds = schema.get("type", [])
+    kinds = [kinds] if isinstance(kinds, str) else kinds
+    is_bool = isinstance(value, bool) and "boolean" not in kinds
+    if kinds and (is_bool or not isinstance(value, tuple(TYPES[kind] for kind in kinds))):
+        return [f"{where}: {value!r} is not {kinds}"]
+    if value not in schema.get("enum", [value]):
+        return [f"{where}: {value!r} is not one of {schema['enum']}"]
+    found = [
+        f"{where}.{name} is missing" for name in schema.get("required", []) if name not in value
+    ]
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            found += faults(item, schema.get("items", {}), f"{where}[{number}]")
+    if isinstance(value, dict):
+        known, others = schema.get("properties", {}), schema.get("additionalProperties", {})
+        for name, item in value.items():
+            if name not in known and others is False:
+                found.append(f"{where}.{name} is not known")
+            else:
+                found += faults(item, known.get(name, others), f"{where}.{name}")
+    return found
+
+
+def test_the_manifest_of_the_documentation_keeps_to_the_schema() -> None:
+    for manifest in manifests():
+        assert faults(manifest, SCHEMAS[manifest["kind"]], manifest["kind"]) == []
+
+
+def test_the_schema_finds_faults() -> None:
+    _, job = manifests()
+    job["spec"]["completion"] = 2
+    job["spec"]["completions"] = "2"
+    del job["spec"]["template"]["spec"]["containers"][0]["name"]
+    assert len(faults(job, SCHEMAS["Job"], "job")) == 3
+
+
+def test_the_manifest_of_the_documentation_describes_a_cluster() -> None:
+    service, job = manifests()
+    spec = job["spec"]
+    pod = spec["template"]["spec"]
+    variables = {one["name"]: one.get("value", "") for one in pod["containers"][0]["env"]}
+    size = spec["completions"]
+
+    found = KubernetesClusterResolver(environ={**variables, "JOB_COMPLETION_INDEX": "1"})
+
+    assert spec["parallelism"] == size == found.cluster_spec().num_tasks("worker")
+    # Pods of an Indexed Job are called JOB-INDEX.SUBDOMAIN; the service makes the names known.
+    host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert found.master(task_id=0) == f"{host}:29500"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert "UNISONO_JOB_TOKEN" in variables
+
+
+def test_the_pod_is_found() -> None:
+    found = KubernetesClusterResolver(environ=ENVIRON)
+
+    assert found.cluster_spec().job_tasks("worker") == ["train-0.train:29500", None, None]
+    assert (found.task_type, found.task_id, found.environment) == ("worker", 1, "kubernetes")
+    assert found.launch() == Launch(job="kubernetes-train-0.train:29500")
+
+
+@pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "UNISONO_NUM_WORKERS"])
+def test_a_variable_that_is_not_set_is_named(name: str) -> None:
+    environ = {key: value for key, value in ENVIRON.items() if key != name}
+
+    with pytest.raises(ClusterError, match=f"an Indexed Job of Kubernetes sets {name}"):
+        KubernetesClusterResolver(environ=environ)
+
+
+def test_a_manifest_without_an_address_is_told_what_to_write() -> None:
+    with pytest.raises(ClusterError, match=r"Set UNISONO_COORDINATOR.*JOB-0.SERVICE:29500"):
+        KubernetesClusterResolver(
+            environ={name: ENVIRON[name] for name in ENVIRON if name != "UNISONO_COORDINATOR"}
+        )
