@@ -193,7 +193,8 @@ def test_weights_that_move_are_seen() -> None:
         own = batch(strategy, 0)
         for _ in range(4):
             before = strategy.run(step, args=own)
-        model[0].weight.data = model[0].weight.data * 2
+        first = next(model.parameters())
+        first.data = first.data * 2
         after = strategy.run(step, args=own)
         assert not torch.equal(before.values[0], after.values[0])
 
