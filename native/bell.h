@@ -18,8 +18,8 @@ class Bell {
   // Wakes all who wait.
   void ring();
 
-  // Waits until the bell has rung more often than `seen`; false if it has not within the time. While
-  // it looks, the thread helps others with their reductions; see `Guest`.
+  // Waits until the bell has rung more often than `seen`; false if it has not within the time.
+  // While it looks, the thread helps others with their reductions; see `Guest`.
   bool wait(std::uint64_t seen, double timeout_s);
 
  private:
