@@ -62,7 +62,7 @@ def test_no_block_is_passed_over(page: Path) -> None:
     kinds = [fence[1] for fence in fences[::2]]
 
     # What is written otherwise, or further in, would look like a program and never run.
-    assert set(kinds) <= {"python", "py", "bash", "diff", ""}
+    assert set(kinds) <= {"python", "py", "bash", "diff", "yaml", ""}
     assert kinds.count("python") == len(BLOCK.findall(text))
     assert "py" not in kinds or page.name in ("coming_from_ddp.md", "coming_from_tensorflow.md")
     for fence, end in zip(fences[::2], fences[1::2], strict=True):
@@ -94,7 +94,7 @@ def test_the_examples_of_a_docstring_hold(path: Path) -> None:
 @each_page
 def test_files_that_a_page_names_exist(page: Path) -> None:
     folders = "benchmarks|examples|tests|scripts|native|src|docs"
-    named = re.findall(rf"(?<![\w./])((?:{folders})/[\w./]*\w)(?![{{\w])", page.read_text())
+    named = re.findall(rf"(?<![\w./])((?:{folders})/[\w./-]*\w)(?![{{\w])", page.read_text())
 
     assert [name for name in named if not (ROOT / name).exists()] == []
 

@@ -84,7 +84,10 @@ def _num_compiled(frames: Any) -> int:
 def _shapes(arguments: Any) -> Iterator[Any]:
     for leaf in flatten(arguments)[0]:
         values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-        yield from ((v.shape, v.dtype) for v in values if isinstance(v, torch.Tensor))
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                # A nested tensor has no shape.
+                yield None if value.is_nested else value.shape, value.dtype, value.layout
 
 
 def _is_compiled(thing: Any) -> bool:
@@ -104,7 +107,9 @@ def _reached(thing: Any, depth: int) -> Iterator[Any]:
         inner = (thing.func, *thing.args, *thing.keywords.values())
     elif isinstance(thing, types.MethodType):
         inner = (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
-    elif isinstance(thing, types.FunctionType) and not thing.__module__.startswith("torch."):
+    elif isinstance(thing, types.FunctionType) and not (thing.__module__ or "").startswith(
+        "torch."
+    ):
         cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())
         names = _names_in(thing.__code__).intersection(thing.__globals__)
         held = [cell.cell_contents for cell in cells]

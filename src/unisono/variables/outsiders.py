@@ -168,7 +168,8 @@ class MadeOutside:
             own = mirrors.stand_ins
             found = [
                 known
-                for identity, known in list(self._known.items())
+                # A copy, because a parameter may end meanwhile, on any thread.
+                for identity, known in self._known.copy().items()
                 if not any(identity in stand_ins for stand_ins in own)
             ]
             of_others = self._of_others[mirrors] = versions, found
