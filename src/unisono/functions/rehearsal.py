@@ -12,13 +12,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
 
 from unisono.engines import RunGenerators
 from unisono.functions.signature import OuterVariables
 from unisono.functions.state import ModuleState
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings
+from unisono.variables import Mirrors, Settings, plain_class, watch_updates
 
 HOST_RANDOMNESS = "it draws random numbers on the host; draw them on the GPU, or before `run`"
 # Frames of these are not the user's program.
@@ -73,7 +75,7 @@ class Rehearsal:
         state = ModuleState()
         state.number(mirrors.modules() + clones)
         variables, drawn = outer.values(), _host_randomness()
-        with _waits(self.refuse):
+        with _waits(self.refuse), outsiders(mirrors, self.refuse):
             yield
         if name := state.changed():
             self.refuse(f"it sets {name}, which every replay would leave as it is")
@@ -83,6 +85,34 @@ class Rehearsal:
             self.refuse(f"it changes the variable `{changed[0]}`, which no replay would do")
         if _host_randomness() != drawn:
             self.refuse(HOST_RANDOMNESS)
+
+
+@contextmanager
+def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]:
+    """Within the block, tells of models and optimizers that a single replica has from outside.
+
+    A replay would not see what becomes of them. With several replicas they are refused anyway.
+    """
+    if not mirrors.is_single:
+        yield
+        return
+    known = set(map(id, mirrors.modules()))
+
+    def on_call(module: nn.Module, _: Any) -> None:
+        tensors = (*module._parameters.values(), *module._buffers.values())
+        if id(module) not in known and any(tensor is not None for tensor in tensors):
+            refuse(f"{type(module).__name__} was made outside `strategy.scope()`")
+
+    def on_update(optimizer: Optimizer, *_: Any) -> None:
+        if plain_class(type(optimizer)) is type(optimizer):
+            refuse(f"{type(optimizer).__name__} was made outside `strategy.scope()`")
+
+    hooks = (register_module_forward_pre_hook(on_call), watch_updates(on_update))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager

@@ -5,11 +5,13 @@ from unisono.variables.attributes import TORCH_TABLES, Contents, raw
 from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
+from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves, Mark
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.settings import Settings
+from unisono.variables.shares import watch_updates
 from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
 
@@ -28,8 +30,10 @@ __all__ = [
     "creating",
     "merge",
     "once",
+    "plain_class",
     "raw",
     "undone",
     "variable_of",
     "watch_torch",
+    "watch_updates",
 ]

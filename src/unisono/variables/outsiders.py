@@ -15,7 +15,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, lr_scheduler
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, is_inside_run
@@ -25,6 +24,7 @@ from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once import owner_of, parameters_of, reduce_hidden
+from unisono.variables.shares import watch_updates
 
 # The number of the replica that made a parameter or module in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -35,7 +35,7 @@ _made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
 @computed_once
 def refuse_outsiders() -> None:
     """From now on, what was made outside is refused in the steps of strategies."""
-    register_optimizer_step_pre_hook(_check_optimizer)
+    watch_updates(_check_optimizer)
     for thing in gc.get_objects():
         if issubclass(type(thing), nn.Parameter):
             _made_outside.add(thing)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import optim
 from torch.optim import optimizer as hooks
+from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 
@@ -21,6 +23,7 @@ _INDEPENDENT = frozenset(
     )
     if hasattr(optim, name)
 )
+_ours: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 # For less, replicas wait longer for each other, and for Python, than one needs for it all.
 _LEAST_BYTES = 2 << 20
 
@@ -80,8 +83,14 @@ def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | N
     ]
 
 
+def watch_updates(hook: Callable[..., None]) -> RemovableHandle:
+    """Calls a hook of our own before every update of any optimizer."""
+    _ours.add(hook)
+    return hooks.register_optimizer_step_pre_hook(hook)
+
+
 def has_hooks(optimizer: Any) -> bool:
-    """Whether somebody wants to know of each step; one hook of all optimizers is our own."""
+    """Whether the program has a hook that is called in every step of an optimizer."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    others = hooks._global_optimizer_post_hooks
-    return any(own) or bool(others) or len(hooks._global_optimizer_pre_hooks) > 1
+    others = any(hook not in _ours for hook in hooks._global_optimizer_pre_hooks.values())
+    return any(own) or others or bool(hooks._global_optimizer_post_hooks)
