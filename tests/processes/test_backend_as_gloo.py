@@ -144,7 +144,11 @@ def counted(world: World) -> int:
 
 
 def split(world: World) -> Any:
-    """Sums in parts of a group, which only some ranks have."""
+    """Sums in parts of a group, which only some ranks have.
+
+    This is not compared with Gloo, whose `split_group` hangs now and then: one rank has connected
+    to the other, which still waits for the connection.
+    """
     sums: list[float | None] = []
     for ranks in ([0, 1], [1], [0, 1]):
         part = low_level(world).split_group(ranks, group_name=f"part {len(sums)}")
@@ -186,7 +190,6 @@ RIGHT: dict[str, Call] = {
     "the same tensor twice": coalesced(),
     "overlapping tensors": coalesced(ONE),
     "sequence number": counted,
-    "parts": split,
     "several sums": several(ReduceOp.SUM),
     "several products": several(ReduceOp.PRODUCT),
     "several maxima": several(ReduceOp.MAX),
@@ -262,6 +265,8 @@ def differences(store: Store, rank: int, size: int) -> list[str]:
                 found.append(f"{name}: Gloo has {expected}")
             if (result := attempt(call, ours)) != expected:
                 found.append(f"{name}: {result}, with Gloo {expected}")
+        if (sums := split(ours)) != [2.0, [None, 1.0][rank], 2.0]:
+            found.append(f"parts: {sums}")
         # The wrong calls have sent nothing.
         total = torch.ones(1)
         distributed.all_reduce(total)
