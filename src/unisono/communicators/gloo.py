@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any
@@ -235,11 +236,10 @@ def _wait_for_all(
 def break_connections(group: Any) -> None:
     """Ends everything that a Gloo group waits for, with an error.
 
-    Gloo gives up all connections when a receive is too late, and offers no other way.
+    Gloo gives up all connections when a receive is too late, and offers no other way. A receive
+    from a rank whose connection is broken already ends before that, so every rank is tried.
     """
-    peer = (group.rank() + 1) % group.size()
-    try:
-        receive = group.recv([torch.empty(1)], peer, _UNUSED_TAG)
-        receive.wait(timedelta(milliseconds=1))
-    except RuntimeError:
-        return
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

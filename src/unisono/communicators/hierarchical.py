@@ -121,7 +121,7 @@ class HierarchicalCommunicator(Communicator):
         """Lets the headers and the terms of a host travel together."""
         prefix = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
         gathered = self._inside.all_gather(torch.cat([prefix, *map(as_bytes, terms)]))
-        self._check([one[:HEADER_BYTES].numpy().tobytes() for one in gathered])
+        self._check(gathered)
         if self._inside.rank > 0:
             self._inside.broadcast(terms[0])
             return
@@ -265,9 +265,11 @@ class HierarchicalCommunicator(Communicator):
         agree is found out where they meet: the first ranks, at least, do so in every collective.
         """
         given = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        self._check([one.numpy().tobytes() for one in self._inside.all_gather(given)])
+        self._check(self._inside.all_gather(given))
 
-    def _check(self, encoded: list[bytes]) -> None:
+    def _check(self, gathered: Sequence[Tensor]) -> None:
+        # Ranks that call something else may have sent data with their header.
+        encoded = [one[:HEADER_BYTES].numpy().tobytes() for one in gathered]
         if all(other == encoded[0] for other in encoded):
             return
         ranks = self._layout.hosts[self._between.rank]

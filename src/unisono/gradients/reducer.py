@@ -127,8 +127,9 @@ class GradientReducer:
         self._hooked = [one for one in self._owners if has_hooks(one.primary)]
 
     def close(self) -> None:
-        """Ends the thread that sends, if there is one."""
+        """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
+        self._passes.clear()
 
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
@@ -301,16 +302,16 @@ class GradientReducer:
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
-        if current.sent:
-            with span("reduce", "packs under way", packs=len(current.sent)):
+        num_sent = len(current.sent)
+        if num_sent:
+            with span("reduce", "packs under way", packs=num_sent):
                 self._sender.finish(current.sent)
         combined = self._combine_all(arrived)
-        done = range(len(current.sent)) if self._across is not None else current.full
+        done = range(num_sent) if self._across is not None else current.full
         for number in range(len(self._packs)):
             if number not in done:
                 self._fill(number, arrived, combined)
                 self._exchange_rest(number)
-        current.sent.clear()
         with span("copy", "give packs"):
             given = [one for pack in self._packs for one in pack.give()]
         self._aside.bring_back(self._owners)

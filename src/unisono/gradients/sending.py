@@ -22,11 +22,12 @@ class Sender:
 
         If the one before it failed, it does: the same packs do on all workers.
         """
-        before = sent[-1] if sent else None
+        before = sent[-1:]
 
         def send() -> None:
-            if before is not None:
-                before.result()
+            # An error holds the frames that it passes, so no frame holds the future of the error.
+            if before:
+                before.pop().result()
             exchange()
 
         if self._threads is None:
@@ -42,11 +43,12 @@ class Sender:
             self._close()
             raise
 
-    def finish(self, sent: Sequence[Future[None]]) -> None:
-        """Waits until packs are exchanged; raises if one has failed."""
+    def finish(self, sent: list[Future[None]]) -> None:
+        """Waits until packs are exchanged, and forgets them; raises if one has failed."""
         self.settle(sent)
-        for future in sent:
-            future.result()
+        # The last one has failed if any has.
+        del sent[:-1]
+        sent.pop().result()
 
     def close(self) -> None:
         """Ends the thread."""

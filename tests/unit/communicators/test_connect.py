@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib.util import find_spec
 from typing import Any
@@ -16,7 +17,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
-from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.gloo import break_connections, make_gloo_group
 from unisono.communicators.mpi import MpiTransport
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
@@ -114,6 +115,25 @@ def beside_the_default_group(store: Store, rank: int, size: int) -> list[float]:
 
 def test_the_default_group_of_torch_is_left_to_the_user() -> None:
     assert run_ranks(2, beside_the_default_group) == [[2.0, 4.0]] * 2
+
+
+def test_a_group_ends_all_its_connections_though_one_has_ended_before() -> None:
+    store = HashStore()
+
+    def make(rank: int) -> Any:
+        return make_gloo_group(store, rank, 3, host="127.0.0.1", timeout_seconds=60)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(make, range(3))
+    waiting = first.recv([torch.empty(1)], third.rank(), 1)
+    break_connections(second)
+    with pytest.raises(RuntimeError):
+        first.recv([torch.empty(1)], second.rank(), 1).wait(timedelta(seconds=60))
+    break_connections(first)
+
+    with pytest.raises(RuntimeError) as caught:
+        waiting.wait(timedelta(milliseconds=9999))
+    assert "9999ms" not in str(caught.value)
 
 
 def encrypted_in_no_known_way(store: Store, rank: int, size: int) -> str:

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import Store
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.network import NetworkCommunicator
+from unisono.errors import UnequalCollectivesError
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
 
@@ -37,6 +38,25 @@ def reduced(store: Store, rank: int, size: int, num_hosts: int, backend: str) ->
             are_equal.append(torch.equal(found, wanted))
         communicator.barrier()
     return are_equal
+
+
+def differ(store: Store, rank: int, size: int) -> str:
+    """Rank 1 calls what sends data with its header, and the others what sends none."""
+    with hierarchical(over_tcp, 2, "tcp", seconds=30)(store, rank, size) as communicator:
+        try:
+            if rank == 1:
+                communicator.all_reduce(ReduceOp.SUM, [torch.ones(3)])
+            else:
+                communicator.barrier()
+        except UnequalCollectivesError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_ranks_of_a_host_that_call_different_things_are_told() -> None:
+    for told in run_ranks(4, differ):
+        assert "all_reduce number 1" in told
+        assert "barrier number 1" in told
 
 
 def test_large_tensors_have_the_bits_of_the_tree_between_two_and_three_hosts() -> None:

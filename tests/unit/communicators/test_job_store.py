@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -101,27 +101,36 @@ def relay(address: tuple[str, int], change: bytes | None) -> Iterator[tuple[str,
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def there(source: socket.socket, sink: socket.socket) -> None:
-            while data := source.recv(4096):
-                sink.sendall(data)
+            with suppress(OSError):
+                while data := source.recv(4096):
+                    sink.sendall(data)
 
         def back(source: socket.socket, sink: socket.socket) -> None:
-            while data := source.recv(4096):
-                if b"secret" not in data:
-                    sink.sendall(data)
-                elif change is not None:
-                    sink.sendall(data.replace(b"secret", change))
+            with suppress(OSError):
+                while data := source.recv(4096):
+                    if b"secret" not in data:
+                        sink.sendall(data)
+                    elif change is not None:
+                        sink.sendall(data.replace(b"secret", change))
 
-        def run() -> None:
-            guest, _ = listener.accept()
-            with guest, socket.create_connection(address) as store:
-                pair = threading.Thread(target=there, args=(guest, store), daemon=True)
-                pair.start()
-                back(store, guest)
+        def end(one: socket.socket) -> None:
+            # To close it would not wake who reads from it.
+            with one, suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
 
-        thread = threading.Thread(target=run, daemon=True)
-        thread.start()
-        yield listener.getsockname()
-    thread.join(0.01)
+        with ThreadPoolExecutor(3) as pool, ExitStack() as ends:
+
+            def run() -> None:
+                guest, _ = listener.accept()
+                store = socket.create_connection(address)
+                ends.callback(end, guest)
+                ends.callback(end, store)
+                pool.submit(there, guest, store)
+                pool.submit(back, store, guest)
+
+            listener.settimeout(SECONDS)
+            pool.submit(run)
+            yield listener.getsockname()
 
 
 def test_who_changes_an_answer_is_found_out(served: JobStore) -> None:

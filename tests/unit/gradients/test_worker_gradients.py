@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,6 +14,7 @@ from torch import Tensor, nn
 from worker_threads import on_strategies
 
 import unisono as uo
+from unisono.gradients.sending import Sender
 
 
 class Refusal(torch.autograd.Function):
@@ -46,6 +51,40 @@ def test_a_pass_that_failed_leaves_nothing_to_the_next() -> None:
     options = uo.experimental.CommunicationOptions(bytes_per_pack=1)
     for found in on_strategies(2, train, options=options):
         assert found == [1.0, 7.0, 5.0]
+
+
+class NoExchange(Exception):
+    """An error that can be referred to weakly."""
+
+
+@pytest.mark.skipif(
+    not getattr(sys, "_is_gil_enabled", lambda: True)(),
+    reason="without the lock, a thread frees what another has made when that one runs again",
+)
+def test_a_failed_exchange_keeps_nothing_in_memory() -> None:
+    sender = Sender(lambda: None)
+    sent: list[Future[None]] = []
+
+    def fail() -> None:
+        raise NoExchange
+
+    def wait_in_vain() -> weakref.ref[NoExchange]:
+        for _ in range(3):
+            sender.send(fail, sent)
+        try:
+            sender.finish(sent)
+        except NoExchange as error:
+            return weakref.ref(error)
+        raise AssertionError("nothing has failed")
+
+    gc.disable()
+    try:
+        found = wait_in_vain()
+        sender.close()
+        assert found() is None
+    finally:
+        gc.enable()
+    assert not sent
 
 
 @pytest.mark.parametrize("num_replicas", [1, 2, 3])
