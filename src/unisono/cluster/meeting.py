@@ -97,6 +97,7 @@ class _Meeting:
             self._leave(self._absence(self._missing()))
         self._fits = self._card.agrees_with(self._read("card/0"))
         if self._fits:
+            self._store.set(f"fits/{self._card.rank}", "")
             self._store.add("fits", 1)
         else:
             self._report_misfit()
@@ -132,6 +133,15 @@ class _Meeting:
     def _absence(self, missing: list[int]) -> WorkerTimeoutError:
         waited = time.monotonic() - self._start
         if not missing:
+            others = [rank for rank in range(self._card.size) if rank != self._card.rank]
+            silent = [rank for rank in others if not self._is_there(f"fits/{rank}")]
+            if silent:
+                return WorkerTimeoutError(
+                    f"Rank {self._card.rank} has waited {waited:.1f} s for {name_ranks(silent)} of "
+                    f"{self._card.size}, which came, but ended or stopped before the workers met. "
+                    "Look at the logs of these workers.",
+                    ranks=silent,
+                )
             return WorkerTimeoutError(
                 f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} "
                 "workers to come. All came, but some had given up before the last was there. Start "

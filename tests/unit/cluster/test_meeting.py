@@ -159,6 +159,17 @@ def test_who_comes_when_the_others_have_given_up_is_told_so() -> None:
     assert error.value.ranks == ()
 
 
+def test_who_ends_after_it_came_is_named() -> None:
+    store = HashStore()
+    first, second = cards(2)
+    store.set("card/1", second.to_text())
+    store.add("claim/1", 1)
+    store.add("present", 1)
+    with pytest.raises(WorkerTimeoutError, match="rank 1 of 2, which came") as caught:
+        meet(store, first, timeout_seconds=0.2)
+    assert caught.value.ranks == (1,)
+
+
 def test_who_was_refused_is_told_to_those_who_wait_for_it() -> None:
     store = HashStore()
     store.set("refused/1", "a process at 10.0.0.7")
