@@ -10,9 +10,8 @@ LINK_NAMES = {
     "memory": "sums in one memory",
     "devices": "copies between devices",
     "inside": "processes of a host, shared memory",
-    "loopback": "processes of a host, Gloo",
-    "between": "hosts, Gloo",
-    "tcp": "hosts, TCP",
+    "loopback": "processes of a host, TCP",
+    "between": "hosts, TCP",
 }
 
 

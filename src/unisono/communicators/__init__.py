@@ -1,13 +1,12 @@
 """Ways for workers to talk to each other."""
 
-from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
 from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.job_store import JobStore
-from unisono.communicators.nccl import gpu_identity
+from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -27,19 +26,16 @@ __all__ = [
     "JOB_TOKEN",
     "STORE_ERRORS",
     "Carrier",
-    "Choice",
     "Communicator",
     "Countdown",
-    "Engine",
     "IdentityCommunicator",
     "JobStore",
     "Layout",
     "TracedCommunicator",
     "all_reduce_sparse",
-    "choose",
+    "choose_carrier",
     "connect",
     "coordinator_store",
-    "gpu_identity",
     "have_come",
     "in_thread",
     "own_op",
