@@ -242,11 +242,23 @@ def _entered(
             connection.send(b"{}")
         with contextlib.suppress(OSError):
             connection.settimeout(max(0.1, deadline - time.monotonic()))
-            _raise_refusal(_read(connection.recv(_MAX_MESSAGE)))
+            _raise_refusal(_read(_last_word(connection)))
     except BaseException:
         entered.close()
         raise
     return entered
+
+
+def _last_word(connection: socket.socket) -> bytes:
+    """Returns what rank 0 has said before it hung up.
+
+    If it hung up before it read all that it was sent, Linux tells that first, once, and only then
+    what it had said.
+    """
+    try:
+        return connection.recv(_MAX_MESSAGE)
+    except ConnectionResetError:
+        return connection.recv(_MAX_MESSAGE)
 
 
 def no_memory(rank: int, error: OSError) -> CommunicationError:
