@@ -6,7 +6,7 @@ import functools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from contextlib import suppress
 from datetime import timedelta
@@ -25,6 +25,8 @@ from unisono.errors import UnsupportedError, WorkerTimeoutError
 # The watch gives up before Gloo does, and can say for whom it has waited.
 GRACE_SECONDS = 2.0
 _LOOK_SECONDS = 0.1
+# How many times its timeout Gloo takes to give up a rank that has answered and then fallen silent.
+_GLOO_PATIENCE = 5
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
@@ -53,24 +55,47 @@ def make_gloo_group(
     own = own_address(store, rank, size, host=host, timeout_seconds=left.seconds())
     group: Any = distributed.ProcessGroupGloo
     options = group._Options()
-    options._timeout = timedelta(seconds=left.seconds())
+    options._timeout = timedelta(seconds=left.seconds() / _GLOO_PATIENCE)
     device = _device(own)
     options._devices = [device]
     # As many collectives as are under way at a time.
     options._threads = num_threads
-    make = functools.partial(group, PrefixStore("gloo", store), rank, size, options)
+    patient = _PatientStore(PrefixStore("gloo", store), left)
+    make = functools.partial(group, patient, rank, size, options)
     made = _connected(PrefixStore("ends", store), rank, size, make, left.seconds())
     _device_of[made] = device
     made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
     return made
 
 
+class _PatientStore(Store):
+    """Waits for the addresses of all ranks as long as there is time, whatever Gloo's timeout is."""
+
+    def __init__(self, store: Store, left: Countdown) -> None:
+        super().__init__()
+        self._store = store
+        self._left = left
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Writes a value."""
+        self._store.set(key, value)  # type: ignore[arg-type]  # The stub knows strings only.
+
+    def get(self, key: str) -> bytes:
+        """Waits for a key, and returns its value."""
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits for all keys."""
+        self._store.wait(list(keys), timedelta(seconds=self._left.seconds()))
+
+
 def _connected(store: Store, rank: int, size: int, make: Callable[[], Any], seconds: float) -> Any:
     """Returns the group that `make` connects, or raises an error that names the missing ranks.
 
-    Gloo takes up to five times its timeout to connect, and does not hear Ctrl-C meanwhile. It names
-    one rank at most, which often has itself waited in vain for another. So a thread connects, and
-    every rank says through the store that it has connected or given up. Missing ranks say neither.
+    Gloo does not hear Ctrl-C while it connects. It names one rank at most, which often has itself
+    waited in vain for another. So a thread connects, and every rank says through the store that it
+    has connected or given up. Missing ranks say neither.
     """
     outcome: Future[Any] = Future()
 

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +80,48 @@ def test_a_rank_that_gloo_cannot_reach_is_named() -> None:
     for kind, ranks, message in (results[0], results[2]):
         assert (kind, ranks) == ("WorkerTimeoutError", (1,))
         assert "for rank 1 of 3 to connect" in message
+
+
+class SilentStore(Store):
+    """Says where this rank listens, and never learns where the others do."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+        self.store.set("published", "")
+
+    def get(self, key: str) -> bytes:
+        self.store.wait(["0 has given up", "2 has given up"], timedelta(seconds=60))
+        raise RuntimeError("The others have given up.")
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.get(keys[0])
+
+
+def connect_to_a_silent_one(store: Store, rank: int, size: int) -> float:
+    """Rank 1 listens and never calls. Returns how long the others have tried to connect to it."""
+    gloo = PrefixStore("gloo", store)
+    if rank == 1:
+        group: Any = distributed.ProcessGroupGloo
+        own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
+        with pytest.raises(RuntimeError, match="given up"):
+            group(SilentStore(gloo), rank, size, timedelta(seconds=60))
+        return 0.0
+    began = time.monotonic()
+    with suppress(CommunicationError):
+        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60, joining_seconds=4)
+    while any(thread.name == "unisono gloo" for thread in threading.enumerate()):
+        time.sleep(0.01)
+    gloo.set(f"{rank} has given up", "")
+    return time.monotonic() - began
+
+
+def test_nothing_tries_to_connect_any_longer_than_it_may() -> None:
+    # Gloo tries for five times its timeout, if one rank says nothing after the first connection.
+    assert max(run_ranks(3, connect_to_a_silent_one)) < 18
 
 
 def test_one_rank_needs_no_store() -> None:
