@@ -152,9 +152,9 @@ def test_training_steps_are_measured_with_each_number_of_replicas(
     ("arguments", "words"),
     [
         ("all-reduce --sizes 6", "multiples of 4 bytes, got [6]"),
-        ("all-reduce --sizes 4 6K 4X", "'4X' is not a number of bytes"),
+        ("all-reduce --sizes 4 6K 4X", "'4X' is not a size"),
         ("all-reduce --ranks 1", "2 or more"),
-        ("all-reduce --hosts 2 --ranks 3", "as many on each of 2 hosts, got [3]"),
+        ("all-reduce --hosts 2 --ranks 3", "the same number on each of 2 hosts, got [3]"),
         ("all-reduce --rate 1gbit", "give --hosts 2"),
         ("all-reduce --hosts 2 --mpi python", "leave out --mpi or --hosts"),
         ("reduce --replicas 2 1", "2 or more, got [2, 1]"),
@@ -200,7 +200,7 @@ def test_a_missing_package_is_named_with_its_extra(
     [
         ("reduce --sizes 4 --seconds 0 --tensorflow false", "TensorFlow ended with status 1"),
         ("reduce --tensorflow /nowhere/python", "/nowhere/python cannot be started"),
-        ("all-reduce --ranks 2 --mpi python --mpirun false", "0 of 2 MPI processes came"),
+        ("all-reduce --ranks 2 --mpi python --mpirun false", "0 of 2 MPI processes started"),
     ],
 )
 def test_a_competitor_that_fails_ends_the_run_with_status_1(arguments: str, words: str) -> None:

@@ -84,13 +84,13 @@ class AllReduceSweep:
             raise ValueError(f"Sizes must be multiples of 4 bytes, got {bad}.")
         if min(self.ranks) < 2 or any(size % self.hosts for size in self.ranks):
             raise ValueError(
-                f"Ranks must be 2 or more, as many on each of {self.hosts} hosts, got "
+                f"Ranks must be 2 or more, and the same number on each of {self.hosts} hosts, got "
                 f"{list(self.ranks)}."
             )
         if self.hosts > 1 and self.mpi:
             raise ValueError("MPI does not take part between hosts: leave out --mpi or --hosts.")
         if self.hosts == 1 and self.rate:
-            raise ValueError("--rate is that of the link between hosts: give --hosts 2.")
+            raise ValueError("--rate limits the link between hosts: give --hosts 2 as well.")
 
     @property
     def num_measurements(self) -> int:

@@ -77,4 +77,4 @@ def _check(trainings: Sequence[Training]) -> None:
     """Fails if the number of replicas can be seen in the loss."""
     losses = [training.losses[-1] for training in trainings]
     if any(not math.isclose(loss, losses[0], rel_tol=1e-6) for loss in losses):
-        raise click.ClickException(f"The final losses should be the same, and are {losses}.")
+        raise click.ClickException(f"The final losses should be equal, but they are {losses}.")

@@ -18,4 +18,6 @@ def require(extra: str, *packages: str) -> None:
     missing = [package for package in packages if find_spec(package) is None]
     if missing:
         names = " and ".join(missing)
-        raise Unavailable(f"{names} must be installed for this: pip install 'unisono[{extra}]'")
+        raise Unavailable(
+            f"This command needs {names}. Install it with: pip install 'unisono[{extra}]'"
+        )

@@ -98,7 +98,7 @@ def launch(
     try:
         tasks = _tasks(num_workers, cluster_file, all_local=all_local)
         if tasks and num_hosts > 1:
-            raise ClusterError("TF_CONFIG names the hosts itself: leave out --nnodes.")
+            raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
         num_workers = len(tasks) or num_workers or num_gpu_workers()
         config = _config(num_workers, num_hosts, host_rank, endpoint)
     except ClusterError as error:
@@ -116,8 +116,8 @@ def _tasks(
     if not text:
         if all_local:
             raise ClusterError(
-                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. To start workers "
-                "without one, give their number, such as -n 4."
+                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. Without one, "
+                "give the number of workers, for example -n 4."
             )
         return []
     tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
@@ -140,8 +140,8 @@ def num_gpu_workers() -> int:
     num_gpus = len(this_machine().gpus)
     if num_gpus == 0:
         raise ClusterError(
-            "torch sees no GPU on this host, so the number of workers is not known. Give -n, such "
-            "as -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
+            "torch sees no GPU on this host, so the number of workers is not known. Give -n, for "
+            "example -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
         )
     return num_gpus
 

@@ -17,7 +17,9 @@ def parse_bytes(text: str) -> int:
     """Returns the bytes of a text such as 64, 4K, 4KB, 4KiB or 256M: units are powers of 1024."""
     found = _BYTES.fullmatch(text)
     if found is None:
-        raise click.BadParameter(f"{text!r} is not a number of bytes such as 64, 4K or 256MB.")
+        raise click.BadParameter(
+            f"{text!r} is not a size. Write a number of bytes such as 64, 4K, 1.5G or 28e9."
+        )
     return int(found[1]) * _UNITS[found[2].upper()]
 
 

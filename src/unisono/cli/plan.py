@@ -108,7 +108,7 @@ def plan(
         require("bench", "matplotlib")
     try:
         if num_hosts * gpus == 1:
-            raise click.UsageError("One GPU has nobody to talk to: give more --gpus or --hosts.")
+            raise click.UsageError("One GPU does not communicate: give more --gpus or --hosts.")
         here = current_tuning()
         tuning = here if file is None else read_tuning(file)
         constants = constants_of(given, tuning)

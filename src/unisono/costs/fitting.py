@@ -143,7 +143,7 @@ def never_less(seconds: Sequence[float]) -> list[float]:
 def _too_noisy(sizes: Sequence[tuple[int, float]]) -> TuningError:
     told = ", ".join(f"{1e6 * seconds:.3g} us for {num_bytes} B" for num_bytes, seconds in sizes)
     return TuningError(
-        f"Of {len(sizes)} sizes that were measured, larger ones did not take longer: {told}. "
+        f"Larger messages did not take longer in the measurement of {len(sizes)} sizes: {told}. "
         "Measure again when the machine is less busy."
     )
 

@@ -149,7 +149,7 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
     if num_local == 0 and not has_collectives:
         raise TraceError(
             "The trace holds no step and no collective: neither `Strategy.run` nor a collective of "
-            "the backend was called while it was recorded. Record some steps of training."
+            "the backend was called during the recording. Record some training steps."
         )
     first = workers[0]
     summary = Summary(

@@ -87,7 +87,7 @@ def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_pat
     ("arguments", "message"),
     [
         (["--hosts", "0", "--gpus", "8", "--model-bytes", "1"], "0 is not in the range x>=1"),
-        (["--hosts", "1", "--gpus", "1", "--model-bytes", "1"], "nobody to talk to"),
+        (["--hosts", "1", "--gpus", "1", "--model-bytes", "1"], "does not communicate"),
         ([*CLUSTER, "--measure"], "run `unisono tune` first"),
         ([*CLUSTER, "--bandwidth", "0"], "--bandwidth"),
         ([*CLUSTER, "--tuning", "nowhere.json"], "'nowhere.json' does not exist"),
@@ -106,4 +106,4 @@ def test_a_file_that_is_no_tuning_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plan", *CLUSTER, "--tuning", str(tmp_path / "other.json")])
 
     assert result.exit_code == 1
-    assert "is no tuning that `unisono tune` has written" in result.output
+    assert "is not a tuning file" in result.output

@@ -244,7 +244,7 @@ def test_batches_that_were_split_in_other_proportions_are_refused() -> None:
     assert counts_of((placed(2, 4), placed(1, 2))) == (2, 4)
     assert counts_of((placed(2, 4), placed(1, 1, is_input=False))) == (2, 4)
     assert counts_of((placed(3, 1, is_input=False), 5)) == (3, 1)
-    with pytest.raises(UnsupportedError, match=r"got \(2, 1\) samples of one and \(3, 1\)"):
+    with pytest.raises(UnsupportedError, match=r"got \(2, 1\) samples of one batch and \(3, 1\)"):
         counts_of((placed(2, 1), placed(3, 1)))
 
 
@@ -283,10 +283,10 @@ def test_data_that_all_read_alike_can_be_resumed_by_other_workers() -> None:
 @pytest.mark.parametrize(
     ("then", "now", "problem"),
     [
-        ((2, "function"), (3, "function"), "of 2 workers .* here are 3"),
+        ((2, "function"), (3, "function"), "2 workers .* this job has 3"),
         ((2, "function"), (2, "shared"), "of 2 workers .* all read the same"),
-        ((2, "off"), (3, "off"), "of 2 steps a batch, this input makes 3"),
-        ((1, "off"), (2, "off"), "of 1 steps a batch, this input makes 2"),
+        ((2, "off"), (3, "off"), "2 steps per batch, but this one makes 3"),
+        ((1, "off"), (2, "off"), "1 steps per batch, but this one makes 2"),
     ],
 )
 def test_a_state_of_other_readers_is_refused(

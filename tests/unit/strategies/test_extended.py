@@ -67,7 +67,7 @@ def test_update_gives_the_function_a_variable(pair: uo.MirroredStrategy) -> None
     assert [one.tolist() for one in results] == [[2, 0], [29, 9]]
     assert numbers(variable) == [[3, 2], [30, 11]]
     assert set(plain) == {Tensor}
-    with pytest.raises(UnsupportedError, match="Nothing is broadcast"):
+    with pytest.raises(UnsupportedError, match="do not broadcast"):
         pair.extended.update(variable, lambda own: own.assign(1.0))
 
 

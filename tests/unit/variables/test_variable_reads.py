@@ -55,7 +55,7 @@ def test_without_aggregation_nothing_is_read_nor_written(strategy: MirroredStrat
     for write in (variable.assign, variable.assign_add, variable.assign_sub):
         with pytest.raises(ValueError, match="nothing was written"):
             write(6.0)
-    with pytest.raises(ValueError, match="no one value"):
+    with pytest.raises(ValueError, match="no single value"):
         variable.value()
     assert numbers(variable) == [1.0] * everywhere
     variable.assign(6.0, read_value=False)

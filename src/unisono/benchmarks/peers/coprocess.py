@@ -51,8 +51,8 @@ class CoProcess:
         if not line:
             status = self._process.wait(timeout=10)
             raise BenchmarkError(
-                f"{self._name} ended with status {status} when asked {request}. See what it said, "
-                "and try its interpreter by hand."
+                f"{self._name} ended with status {status} when asked {request}. Check its messages "
+                "above, and try its interpreter by hand."
             )
         answer: dict[str, Any] = json.loads(line)
         return answer
