@@ -1,4 +1,4 @@
-"""What batches come from: loaders, iterables, iterators and functions, opened anew each pass."""
+"""What batches come from: loaders, iterables, iterators and functions, opened anew each epoch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.loaders import LoaderSource
-from unisono.input.source import Source
+from unisono.input.sources.loaders import LoaderSource
+from unisono.input.sources.source import Source
 
 
 class IterableSource(Source):
