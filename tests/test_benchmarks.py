@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -20,7 +22,8 @@ from processes.programs import is_alive, program, run, wait_until_gone
 
 from unisono.benchmarks import BenchmarkError, Row
 from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
-from unisono.benchmarks.reduce import BATCHES, SIZES, check
+from unisono.benchmarks.reduce import BATCHES, SIZES, ReduceSweep, check
+from unisono.benchmarks.rows import spell_bytes
 from unisono.benchmarks.training_step import check_losses
 from unisono.cli import main
 from unisono.cli.bench import bench
@@ -47,7 +50,8 @@ def rows_of(tmp_path: Path) -> Any:
         found: list[dict[str, Any]] = json.loads(numbers.read_text())["rows"]
         header = ["min", "p50", "p99", "max", *found[0]["rates"], *found[0]["ratios"]]
         assert all(name in output for name in header)
-        assert native_core().status in output
+        assert max(map(len, output.splitlines())) <= 80
+        assert native_core().status in " ".join(output.split())
         assert picture.stat().st_size > 1000
         return found
 
@@ -210,6 +214,52 @@ def test_a_competitor_that_fails_ends_the_run_with_status_1(arguments: str, word
 
     assert result.exit_code == 1
     assert words in result.output
+
+
+def made_rows(into: str = "one") -> list[Row]:
+    """Rows as long as they get: six competitors, slow and fast."""
+    names = ["stack.sum", "add chain", "foreach", "limit", "TF eager", "TF graph"]
+    return [
+        Row(
+            {"case": spell_bytes(size), "replicas": 2, "into": into},
+            size,
+            [number * size * 1e-9 for number in range(1, 100)],
+            {"GB/s": 12.34, "bus GB/s": 0.567},
+            {name: 0.37 + 0.8 * place for place, name in enumerate(names)},
+        )
+        for size in SIZES
+    ]
+
+
+def test_a_table_fits_80_columns_and_has_every_number() -> None:
+    report = pytest.importorskip("unisono.benchmarks.report", exc_type=ImportError)
+    output = io.StringIO()
+    console = pytest.importorskip("rich.console").Console(file=output, width=80)
+
+    report.print_table(ReduceSweep(), made_rows(), console)
+
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = output.getvalue().split()
+    for name in ("min", "p50", "p99", "max", "foreach", "limit"):
+        assert words.count(name) == 1
+    # Each table repeats what was measured.
+    assert words.count("replicas") == output.getvalue().count("case") > 1
+    assert words.count("12.3") == words.count("0.567") == words.count("4.37") == len(SIZES)
+
+
+def test_the_picture_of_reductions_has_sizes_and_speeds_as_people_say_them() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+
+    ReduceSweep(replicas=(2,)).draw(figure, [*made_rows("one"), *made_rows("all")])
+
+    for axis in figure.axes:
+        sizes = [label.get_text() for label in axis.get_xticklabels()]
+        assert 3 <= len(sizes) <= 7
+        assert all(re.fullmatch(r"\d+ (B|KB|MB)", size) for size in sizes)
+    speeds = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert speeds == ["0.5x", "1x", "2x"]
+    assert "times faster" not in figure.axes[0].get_ylabel()
 
 
 def test_numbers_alone_come_out_when_they_are_asked_for_there() -> None:

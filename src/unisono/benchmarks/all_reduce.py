@@ -35,7 +35,7 @@ from torch._C._distributed_c10d import TCPStore
 from unisono.benchmarks.peers.crew import DEADLINE_S, Crew
 from unisono.benchmarks.peers.mpi import Mpi
 from unisono.benchmarks.peers.torch_ranks import work
-from unisono.benchmarks.rows import Row, spell_bytes
+from unisono.benchmarks.rows import Row, mark_sizes, spell_bytes
 from unisono.benchmarks.timing import MIN_TURNS, REST_S, Series
 from unisono.testing.namespaces import Hosts, enter, make_hosts
 
@@ -144,7 +144,8 @@ class AllReduceSweep:
                 axes[0][column].plot(sizes, micros, marker="o", markersize=3, label=name)
                 axes[1][column].plot(sizes, buses, marker="o", markersize=3, label=name)
             axes[0][column].set(title=f"{count} ranks", xscale="log", yscale="log")
-            axes[1][column].set(xlabel="bytes of one rank", yscale="log")
+            axes[1][column].set(xlabel="size of one rank's tensor", yscale="log")
+            mark_sizes(axes[1][column])
         axes[0][0].set_ylabel("latency, us")
         axes[1][0].set_ylabel("bus bandwidth, GB/s")
         for axis in axes.flat:

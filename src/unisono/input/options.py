@@ -44,7 +44,7 @@ class InputContext:
         if rest:
             raise UnsupportedError(
                 f"A global batch of {global_batch_size} does not divide evenly over "
-                f"{self.num_replicas_in_sync} replicas: {rest} samples are left over. Use a "
+                f"{self.num_replicas_in_sync} replicas: the remainder is {rest}. Use a "
                 f"multiple of {self.num_replicas_in_sync}."
             )
         return share

@@ -136,7 +136,7 @@ def test_the_script_for_a_shell_is_printed_without_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("0", 0),
+        ("1", 1),
         ("64", 64),
         ("64B", 64),
         ("4K", 4096),
@@ -145,15 +145,22 @@ def test_the_script_for_a_shell_is_printed_without_torch() -> None:
         ("256M", 2**28),
         ("1MiB", 2**20),
         ("2G", 2**31),
+        ("28g", 28 * 2**30),
+        ("1.5K", 1536),
+        ("1T", 2**40),
+        ("28e9", 28 * 10**9),
+        ("2.8E10", 28 * 10**9),
     ],
 )
 def test_bytes_are_read_as_people_write_them(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "K", "B", "-4", "4.5K", "4T", "4Ki", "4 K", "four"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "K", "B", "-4", "4.5", "0.001K", "4P", "4Ki", "4 K", "1e999", "four"]
+)
 def test_what_is_not_a_number_of_bytes_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256MB"):
+    with pytest.raises(click.BadParameter, match="is not a size"):
         parse_bytes(text)
 
 

@@ -302,7 +302,7 @@ def test_a_generator_is_used_up_by_one_pass() -> None:
     dataset = distributed((torch.arange(2) for _ in range(2)), 2)
     assert len(lists(dataset)) == 2
 
-    with pytest.raises(UnsupportedError, match="a generator, which gives its batches once"):
+    with pytest.raises(UnsupportedError, match="a generator, which gives its batches only once"):
         iter(dataset)
 
 
@@ -421,7 +421,7 @@ def test_batches_that_are_always_full_have_a_known_size(batch_size: int, size: i
 def test_input_that_comes_once_is_not_looked_at() -> None:
     dataset = DistributedDataset(iter([torch.zeros(2)]), cpu_slots(2))
 
-    with pytest.raises(UnsupportedError, match="gives its batches once"):
+    with pytest.raises(UnsupportedError, match="gives its batches only once"):
         _ = dataset.element_spec
     assert len(list(dataset)) == 1
 

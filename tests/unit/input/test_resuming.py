@@ -379,7 +379,7 @@ def test_a_state_of_other_generators_is_refused() -> None:
     resumed = split_over_two(loader())
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match=r"with 1 random generators .* has 1 with 0"):
+    with pytest.raises(UnsupportedError, match=r"with 1 random generators.* has 1 sources with 0"):
         iter(resumed)
 
 

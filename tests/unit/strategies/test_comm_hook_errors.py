@@ -67,7 +67,7 @@ def test_a_hook_must_return_the_gradients(
     with strategy.scope():
         model = nn.Linear(4, 1)
 
-    with pytest.raises(UnsupportedError, match=rf"a tensor of 5 elements.*gave {found}"):
+    with pytest.raises(UnsupportedError, match=rf"returned {found}"):
         strategy.run(lambda: model(torch.ones(4)).sum().backward())
 
 

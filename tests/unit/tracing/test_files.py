@@ -99,7 +99,7 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
     [
         ("", "is not the trace of a worker"),
         ("{}\n", "KeyError"),
-        ('{"format": "unisono trace 9", "threads": []}\n', "only 'unisono trace 1' can be read"),
+        ('{"format": "unisono trace 9", "threads": []}\n', "this version reads 'unisono trace 1'"),
         (
             '{"format": "unisono trace 1", "threads": []}\n[0, 1, 2]\n',
             "is not the trace of a worker",

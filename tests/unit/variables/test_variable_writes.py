@@ -80,7 +80,7 @@ def test_a_sum_of_one_value_is_refused(pair: MirroredStrategy, value: Any) -> No
     variable = made(pair, 1.0, SUM)
 
     for _ in range(2):
-        with pytest.raises(ValueError, match="one value for all replicas"):
+        with pytest.raises(ValueError, match="the same value on all replicas"):
             pair.run(lambda: variable.assign(value))
     assert numbers(variable) == [1, 1]
 

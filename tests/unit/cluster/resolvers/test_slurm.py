@@ -133,7 +133,7 @@ def test_tasks_per_node_can_be_given(counts: Any) -> None:
 
 
 def test_tasks_per_node_must_fit_the_hosts() -> None:
-    with pytest.raises(ClusterError, match="a number for each of node08, node09, node10"):
+    with pytest.raises(ClusterError, match="a number for each of the hosts node08, node09, node10"):
         SlurmClusterResolver(tasks_per_node={"node08": 5}, environ=ENVIRON)
     with pytest.raises(ClusterError, match=r"5 tasks.*tasks per node 2 \(`tasks_per_node`\)"):
         SlurmClusterResolver(tasks_per_node=2, environ=ENVIRON)
@@ -226,7 +226,7 @@ def test_a_list_of_hosts_that_cannot_be_read_is_shown(text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         expand_hosts(text)
 
-    assert f"Cannot read {text!r}" in str(caught.value)
+    assert f"the list of hosts {text!r}" in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -241,4 +241,4 @@ def test_counts_that_cannot_be_read_are_shown(text: str) -> None:
     with pytest.raises(ClusterError) as caught:
         expand_counts(text)
 
-    assert f"in {text!r}" in str(caught.value)
+    assert f"the tasks per node {text!r}" in str(caught.value)
