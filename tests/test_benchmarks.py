@@ -18,16 +18,16 @@ import torch
 from click.testing import CliRunner
 from processes.programs import is_alive, program, run, wait_until_gone
 
-from unisono.benchmarks import BenchmarkError, Row
-from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
-from unisono.benchmarks.reduce import BATCHES, SIZES, check
-from unisono.benchmarks.training_step import check_losses
-from unisono.cli import main
-from unisono.cli.bench import bench
 from unisono.kernels import native_core
+from unisono_tools.benchmarks import BenchmarkError, Row
+from unisono_tools.benchmarks.peers.turns import Competitor, sum_factor, take_turn
+from unisono_tools.benchmarks.reduce import BATCHES, SIZES, check
+from unisono_tools.benchmarks.training_step import check_losses
+from unisono_tools.cli import main
+from unisono_tools.cli.bench import bench
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-UNISONO = [sys.executable, "-m", "unisono.cli"]
+UNISONO = [sys.executable, "-m", "unisono"]
 
 
 @pytest.fixture
