@@ -20,17 +20,17 @@ import torch
 from click.testing import CliRunner
 from processes.programs import is_alive, program, run, wait_until_gone
 
-from unisono.benchmarks import BenchmarkError, Row
-from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
-from unisono.benchmarks.reduce import BATCHES, SIZES, ReduceSweep, check
-from unisono.benchmarks.rows import spell_bytes
-from unisono.benchmarks.training_step import check_losses
-from unisono.cli import main
-from unisono.cli.bench import bench
 from unisono.kernels import native_core
+from unisono_tools.benchmarks import BenchmarkError, Row
+from unisono_tools.benchmarks.peers.turns import Competitor, sum_factor, take_turn
+from unisono_tools.benchmarks.reduce import BATCHES, SIZES, ReduceSweep, check
+from unisono_tools.benchmarks.rows import spell_bytes
+from unisono_tools.benchmarks.training_step import check_losses
+from unisono_tools.cli import main
+from unisono_tools.cli.bench import bench
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-UNISONO = [sys.executable, "-m", "unisono.cli"]
+UNISONO = [sys.executable, "-m", "unisono"]
 
 
 @pytest.fixture
@@ -232,7 +232,7 @@ def made_rows(into: str = "one") -> list[Row]:
 
 
 def test_a_table_fits_80_columns_and_has_every_number() -> None:
-    report = pytest.importorskip("unisono.benchmarks.report", exc_type=ImportError)
+    report = pytest.importorskip("unisono_tools.benchmarks.report", exc_type=ImportError)
     output = io.StringIO()
     console = pytest.importorskip("rich.console").Console(file=output, width=80)
 

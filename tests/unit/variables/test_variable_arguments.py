@@ -34,7 +34,7 @@ def test_per_replica_values_are_refused_outside_replicas(
 ) -> None:
     variable = made(pair, 1.0, SUM, synchronization)
 
-    with pytest.raises(UnsupportedError, match="one value for all replicas .*got a PerReplica"):
+    with pytest.raises(UnsupportedError, match=r"one value for all replicas .*got a PerReplica"):
         variable.assign(PerReplica([torch.tensor(2.0), torch.tensor(3.0)]))
     assert numbers(variable) == [1, 1]
 
