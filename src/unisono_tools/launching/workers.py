@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.cluster import Address, TFConfig
@@ -141,6 +143,12 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
             return 128 + int(error.sigval)
         except ChildFailedError as error:
             return _report(error, output)
+        except (RendezvousError, DistError) as error:
+            raise click.ClickException(
+                f"The {config.max_nodes} hosts cannot reach each other at {config.rdzv_endpoint}: "
+                f"{str(error).splitlines()[0]} Start the launcher on every host, and check "
+                "--rdzv-endpoint and the firewall."
+            ) from None
     return 0
 
 

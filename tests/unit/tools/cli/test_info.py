@@ -254,12 +254,12 @@ def test_it_says_that_there_is_no_tuning_and_why(
     [
         ("", "Expecting value"),
         ("[]", "a JSON object, got a list"),
-        ("{}", "no recorded topology: KeyError: 'gpus'"),
+        ("{}", "not a recorded topology (KeyError: 'gpus'"),
         ('{"topology": {"gpus": [], "source": ""}, "engines": {"NCCL": 1}}', "got {'NCCL': 1}"),
         ('{"topology": {"gpus": [], "source": ""}, "tuning": 7}', "`detail`, got 7"),
         (
             '{"topology": {"gpus": [], "source": ""}, "tuning": {"constants": {}}}',
-            "The tuning is no tuning that `unisono tune` has written",
+            "The tuning is not a tuning file",
         ),
     ],
 )

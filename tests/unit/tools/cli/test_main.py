@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import unisono as uo
 from unisono_tools.cli import main
+from unisono_tools.cli.extras import quiet_torch
 from unisono_tools.cli.parameters import parse_bytes
 
 
@@ -77,6 +78,37 @@ def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     assert script.exit_code == 0
     assert f"_UNISONO_COMPLETE={shell}_complete" in script.output
     assert "all-reduce" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "answer"),
+    [
+        ("--version", 0, "unisono, version"),
+        ("--help", 0, "Commands:"),
+        ("launch --help", 0, "--nproc-per-node"),
+        ("completoin", 2, "Did you mean 'completion'?"),
+        ("launch nowhere.py", 2, "does not exist"),
+    ],
+)
+def test_a_quick_question_is_answered_without_torch(words: str, status: int, answer: str) -> None:
+    command = [sys.executable, "-c", COMPLETES, *words.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert ran.returncode == status
+    assert answer in ran.stdout + ran.stderr
+    assert ran.stderr.endswith("False\n"), "torch was imported, which takes seconds"
+
+
+def test_torch_is_quiet_unless_the_user_wants_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    with quiet_torch():
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == "FATAL"
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    with quiet_torch():
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 COMPLETES = """

@@ -69,6 +69,18 @@ def test_constants_are_those_given_then_those_of_the_file_then_assumed(tmp_path:
     }
 
 
+def test_sizes_are_read_and_printed_in_powers_of_1024() -> None:
+    sizes = ["--model-bytes", "28G"]
+
+    plan = planned(*CLUSTER[:4], *sizes)
+    shown = CliRunner().invoke(main, ["plan", *CLUSTER[:4], *sizes]).output
+
+    assert plan["model_bytes"] == 28 * 2**30
+    assert "All-reduce of 28 GiB on 512 x 8 ranks" in shown
+    assert "50 GB/s (assumed)" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("shape", [("1", "8"), ("3", "1"), ("2", "6")])
 def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -88,6 +100,7 @@ def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_pat
     [
         (["--hosts", "0", "--gpus", "8", "--model-bytes", "1"], "0 is not in the range x>=1"),
         (["--hosts", "1", "--gpus", "1", "--model-bytes", "1"], "does not communicate"),
+        (["--hosts", "1", "--gpus", "2", "--model-bytes", "0"], "'0' is not a size"),
         ([*CLUSTER, "--measure"], "run `unisono tune` first"),
         ([*CLUSTER, "--bandwidth", "0"], "--bandwidth"),
         ([*CLUSTER, "--tuning", "nowhere.json"], "'nowhere.json' does not exist"),
