@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.cli import main as unisono
+from unisono_tools.cli import main as unisono
 
 # Sets environment variables when it is first imported, which must not happen within a test.
 with suppress(ImportError):

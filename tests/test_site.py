@@ -22,7 +22,7 @@ import torch
 from test_architecture import LAYERS
 
 import unisono as uo
-from unisono.cli import main
+from unisono_tools.cli import main
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

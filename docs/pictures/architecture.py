@@ -12,27 +12,34 @@ RULE = Path(__file__).parents[2] / "tests" / "test_architecture.py"
 FILLS = ("plain", "third", "first", "second", "program")
 
 
-def read_layers() -> list[list[str]]:
-    """Returns the layers as the test of the import rule has them, the lowest first."""
+def read_layers(name: str) -> list[list[str]]:
+    """Returns the layers of that name in the test of the import rule, the lowest first."""
     for node in ast.parse(RULE.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             layers: list[list[str]] = ast.literal_eval(node.value)
             return layers
-    raise LookupError(f"{RULE} has no LAYERS; the import rule must be there.")
+    raise LookupError(f"{RULE} has no {name}; the import rule must be there.")
 
 
 def draw_layers() -> Figure:
     """The packages, each above those that it may import."""
-    layers = read_layers()
-    canvas = Canvas(96, 7 * len(layers) + 6)
+    layers = read_layers("LAYERS")
+    tools = [package for line in read_layers("TOOL_LAYERS") for package in line]
+    canvas = Canvas(112, 7 * len(layers) + 10)
     for level, packages in enumerate(layers):
         y = 7 * level + 4
-        width = 88 / len(packages)
+        width = 82 / len(packages)
         for i, package in enumerate(packages):
             fill = FILLS[level * len(FILLS) // len(layers)]
-            canvas.box(6 + i * width, y, width - 1, 5.5, package, fill=fill, size=9.5)
+            canvas.box(6 + i * width, y, width - 1, 5.5, package, fill=fill, size=8.5)
+    for level, package in enumerate(reversed(tools)):
+        y = 7 * (len(layers) - 1 - level) + 4
+        canvas.box(92, y, 19, 5.5, package, fill="meeting", size=8.5)
+    top = 7 * len(layers) + 6
+    canvas.text(47, top, "unisono", size=10)
+    canvas.text(101.5, top, "unisono_tools", size=10)
     canvas.arrow((2.5, 7 * len(layers) + 3), (2.5, 4))
-    canvas.text(50, 2, "a package imports itself and packages on lower lines", size=9, grey=True)
+    canvas.text(47, 2, "a package imports itself and packages on lower lines", size=9, grey=True)
     return canvas.figure
 
 

@@ -187,7 +187,7 @@ class ReplicaContext:
     def _check_current(self, what: str) -> None:
         if current_context() is not self:
             raise ContextError(
-                f"`{what}` was called on the context of a replica that the running code is not on: "
-                "its run has ended, or it is another replica's. Ask `get_replica_context()` where "
-                "you need it, and keep none."
+                f"`{what}` was called on a `ReplicaContext` that the running code is not on: it "
+                "belongs to another replica, or to a `run` that has ended. Call "
+                "`get_replica_context()` where you need the context, and do not store it."
             )

@@ -131,7 +131,7 @@ class Monitor:
     def __init__(self, step_callable: Callable[[], Any], session: object = None) -> None:
         if session is not None:
             raise UnsupportedError(
-                f"There are no sessions, got `session={in_words(session)}`. Leave it out."
+                f"Unisono has no sessions, got `session={in_words(session)}`. Leave it out."
             )
         check_callable("step_callable", step_callable)
         self._run_step = step_callable

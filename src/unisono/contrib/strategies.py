@@ -80,7 +80,9 @@ def local_devices(num_gpus: int) -> list[str]:
 def _one_of(**arguments: Any) -> Any:
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
-        raise UnsupportedError(f"Give one of {' and '.join(f'`{name}`' for name in given)}.")
+        raise UnsupportedError(
+            f"{' and '.join(f'`{name}`' for name in given)} mean the same. Give only one of them."
+        )
     return next(iter(given.values()), None)
 
 

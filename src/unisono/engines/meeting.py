@@ -117,8 +117,8 @@ class ReplicaMeeting:
                 return self._do_work([arrival])[0]
         if self._process != os.getpid():
             raise ContextError(
-                f"{what} was called in a process that was forked in the middle of a step. The "
-                "other replicas do not exist there. Leave the step before the fork."
+                f"{what} was called in a process that was forked in the middle of a step, where "
+                "the other replicas do not exist. Fork outside `run`."
             )
         self._guards[replica_id].cover()
         self._note(self._given)
@@ -271,7 +271,8 @@ class ReplicaMeeting:
             returned = [f"{called[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
-                f"{', '.join(waiting + returned)}."
+                f"{', '.join(waiting + returned)}. Remove the branch of the step that depends on "
+                "the replica."
             )
         if self.failure is not None:
             raise ReplicaStopped

@@ -48,8 +48,7 @@ class Compress:
     ) -> None:
         if not isinstance(dtype, torch.dtype) or dtype not in _NARROW:
             raise UnsupportedError(
-                "Gradients are compressed to torch.bfloat16 or torch.float16, got "
-                f"{in_words(dtype)}."
+                f"`Compress` takes torch.bfloat16 or torch.float16, got {in_words(dtype)}."
             )
         check_bool("error_feedback", error_feedback)
         self._dtype = dtype
@@ -113,7 +112,7 @@ class Compress:
                 isinstance(one, Tensor) for one in found.values()
             ):
                 raise UnsupportedError(
-                    f"The state of a `Compress` holds `{name}`, a dict of tensors, got "
+                    f"The state of a `Compress` must have `{name}`, a dict of tensors, got "
                     f"{in_words(state_dict)}. Load what its `state_dict()` returned."
                 )
             parts[name] = _copied(found)

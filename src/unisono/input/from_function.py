@@ -56,8 +56,8 @@ class DistributedDatasetsFromFunction(DistributedInput):
         options = check_input_options(options)
         if options.auto_shard_policy is not AutoShardPolicy.AUTO:
             raise UnsupportedError(
-                "What a function makes is shared by the function, which is told which pipeline it "
-                f"makes: `auto_shard_policy` must be AUTO, got {options.auto_shard_policy.name}."
+                f"`auto_shard_policy` must be AUTO here, got {options.auto_shard_policy.name}. "
+                "Your function decides what each worker reads: shard by its `InputContext`."
             )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -124,4 +124,4 @@ def _source(made: Any) -> Source:
     try:
         return as_source(made)
     except UnsupportedError as error:
-        raise UnsupportedError(f"`dataset_fn` returned no batches. {error}") from error
+        raise UnsupportedError(f"`dataset_fn` did not return batches. {error}") from error

@@ -32,7 +32,9 @@ class OptionalElement:
     def get_value(self) -> Any:
         """Returns the input of the step, which must be there."""
         if not self._elements:
-            raise EndOfInputError("The input has ended; call `has_value` first.")
+            raise EndOfInputError(
+                "This optional has no value, because the input has ended. Call `has_value()` first."
+            )
         return self._elements[0]
 
 
@@ -78,8 +80,8 @@ class DistributedIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if current_replica() is not None:
             raise ContextError(
-                "The next input was asked for on a replica. Take it outside of `run`, and pass it "
-                "as an argument."
+                "The next input was requested on a replica. Take it outside `run`, and pass it as "
+                "an argument."
             )
         if self._has_ended:
             raise StopIteration
@@ -112,8 +114,8 @@ class DistributedIterator(Iterator[Any]):
         except StopIteration:
             num_steps = self.progress.num_steps - self.progress.num_left_out
             raise EndOfInputError(
-                f"The input has ended after {num_steps} steps. Call `initialize` or iterate the "
-                "dataset again to start over."
+                f"The input has ended after {num_steps} steps. Iterate over the dataset again to "
+                "start over, or call `initialize()`."
             ) from None
 
     def get_next_as_optional(self) -> OptionalElement:

@@ -43,9 +43,9 @@ class InputContext:
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise UnsupportedError(
-                f"A global batch of {global_batch_size} does not divide over "
-                f"{self.num_replicas_in_sync} replicas: {rest} are left over. Use a multiple of "
-                f"{self.num_replicas_in_sync}."
+                f"A global batch of {global_batch_size} does not divide evenly over "
+                f"{self.num_replicas_in_sync} replicas: the remainder is {rest}. Use a "
+                f"multiple of {self.num_replicas_in_sync}."
             )
         return share
 

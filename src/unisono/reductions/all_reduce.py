@@ -91,6 +91,6 @@ def packing_of(num_packs: int | PackingRule) -> PackingRule:
         return num_packs
     if num_packs < 0:
         raise UnsupportedError(
-            f"`num_packs` must be 0 (no packing) or the number of packs, got {num_packs}."
+            f"`num_packs` must be 0 (no packing) or the number of packs to make, got {num_packs}."
         )
     return NumPacks(num_packs) if num_packs else NoPacking()

@@ -347,7 +347,8 @@ def _distributed(value: Any) -> DistributedValues:
         return PerReplica((as_tensor(value),))
     if not value.values:
         raise ReplicaMismatchError(
-            f"Cannot reduce a {type(value).__name__} without values: it has no replica."
+            f"Cannot reduce a {type(value).__name__} that holds no values. Give it one value per "
+            "replica."
         )
     return value
 

@@ -74,7 +74,10 @@ class NcclGroup:
         try:
             library = _library()
         except OSError as error:
-            raise CommunicationError(f"There is no NCCL library to load ({error}).") from error
+            raise CommunicationError(
+                f"The NCCL library cannot be loaded ({error}). Use `HierarchicalCopyAllReduce`, "
+                "which needs no NCCL."
+            ) from error
         made = (ctypes.c_void_p * len(gpus))()
         with _launch_lock, torch.cuda.device(gpus[0]):
             code = library.ncclCommInitAll(made, len(gpus), (ctypes.c_int * len(gpus))(*gpus))

@@ -128,9 +128,7 @@ class Workers:
         ]
         for rank, ((refused, _), _) in enumerate(told):
             if refused:
-                raise UnsupportedError(
-                    f"Worker {rank} has something to tell all workers. {refused}"
-                )
+                raise UnsupportedError(f"Worker {rank} failed and told all workers. {refused}")
         return [reader.read(one) for (_, one), reader in told]
 
 

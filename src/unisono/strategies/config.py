@@ -68,7 +68,7 @@ def _parse(text: str) -> tuple[str, int, str | None]:
     match = _TASK.fullmatch(text)
     if match is None:
         raise ClusterError(
-            f"A task is written /job:worker/task:0, a device of it /job:worker/task:0/device:GPU:1;"
-            f" got {text!r}."
+            f"Cannot read the device filter {text!r}. Write a task as '/job:worker/task:0', and a "
+            "device as '/job:worker/task:0/device:GPU:1'."
         )
     return match[1], int(match[2]), match[3]

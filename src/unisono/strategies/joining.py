@@ -95,8 +95,8 @@ def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -
         store.set("constants", "none" if tuning is None else tuning.to_text())
     if not have_come(store, ["constants"], seconds):
         raise WorkerTimeoutError(
-            f"Rank {rank} waited {seconds:.1f} s for rank 0, which had come before, to say what it "
-            "has measured. Look at its log.",
+            f"Rank {rank} waited {seconds:.1f} s for the tuning of rank 0, which had started. "
+            "Check the log of rank 0.",
             [0],
         )
     text = store.get("constants").decode()

@@ -182,7 +182,7 @@ class Strategy(InputMethods):
         if not components or (is_distributed and len(components) != num_local):
             raise ReplicaMismatchError(
                 f"Cannot gather a value of {len(components)} components: the strategy has "
-                f"{num_local} replicas on this worker. Gather what its `run` has returned."
+                f"{num_local} replicas on this worker. Gather a value that its `run` returned."
             )
         tensors = [as_tensor(component).detach() for component in components]
         for tensor in tensors:
@@ -236,8 +236,8 @@ class Strategy(InputMethods):
         if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
             raise UnsupportedError(
                 "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
-                f"{in_words(target)} of type {type(target).__name__}. Bring in what a "
-                "container holds one by one."
+                f"{in_words(target)} of type {type(target).__name__}. Call it once for each object "
+                "in a container."
             )
         self._extended.bring_in(target)
         return target
@@ -276,7 +276,8 @@ class Strategy(InputMethods):
         context = current_replica()
         if context is None or context.strategy is not self:
             raise ContextError(
-                "`no_sync()` is for code on a replica: enter it in the function you run."
+                "`no_sync()` was entered outside `run`. Enter it in the function that you pass to "
+                "`run`."
             )
         notes = context.notes
         before, notes.is_without_sync = notes.is_without_sync, True
@@ -314,9 +315,9 @@ class Strategy(InputMethods):
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} is a strategy of one host, got "
+                f"{type(self).__name__} runs in one process, got "
                 f"`cluster_spec={in_words(cluster_spec)}`, `task_type={in_words(task_type)}`, "
-                f"`task_id={in_words(task_id)}`. Use a strategy of several workers."
+                f"`task_id={in_words(task_id)}`. Use `MultiWorkerMirroredStrategy` for a cluster."
             )
 
     def update_config_proto(self, config_proto: T) -> T:
@@ -351,8 +352,8 @@ class Strategy(InputMethods):
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         if self._extended.has_hook:
             raise UnsupportedError(
-                "A strategy with a communication hook cannot be copied: both would write to the "
-                "state of the hook. Make another one, and register a hook of its own."
+                "A strategy with a communication hook cannot be copied, because both would write "
+                "to the hook's state. Make a new strategy, and register a new hook."
             )
         duplicate = object.__new__(type(self))
         memo[id(self)] = duplicate
@@ -369,7 +370,7 @@ class Strategy(InputMethods):
             )
         if current_replica() is not None:
             raise ContextError(
-                f"`{what}` was called on a replica, but is for the program that runs them. "
+                f"`{what}` was called on a replica, inside `run`. "
                 + (remedy or "Call it outside `run`, or in a `merge_call`.")
             )
 

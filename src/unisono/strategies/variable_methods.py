@@ -63,7 +63,7 @@ class VariableMethods:
         check_bool("group", group)
         if not isinstance(var, Variable):
             raise UnsupportedError(
-                f"`update()` is for a `Variable` of the strategy, got {type(var).__name__}."
+                f"`update()` takes a `Variable` of the strategy, got {type(var).__name__}."
             )
         if not self.variable_created_in_scope(var):
             raise ContextError(
@@ -127,8 +127,8 @@ class VariableMethods:
         for device in devices:
             if not isinstance(device, Device) or device not in self.worker_devices:
                 raise UnsupportedError(
-                    f"`update_non_slot()` is for devices of {self.strategy!r}, got "
-                    f"{in_words(device)}. Take them from `non_slot_devices()`."
+                    f"`update_non_slot()` takes devices of {self.strategy!r}, got "
+                    f"{in_words(device)}. Pass those that `non_slot_devices()` returns."
                 )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))

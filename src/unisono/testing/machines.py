@@ -25,8 +25,8 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
     real = dict.fromkeys(this_machine().gpus)
     if not real:
         raise DeviceError(
-            f"Cannot make {num_gpus} virtual GPUs: this host has no GPU to map them to. Use CPU "
-            "devices instead: 'cpu:0', 'cpu:1', ..."
+            f"Cannot make {num_gpus} virtual GPUs, because this host has no GPU to map them to. "
+            "Use CPU devices instead: 'cpu:0', 'cpu:1', and so on."
         )
     gpus = list(real)
     return pretend(gpus=tuple(gpus[i % len(gpus)] for i in range(num_gpus)))

@@ -69,7 +69,7 @@ class DistributedValues:
         if not 0 <= replica_id < len(values):
             raise ReplicaMismatchError(
                 f"A {type(self).__name__} of {len(values)} values has none for replica "
-                f"{replica_id}. Give one value to every replica."
+                f"{replica_id}. Give it one value per replica."
             )
         return values[replica_id]
 
@@ -142,11 +142,10 @@ class PerReplica(TensorLike, DistributedValues):
     def _not_one(self, what: str) -> str:
         return (
             f"A {type(self).__name__} {what} outside `run`, but it holds {len(self.values)} "
-            "values, one per replica. Make one tensor of them with "
-            '`strategy.reduce("MEAN", x)`, `strategy.reduce("SUM", x)` or `strategy.gather(x, '
-            "axis=0)`. `strategy.experimental_local_results(x)` is the tuple of all values. What "
-            "concerns a single replica, such as `backward()`, belongs in the function that you "
-            "`run`."
+            'values, one per replica. Make one tensor of them with `strategy.reduce("MEAN", x)` or '
+            "`strategy.gather(x, axis=0)`, or get all of them with "
+            "`strategy.experimental_local_results(x)`. Calls for a single replica, such as "
+            "`backward()`, belong in the function that you `run`."
         )
 
 
@@ -171,7 +170,7 @@ def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ..
     resolved = tuple(resolve(device) for device in check_iterable("devices", devices))
     if len(resolved) != num_values:
         raise ReplicaMismatchError(
-            f"Each component has one device: got {num_values} values and {len(resolved)} devices, "
+            f"Each value needs one device, got {num_values} values and {len(resolved)} devices: "
             f"{', '.join(map(str, resolved)) or 'none'}."
         )
     return resolved

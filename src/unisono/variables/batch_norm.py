@@ -81,8 +81,8 @@ class SynchronizedBatchNorm:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if context.notes.num_batch_norms == before:
             raise UnsupportedError(
-                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
-                "`forward` calls neither that of torch's class nor "
+                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, because "
+                "its `forward` calls neither `super().forward` nor "
                 "`torch.nn.functional.batch_norm`. Change its `forward`, or make the strategy "
                 "without `synchronize_batch_norm`."
             )

@@ -315,9 +315,9 @@ class Buffers:
                     assert before is not None
                     assert found is not None
                     raise UnsupportedError(
-                        f"The buffer {self._name_of(before)} was resized in place in a step, from "
-                        f"{tuple(before.shape)} to {tuple(found.shape)}. Set a new tensor instead: "
-                        "`module.name = tensor`."
+                        f"The buffer {self._name_of(before)} was resized in place during a step, "
+                        f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
+                        "instead: `module.name = tensor`."
                     )
                 elif before is None or given is None or not _is_like(found, before):
                     yield module, name

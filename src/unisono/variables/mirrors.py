@@ -103,7 +103,7 @@ class Mirrors:
             return
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
+                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
                 "the plain module in the scope, and script it after training."
             )
         let_data_be_watched()
@@ -260,8 +260,8 @@ class Mirrors:
         mirror = mirror_of(module)
         if mirror is not None and mirror.owner is not self:
             raise ContextError(
-                f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
-                "`copy.deepcopy`, which belongs to none."
+                f"This {type(module).__name__} belongs to another strategy. Mirror a copy of it, "
+                "which `copy.deepcopy` makes."
             )
         self.is_in_use = True
         if self.is_single:

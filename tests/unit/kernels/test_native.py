@@ -24,7 +24,7 @@ def test_the_environment_turns_it_off_and_the_status_says_so(
     core = load()
 
     assert core.kernel is None
-    assert core.status == "torch: the native core is turned off by UNISONO_NATIVE=0"
+    assert core.status == "torch: UNISONO_NATIVE=0 turns the native core off"
 
 
 @pytest.mark.usefixtures("path")

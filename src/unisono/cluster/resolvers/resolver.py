@@ -107,7 +107,7 @@ class ClusterResolver(ABC):
         if asked != (self.task_type, self.task_id):
             raise ClusterError(
                 f"Only the GPUs of this process, {self.task_type} {self.task_id}, are known here, "
-                f"not those of {asked[0]} {asked[1]}. Ask in that process."
+                f"not those of {asked[0]} {asked[1]}. Call it in that process."
             )
         return {"GPU": len(this_machine().gpus)}
 
