@@ -37,4 +37,5 @@ class ClippedMean(uo.ReductionToOneDevice):
     def factor(self, gradients: list[Tensor]) -> Tensor:
         norm = torch.linalg.vector_norm(torch.cat([gradient.flatten() for gradient in gradients]))
         self.norms.append(norm.item())
-        return (self.max_norm / norm).clamp(max=1.0)
+        factor: Tensor = (self.max_norm / norm).clamp(max=1.0)
+        return factor
