@@ -46,9 +46,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(
         texts, trainers.WordLevelTrainer(special_tokens=["[PAD]", "[UNK]"], show_progress=False)
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]"
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]")
 
 
 def main(arguments: Sequence[str] | None = None) -> float:

@@ -16,7 +16,9 @@ from tables import every
 import unisono
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+PAGES = sorted(
+    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
+)
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FENCE = re.compile(r"^[ >]*(?:```|~~~)(.*)", re.MULTILINE)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)")

@@ -1,9 +1,9 @@
 """Starts `train.py` on the workers of a Ray cluster.
 
-    python examples/jobs/ray_train.py               # two workers on this machine, or on your cluster
+    python examples/jobs/ray_train.py        # two workers on this machine, or on your cluster
 
-Ray Train starts the workers and connects them. `MultiWorkerMirroredStrategy` uses that connection to
-find the other workers. Needs `pip install "ray[train]"`.
+Ray Train starts the workers and connects them. `MultiWorkerMirroredStrategy` uses that connection
+to find the other workers. Needs `pip install "ray[train]"`.
 """
 
 from __future__ import annotations
