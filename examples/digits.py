@@ -2,9 +2,9 @@
 
     python examples/digits.py                          # what `unisono demo` does
     python examples/digits.py --replicas 4 --epochs 4
-    python examples/digits.py --all-devices            # all GPUs, or a replica a core
+    python examples/digits.py --all-devices            # all GPUs, or one replica per core
 
-The program is `src/unisono/demo.py`: it belongs to the package, so that everybody has it.
+The program is `src/unisono/demo.py`, because `unisono demo` runs it, too.
 """
 
 import sys

@@ -52,7 +52,7 @@ def make_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replicas", type=int, help="CPU replicas (default: all GPUs)")
-    parser.add_argument("--epochs", type=int, default=6, help="how many (default: 6)")
+    parser.add_argument("--epochs", type=int, default=6, help="number of epochs (default: 6)")
     parser.add_argument("--save", type=Path, help="a folder for the model and the tokenizer")
     options = parser.parse_args(arguments)
 

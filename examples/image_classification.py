@@ -68,7 +68,7 @@ def small_resnet() -> nn.Module:
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--replicas", type=int, help="CPU replicas (default: all GPUs)")
-    parser.add_argument("--epochs", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--epochs", type=int, default=5, help="number of epochs (default: 5)")
     parser.add_argument("--batch-size", type=int, default=64, help="over all replicas (64)")
     parser.add_argument("--lr", type=float, default=0.05, help="highest learning rate (0.05)")
     parser.add_argument("--checkpoint", type=Path, help="save to this file, and resume from it")

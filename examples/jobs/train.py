@@ -22,7 +22,7 @@ import unisono as uo
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--epochs", type=int, default=5, help="how many (default: 5)")
+    parser.add_argument("--epochs", type=int, default=5, help="number of epochs (default: 5)")
     parser.add_argument("--checkpoint", type=Path, help="a file that all workers can read")
     options = parser.parse_args(arguments)
 
