@@ -68,7 +68,6 @@ def main(arguments: Sequence[str] | None = None) -> float:
             num_hidden_layers=1,
             num_attention_heads=2,
             intermediate_size=64,
-            num_labels=2,
             pad_token_id=tokenizer.pad_token_id,
         )
         model = BertForSequenceClassification(config)
@@ -89,12 +88,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
     def validation_step(batch: dict[str, Tensor]) -> Tensor:
         with torch.no_grad():
-            logits = model(**batch).logits
-        return (logits.argmax(1) == batch["labels"]).float()
+            logits: Tensor = model(**batch).logits
+        return (logits.argmax(1) == batch["labels"]).float()  # one number per review
 
     # A distributed batch is a dict, too: each replica gets its part of every tensor.
-    held_out: list[Any] = rows[::5]
-    kept: list[Any] = [row for number, row in enumerate(rows) if number % 5]
+    held_out: Any = rows[::5]
+    kept: Any = [row for number, row in enumerate(rows) if number % 5]
     batches = strategy.experimental_distribute_dataset(
         DataLoader(kept, batch_size=16, shuffle=True, collate_fn=collate)
     )

@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -78,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     devices = None if options.replicas is None else [f"cpu:{i}" for i in range(options.replicas)]
     strategy = uo.MirroredStrategy(devices)
     with strategy.scope():
-        model = small_resnet().to(memory_format=torch.channels_last)
+        model: nn.Module = small_resnet()
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         optimizer = torch.optim.SGD(
             model.parameters(), options.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
         )
@@ -99,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
     @uo.function
     def validation_step(images: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
-            return (model(images).argmax(1) == labels).float()  # one number per image
+            is_right: Tensor = model(images).argmax(1) == labels
+        return is_right.float()  # one number per image
 
     train, validation = datasets()
     train_loader = DataLoader(train, options.batch_size, shuffle=True, drop_last=True)
@@ -107,7 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> float:
     validation_batches = strategy.experimental_distribute_dataset(
         DataLoader(validation, options.batch_size)
     )
-    saved = {"model": model, "optimizer": optimizer, "schedule": schedule, "input": batches}
+    saved: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "schedule": schedule,
+        "input": batches,
+    }
     first_epoch, accuracy = 0, 0.0
     if options.checkpoint is not None and options.checkpoint.exists():
         state = torch.load(options.checkpoint)

@@ -12,6 +12,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     batches = strategy.experimental_distribute_dataset(loader)
 
     first_epoch, loss = 0, float("nan")
-    saved = {"model": model, "optimizer": optimizer, "input": batches}
+    saved: dict[str, Any] = {"model": model, "optimizer": optimizer, "input": batches}
     if options.checkpoint is not None and options.checkpoint.exists():
         state = torch.load(options.checkpoint)  # every worker loads
         for name, part in saved.items():
