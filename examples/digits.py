@@ -4,7 +4,7 @@
     python examples/digits.py --replicas 4 --epochs 4
     python examples/digits.py --all-devices            # all GPUs, or one replica per core
 
-The program is `src/unisono/demo.py`, because `unisono demo` runs it, too.
+The program is `src/unisono/demo.py`: it belongs to the package, so that everybody has it.
 """
 
 import sys

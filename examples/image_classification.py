@@ -118,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     }
     first_epoch, accuracy = 0, 0.0
     if options.checkpoint is not None and options.checkpoint.exists():
-        state = torch.load(options.checkpoint)
+        state = torch.load(options.checkpoint, map_location="cpu")
         for name, part in saved.items():
             part.load_state_dict(state[name])
         torch.set_rng_state(state["random"])

@@ -2,7 +2,7 @@
 # A SLURM job on two nodes with four GPUs each: sbatch slurm.sh
 #
 # One task per node trains on all GPUs of its node. `srun` numbers the tasks, and Unisono reads the
-# numbers. After a failure SLURM puts the job back into the queue, and it resumes from its checkpoint.
+# numbers. After a node has failed, SLURM puts the job back into the queue, and it resumes.
 #SBATCH --job-name=train
 #SBATCH --nodes=2
 #SBATCH --ntasks-per-node=1
