@@ -1,4 +1,4 @@
-"""Writes the description of the commands anew: `python -m unisono_command`."""
+"""Rewrites the description of the commands: `python -m unisono_command`."""
 
 from unisono.cli.main import main
 from unisono_command import FILE, described

@@ -48,7 +48,7 @@ def spell_bytes(num_bytes: float) -> str:
 
 
 def spell_rate(bytes_per_second: float) -> str:
-    """Returns bytes a second with the unit that suits them."""
+    """Returns bytes per second with the unit that suits them."""
     return f"{spell_bytes(bytes_per_second)}/s"
 
 

@@ -38,7 +38,7 @@ class Meeting(Protocol):
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
 
     def call_waiting(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """From within `work`: lets each replica make a call, with a meeting point of its own."""
+        """From within `work`: lets each replica make a call, with a new meeting point."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""How one host's input is dealt to its replicas."""
+"""How one host's input is split over its replicas."""
 
 from unisono.input.arrays import ArrayDataset, numpy_dataset
 from unisono.input.context import (

@@ -1,4 +1,4 @@
-"""What an input function is told, and how input is fetched."""
+"""What an input function gets as its context, and how input is fetched."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class InputContext:
     """Which part of the input a pipeline makes.
 
     Attributes:
-        num_input_pipelines: How many pipelines there are, one a worker unless asked otherwise.
+        num_input_pipelines: How many pipelines there are, one per worker unless asked otherwise.
         input_pipeline_id: Which of them this is.
         num_replicas_in_sync: How many replicas all pipelines feed together.
     """
@@ -78,7 +78,7 @@ def _check_one_of(context: object, which: str, how_many: str) -> None:
 
 
 class InputReplicationMode(enum.Enum):
-    """How often an input function is called: `PER_WORKER`, once a worker, or `PER_REPLICA`."""
+    """How often an input function is called: `PER_WORKER`, once per worker, or `PER_REPLICA`."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"

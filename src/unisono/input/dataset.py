@@ -113,11 +113,11 @@ class DealtDataset(Dealt):
 
     @property
     def steps_per_batch(self) -> int:
-        """Over how many steps each batch is dealt."""
+        """Over how many steps each batch is split."""
         return 1
 
     def deal(self, opened: Pass) -> Deal:
-        """Says how the batches of a pass are dealt."""
+        """Says how the batches of a pass are split."""
         raise NotImplementedError
 
     def __iter__(self) -> DistributedIterator:

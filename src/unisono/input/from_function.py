@@ -31,7 +31,7 @@ DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
 
 class DistributedDatasetsFromFunction(DealtDataset):
-    """Batches of per-replica size that `dataset_fn` makes, dealt whole: one a replica and step.
+    """Batches of per-replica size that `dataset_fn` makes: one whole batch per replica and step.
 
     In the last step the replicas that are left without a batch get a sample of another one, which
     counts nothing. The step is dropped if the `DataLoader` drops incomplete batches, too. Of many
@@ -41,7 +41,7 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once a replica with `PER_REPLICA`.
+            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
         input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
         devices: The devices of this host's replicas.
         options: How batches are fetched.
@@ -111,7 +111,7 @@ def values_from_function(
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
 ) -> Any:
-    """Calls `value_fn` once a replica and returns the structure with `PerReplica` leaves.
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
     Args:
         value_fn: Makes the value of a replica. It is used as it is, wherever it lives.

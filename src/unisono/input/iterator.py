@@ -36,7 +36,7 @@ class OptionalElement:
 
 
 class Deal(ABC):
-    """One pass, dealt step by step.
+    """One pass, split step by step.
 
     Args:
         opened: The pass.
@@ -53,7 +53,7 @@ class Deal(ABC):
 
 
 class Dealt(ABC):
-    """Input that can be dealt to the replicas of this host, pass by pass."""
+    """Input that can be split over the replicas of this host, pass by pass."""
 
     @property
     @abstractmethod
@@ -92,7 +92,7 @@ class DistributedIterator(Iterator[Any]):
 
     Args:
         dataset: Whose pass it is; it makes the iterator when it is iterated.
-        deal: How the batches of this pass are dealt.
+        deal: How the batches of this pass are split.
     """
 
     def __init__(self, dataset: Dealt, deal: Deal) -> None:
@@ -198,7 +198,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _end(self) -> None:
         self.close()
-        # A finished pass cannot be resumed: the next one begins anew.
+        # A finished pass cannot be resumed: the next one starts at the beginning.
         self._opened.progress.at_start = None
 
 

@@ -22,10 +22,10 @@ class Progress:
         num_steps: Steps used. What was fetched ahead does not count.
         num_left_out: Those of them that were not handed out, because no worker had a sample.
         batches_per_step: Batches that each source gives a step.
-        steps_per_batch: Steps over which each batch is dealt.
+        steps_per_batch: Steps over which each batch is split.
         batch_size: The size of a full batch, where the split depends on it.
         at_start: The random generators before the sources were opened, of each worker that reads
-            data of its own; None when no pass is under way, because none was begun or the last
+            its own data; None when no pass is under way, because none was begun or the last
             one came to its end.
         at_first: The same, before the first batch was drawn.
         was_running: Which sources kept something from an earlier pass.

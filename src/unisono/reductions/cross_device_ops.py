@@ -299,7 +299,7 @@ class CrossDeviceOps:
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """All-reduces tensors, one a replica, into themselves where that saves memory and time.
+        """All-reduces tensors, one per replica, into themselves where that saves memory and time.
 
         Args:
             reduce_op: How to combine them.

@@ -105,8 +105,8 @@ class Strategy(InputMethods):
             fn: What to call.
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
-            kwargs: Its keyword arguments, likewise.
-            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
+            kwargs: Its keyword arguments, with the same replacement.
+            options: Options of a run on TPUs; CPUs and GPUs ignore them.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the

@@ -100,7 +100,7 @@ def record_if_asked() -> None:
 
     def end() -> None:
         spans.stop()
-        # A launcher has nothing to tell, and a forked child nothing of its own.
+        # A launcher has nothing to tell, and neither has a forked child.
         if recorder.lanes and os.getpid() == process:
             write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
 
