@@ -150,7 +150,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _end(self) -> None:
         self.close()
-        # A finished epoch cannot be resumed: the next one begins anew.
+        # A finished epoch cannot be resumed: the next one starts at the beginning.
         self._epoch.progress.at_start = None
 
 
