@@ -14,7 +14,7 @@ from unisono.values import flatten
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which part of the input a pipeline makes.
+    """The part of the input that an input pipeline produces.
 
     Attributes:
         num_input_pipelines: How many pipelines there are, one per worker unless asked otherwise.
@@ -31,7 +31,7 @@ class InputContext:
         _check_one_of(self, "input_pipeline_id", "num_input_pipelines")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the share of one replica.
+        """Returns the batch size of one replica.
 
         Args:
             global_batch_size: How many samples all replicas get together.
@@ -52,7 +52,7 @@ class InputContext:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is created for.
 
     Attributes:
         replica_id_in_sync_group: The replica.

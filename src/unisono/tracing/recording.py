@@ -25,7 +25,7 @@ MAX_EVENTS = 100_000
 
 
 class Trace:
-    """What was, or is being, recorded.
+    """A recording that has ended or is still running.
 
     Args:
         folder: The folder with the files of all workers.

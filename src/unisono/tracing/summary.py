@@ -43,7 +43,7 @@ class Shares:
 
 
 class Straggler(NamedTuple):
-    """Who was waited for most.
+    """The replica or worker that the others waited for most.
 
     Attributes:
         worker: Its rank.
@@ -68,7 +68,7 @@ class Straggler(NamedTuple):
 
 @dataclass
 class Summary:
-    """Where the steps went.
+    """Where the time of the steps went.
 
     Attributes:
         num_workers: How many workers have recorded something.
