@@ -46,7 +46,7 @@ _all_mirrors: LiveSet[Mirrors] = LiveSet()
 def creating(mirrors: Mirrors) -> Iterator[None]:
     """Until the block ends, what this thread makes belongs to `mirrors`.
 
-    Modules become primaries at the end of the block: only then have they been initialised.
+    Modules become primaries at the end of the block: only then are they initialized.
     """
     _install_hooks()
     _all_mirrors.add(mirrors)
