@@ -29,6 +29,7 @@ from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve
 from unisono.errors import WorkerTimeoutError
 from unisono.options import CommunicationOptions
+from unisono.system import check_connections
 from unisono.tracing import join_workers
 
 
@@ -65,6 +66,7 @@ def join(
     tuning = current_tuning() if membership.rank == 0 else None
     if membership.size == 1:
         return IdentityCommunicator(), tuning
+    check_connections()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
     with translated_store_errors(), _joined(membership, timeout) as joined:
