@@ -37,12 +37,18 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def _load(name: str) -> Any:
+    """Returns a name of the tools, which Python asks for when it is not here yet."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from unisono.tracing.recording import analysis
 
     return getattr(analysis(), name)
+
+
+if not TYPE_CHECKING:
+    # A type checker that sees it takes every name to be there.
+    __getattr__ = _load
 
 
 def __dir__() -> list[str]:

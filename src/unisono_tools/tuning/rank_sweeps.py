@@ -83,7 +83,7 @@ def local_rank_sweeps(size: int, sizes: Sequence[int], seconds: float) -> Iterat
     # What has looked for GPUs cannot be forked.
     kind = "spawn" if torch.cuda.is_available() else "forkserver"
     context: Any = multiprocessing.get_context(kind)
-    context.set_forkserver_preload(["unisono"])
+    context.set_forkserver_preload(["unisono.communicators"])
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     ours, theirs = context.Pipe(duplex=False)

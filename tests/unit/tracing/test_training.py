@@ -19,7 +19,7 @@ from unisono.tracing import Event, span, spans
 from unisono.tracing.recorder import Recorder
 
 NUM_STEPS = 3
-SLEEP_S = 0.1
+SLEEP_S = 0.03
 
 
 @contextmanager
@@ -58,12 +58,9 @@ def test_the_replica_that_sleeps_is_the_straggler(sleeper: int, tmp_path: Path) 
     def sleep(replica: int) -> None:
         time.sleep(SLEEP_S if replica == sleeper else 0)
 
-    with training(num_replicas=3) as step:
-        # The first step makes threads, packs and the state of the optimizer.
-        step()
-        with uo.tracing.record(tmp_path) as trace:
-            for _ in range(NUM_STEPS):
-                step(sleep)
+    with training(num_replicas=3) as step, uo.tracing.record(tmp_path) as trace:
+        for _ in range(NUM_STEPS):
+            step(sleep)
 
     summary = trace.summary()
     assert summary.num_steps == NUM_STEPS
