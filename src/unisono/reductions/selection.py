@@ -90,7 +90,7 @@ def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # no
     machine = this_machine()
     memories = {machine.memory(device) for device in resolved}
     if len(resolved) < 2:
-        return Choice(ReductionToOneDevice(), "one replica has nobody to exchange values with")
+        return Choice(ReductionToOneDevice(), "one replica has nothing to exchange")
     if len(memories) == 1:
         return Choice(
             ReductionToOneDevice(),

@@ -66,6 +66,27 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(tmp_path: Pa
     assert result.output == f"Error: {path} cannot be read or written: Is a directory.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--help", 0),
+        ("trace .", 1),
+        ("info --topology nowhere.json", 2),
+        ("plan --hosts 2 --gpus 8", 2),
+        ("plan --hosts 2 --gpus 8 --model-bytes 28G --plot plan.png", 3),
+    ],
+)
+def test_the_exit_status_is_that_of_the_table(
+    words: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    result = CliRunner().invoke(main, words.split())
+
+    assert result.exit_code == status, result.output
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     runner = CliRunner()
