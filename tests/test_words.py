@@ -11,8 +11,8 @@ from tables import every
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-SOURCES = sorted((ROOT / "src").rglob("*.py"))
-# Older entries of the changelog stay as they were written. The rest is to come.
+SOURCES = sorted([*(ROOT / "src").rglob("*.py"), *(ROOT / "native").rglob("*.[ch]*")])
+# Older entries of the changelog stay as they were written. The rest is still to be rewritten.
 LATER = (
     "CHANGELOG.md",
     "docs/security.md",
@@ -106,6 +106,7 @@ def test_only_prose_is_read() -> None:
     page = "`one's own` mended\n```python\nmended = 1\n```\nto be\nmended\n"
 
     assert found(HABITS, prose(Path("a.py"), module)) == [(1, "One thread a replica"), (6, "anew")]
+    assert found(HABITS, prose(Path("a.cc"), "int anew;  // it is\n// told\n")) == [(1, "is told")]
     assert found(HABITS, prose(Path("a.md"), page)) == [(1, "mended"), (6, "mended")]
 
 
@@ -145,13 +146,14 @@ def prose(path: Path, text: str) -> str:
     if path.suffix == ".md":
         text = re.sub(r"^```.*?^```", hidden, text, flags=re.MULTILINE | re.DOTALL)
     else:
-        parts = re.split(r'("""|#.*)', text)
+        mark = "#" if path.suffix == ".py" else "//"
+        parts = re.split(rf'("""|{mark}.*)', text)
         is_docstring = False
         for number, part in enumerate(parts):
             if part == '"""':
                 is_docstring = not is_docstring
             elif not is_docstring:
-                parts[number] = part.replace("#", " ", 1) if number % 2 else CODE.sub(".", part)
+                parts[number] = part.replace(mark, " ", 1) if number % 2 else CODE.sub(".", part)
         text = "".join(parts)
     return re.sub(r"`[^`\n]*`", hidden, text)
 
