@@ -21,7 +21,7 @@ from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import make_once, owner_of, parameters_of
+from unisono.variables.once_calls import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import (
     check_metric,
     note_made_in_step,

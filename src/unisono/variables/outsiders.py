@@ -23,7 +23,7 @@ from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import owner_of, parameters_of, reduce_hidden
+from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
 from unisono.variables.shares import watch_updates
 
 # The number of the replica that made a parameter or module in a step.
