@@ -8,7 +8,6 @@ in both directions at the same time, and in between through the buffers of the k
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import select
 import socket
@@ -16,13 +15,12 @@ import ssl
 import struct
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from unisono.communicators.communicator import slice_of
 from unisono.communicators.sockets import NOT_NOW
-from unisono.communicators.transport import BrokenConnectionError, Finished
+from unisono.communicators.transport import BrokenConnectionError
 
 _LENGTH = struct.Struct("!Q")
 # What is moved in one direction before the other has its turn.
@@ -194,94 +192,47 @@ class Mesh:
     """
 
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:
+        self.name = "TCP"
         self.rank = rank
         self.size = len(connections) + 1
         self._connections = connections
 
-    def all_to_all(
-        self, output: Tensor, rooms: Sequence[int], given: Tensor, sent: Sequence[int]
-    ) -> Finished:
-        """Begins to send every rank its part of `given`, and to receive its part from each."""
-        parts, into = given.split(list(sent)), output.split(list(rooms))
-        return self._begin(dict(enumerate(parts)), dict(enumerate(into)))
+    def send(self, peer: int, data: Tensor) -> Message:
+        """Begins to send bytes."""
+        return self._connections[peer].send(data)
 
-    def broadcast(self, tensors: Mapping[int, Tensor]) -> Finished:
-        """Begins to overwrite each tensor with that of the rank it stands under."""
-        if len(tensors) == 1 and self.size > 2:
-            return self._broadcast_by_parts(*tensors.items())
-        mine = tensors.get(self.rank)
-        given = {} if mine is None else dict.fromkeys(self._connections, mine)
-        return self._begin(given, tensors)
+    def receive(self, peer: int, room: Tensor) -> Message:
+        """Begins to receive a message, which is at most as long as `room`."""
+        return self._connections[peer].receive(room)
 
-    def _broadcast_by_parts(self, of_root: tuple[int, Tensor]) -> Finished:
-        """Gives every rank a part, which it brings to the others: no rank sends more than twice."""
-        root, tensor = of_root
-        parts = {rank: tensor[slice_of(rank, self.size, len(tensor))] for rank in range(self.size)}
-        if self.rank == root:
-            first = self._begin(parts, {})
-        else:
-            first = self._begin({}, {root: parts[self.rank]})
-        second: list[Finished] = []
-
-        def finished(seconds: float) -> bool:
-            if not second:
-                if not first(seconds):
-                    return False
-                second.append(self.broadcast(parts))
-            return second[0](seconds)
-
-        return finished
-
-    def set_timeout(self, seconds: float) -> None:
-        """Does nothing: a connection never gives up by itself."""
+    def progress(self, messages: Sequence[Message], seconds: float) -> bool:
+        """Moves bytes until `messages` are done or the time is over; returns whether they are."""
+        deadline = time.monotonic() + seconds
+        while True:
+            busy = [one for one in self._connections.values() if one.is_busy]
+            has_moved = sum([one.move() for one in busy]) > 0
+            if all(message.is_done for message in messages):
+                return True
+            if not busy:
+                raise BrokenConnectionError("another thread has closed it")
+            if has_moved:
+                continue
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            poll = select.poll()
+            for connection in busy:
+                connection.watch_with(poll)
+            poll.poll(math.ceil(left * 1000))
 
     def awaited(self) -> list[int]:
         """Returns the ranks from which something is still to come."""
         return [peer for peer, connection in self._connections.items() if connection.is_awaited]
 
+    def set_timeout(self, seconds: float) -> None:
+        """Does nothing: a connection never gives up by itself."""
+
     def close(self, *, has_failed: bool = False) -> None:
         """Ends all connections. After a failure peers cannot go on with what was sent before."""
         for connection in self._connections.values():
             connection.close(has_failed=has_failed)
-
-    def _begin(self, given: Mapping[int, Tensor], rooms: Mapping[int, Tensor]) -> Finished:
-        messages = []
-        for peer, connection in self._connections.items():
-            if peer in given and len(given[peer]):
-                messages.append(connection.send(given[peer]))
-            if peer in rooms and len(rooms[peer]):
-                messages.append(connection.receive(rooms[peer]))
-        # What the kernel takes is on its way while this rank does something else. That a connection
-        # is broken is told to whoever waits.
-        with contextlib.suppress(BrokenConnectionError):
-            _move(self._busy())
-        return functools.partial(self._finish, messages)
-
-    def _finish(self, messages: list[Message], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
-        while not all(message.is_done for message in messages):
-            busy = self._busy()
-            if not busy:
-                raise BrokenConnectionError("another thread has closed it")
-            if _move(busy):
-                continue
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return False
-            _wait_for(busy, left)
-        return True
-
-    def _busy(self) -> list[Connection]:
-        return [connection for connection in self._connections.values() if connection.is_busy]
-
-
-def _move(connections: Iterable[Connection]) -> bool:
-    """Gives every connection a turn, and returns whether anything was moved."""
-    return sum(connection.move() for connection in connections) > 0
-
-
-def _wait_for(connections: Iterable[Connection], seconds: float) -> None:
-    poll = select.poll()
-    for connection in connections:
-        connection.watch_with(poll)
-    poll.poll(math.ceil(seconds * 1000))
