@@ -12,13 +12,13 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.choice import Carrier, Choice, choose
+from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
-from unisono.communicators.mpi import is_launched_by_mpi
+from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
@@ -70,14 +70,14 @@ def connect(
     left = Countdown(timeout if joining_seconds is None else joining_seconds, least=_GRACE_SECONDS)
     survey = _survey(store, rank, size, implementation, gpus, left.seconds())
     layout = survey.layout
-    choice = choose(
-        layout,
-        has_native_core=survey.has_native_core,
-        implementation=implementation,
-        is_encrypted=survey.is_encrypted,
-        has_mpi=survey.has_mpi,
-        tuning=tuning,
-    )
+    choice = _chosen(survey, implementation, tuning)
+    if choice.engine is Engine.MPI and choice.carrier in (Carrier.HIERARCHICAL, Carrier.FLAT):
+        # Only now: to start MPI takes time, and all processes.
+        seconds = left.seconds()
+        numbers, why = mpi_ranks(PrefixStore("mpi", store), rank, size, timeout_seconds=seconds)
+        if not numbers:
+            choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
+            _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
     chosen = _Link(store, rank, size, timeout, host, left).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -88,6 +88,19 @@ def connect(
         chosen.cost = choice.cost
     _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, choice.why)
     return chosen
+
+
+def _chosen(
+    survey: _Survey, implementation: CommunicationImplementation, tuning: Tuning | None
+) -> Choice:
+    return choose(
+        survey.layout,
+        has_native_core=survey.has_native_core,
+        implementation=implementation,
+        is_encrypted=survey.is_encrypted,
+        has_mpi=survey.has_mpi,
+        tuning=tuning,
+    )
 
 
 class _Survey(NamedTuple):

@@ -77,9 +77,7 @@ class NetworkCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        transport = _make_transport(
-            store, rank, size, backend, host, timeout_seconds, left, ranks or range(size)
-        )
+        transport = _make_transport(store, rank, size, backend, host, timeout_seconds, left)
         try:
             own_watch = watch or Watch(
                 PrefixStore("watch", store),
@@ -253,7 +251,6 @@ def _make_transport(
     host: str | None,
     timeout_seconds: float,
     left: Countdown,
-    ranks: Sequence[int],
 ) -> Transport:
     if backend not in BACKENDS:
         raise UnsupportedError(
@@ -267,9 +264,9 @@ def _make_transport(
         raise JobMismatchError(
             f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
         )
-    if backend == "mpi":
-        return MpiTransport(rank, ranks)
     seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+    if backend == "mpi":
+        return MpiTransport(store, rank, size, **seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
     # Its own threads serve collectives, and there are none.

@@ -199,7 +199,7 @@ def test_encryption_that_torch_cannot_do_is_an_error() -> None:
 @pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is here")
 def test_mpi_without_mpi4py_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"MPI needs mpi4py.*unisono\[mpi\]"):
-        MpiTransport(0, [0, 1])
+        MpiTransport(HashStore(), 0, 2, timeout_seconds=5, joining_seconds=5)
 
 
 def test_an_unknown_backend_is_an_error() -> None:
