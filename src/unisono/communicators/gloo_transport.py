@@ -1,143 +1,19 @@
-"""Messages through Gloo.
-
-Gloo does not end a wait for a message of which a part had moved when its connection broke, and it
-breaks all connections when a wait is too late. So nobody waits for data. An empty message follows
-each one, which moves at once or not at all, and an empty one answers. Threads wait for these.
-"""
+"""Messages through Gloo, to and from all ranks."""
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unisono.communicators.gloo import break_connections
+from unisono.communicators.gloo_peer import Message, Peer
 from unisono.communicators.transport import BrokenConnectionError
 
-_DATA, _ANSWER = 1, 2
-_EMPTY = torch.empty(0, dtype=torch.uint8)
-# The user of a transport has a deadline, and ends what is under way when it has passed.
-_FOR_EVER = timedelta(days=1)
 _LOOK_SECONDS = 0.1
 _END_SECONDS = 5.0
-# Up to here a copy costs less than the wait for an answer. So many may be without one, and a thread
-# wakes up for a batch of answers.
-_COPIED_BYTES = 64 << 10
-_MOST_COPIES = 32
-_BATCH = 16
-
-
-class _Message:
-    """A message, and what Gloo uses until its end. A copy that is sent is done at once."""
-
-    __slots__ = ("_ended", "error", "held", "is_done", "peer")
-
-    def __init__(self, peer: int, held: Any, *, is_done: bool = False) -> None:
-        self.peer, self.held, self.is_done = peer, held, is_done
-        self.error: str | None = None
-        self._ended = threading.Lock()
-        self._ended.acquire()
-
-    def end(self, error: str | None) -> None:
-        self.error = None if self.is_done else error
-        self.held, self.is_done = None, True
-        self._ended.release()
-
-    def wait(self, seconds: float) -> None:
-        if self._ended.acquire(timeout=seconds):
-            self._ended.release()
-
-
-class _Waiter(threading.Thread):
-    """Waits for empty messages of one peer, one after the other. It starts with the first."""
-
-    def __init__(self, name: str, then: Callable[[_Message], None]) -> None:
-        super().__init__(name=name, daemon=True)
-        self.unended: set[_Message] = set()
-        self._begun: SimpleQueue[tuple[Any, _Message] | None] = SimpleQueue()
-        self._then = then
-
-    def add(self, empty: Any, message: _Message) -> None:
-        self.unended.add(message)
-        self._begun.put((empty, message))
-        if self.ident is None:
-            self.start()
-
-    def run(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            empty, message = begun
-            try:
-                empty.wait(_FOR_EVER)
-                message.end(None)
-            except RuntimeError as error:
-                message.end(str(error).splitlines()[0])
-            self.unended.discard(message)
-            self._then(message)
-
-    def close(self, seconds: float) -> None:
-        self._begun.put(None)
-        # The garbage collector may close this from within the thread.
-        if self.ident is not None and self is not threading.current_thread():
-            self.join(max(0.0, seconds))
-
-
-class _Peer:
-    """What is under way between this rank and another."""
-
-    def __init__(self, group: Any, rank: int) -> None:
-        self._group, self._rank = group, rank
-        self._copies: list[tuple[Any, _Message]] = []
-        # Gloo reads an answer until it has left, which is long before so many more are given.
-        self._given: deque[Any] = deque(maxlen=8 * _MOST_COPIES)
-        self._coming = _Waiter(f"unisono gloo from {rank}", self._answer)
-        self._answers = _Waiter(f"unisono gloo to {rank}", lambda _: None)
-
-    def send(self, data: Tensor) -> _Message:
-        num_unanswered = len(self._copies) + len(self._answers.unended)
-        is_copied = data.nbytes <= _COPIED_BYTES and num_unanswered < _MOST_COPIES
-        data = data.clone() if is_copied else data
-        answer = self._group.recv([_EMPTY], self._rank, _ANSWER)
-        works = [self._group.send([one], self._rank, _DATA) for one in (data, _EMPTY)]
-        message = _Message(self._rank, (data, works), is_done=is_copied)
-        self._copies.append((answer, message))
-        if not is_copied or len(self._copies) >= _BATCH:
-            self._await_answers()
-        return message
-
-    def receive(self, room: Tensor) -> _Message:
-        works = [self._group.recv([one], self._rank, _DATA) for one in (room, _EMPTY)]
-        message = _Message(self._rank, (room, works))
-        self._coming.add(works[1], message)
-        return message
-
-    def is_awaited(self) -> bool:
-        """Whether something is still to come."""
-        unended = [*self._coming.unended, *self._answers.unended]
-        return any(not message.is_done for message in unended)
-
-    def close(self, deadline: float) -> None:
-        """Ends the threads, after what was sent has come or the time is over."""
-        self._await_answers()
-        for waiter in (self._answers, self._coming):
-            waiter.close(deadline - time.monotonic())
-
-    def _await_answers(self) -> None:
-        copies, self._copies = self._copies, []
-        for answer, message in copies:
-            self._answers.add(answer, message)
-
-    def _answer(self, message: _Message) -> None:
-        if message.error is None:
-            with suppress(RuntimeError):
-                self._given.append(self._group.send([_EMPTY], self._rank, _ANSWER))
 
 
 class GlooTransport:
@@ -154,17 +30,17 @@ class GlooTransport:
         self.size: int = group.size()
         self._timeout_seconds = timeout_seconds
         self._group = group
-        self._peers = {peer: _Peer(group, peer) for peer in range(self.size) if peer != self.rank}
+        self._peers = {peer: Peer(group, peer) for peer in range(self.size) if peer != self.rank}
 
-    def send(self, peer: int, data: Tensor) -> _Message:
+    def send(self, peer: int, data: Tensor) -> Message:
         """Begins to send bytes."""
         return self._begun(peer, lambda one: one.send(data))
 
-    def receive(self, peer: int, room: Tensor) -> _Message:
+    def receive(self, peer: int, room: Tensor) -> Message:
         """Begins to receive a message, which is at most as long as `room`."""
         return self._begun(peer, lambda one: one.receive(room))
 
-    def _begun(self, peer: int, begin: Callable[[_Peer], _Message]) -> _Message:
+    def _begun(self, peer: int, begin: Callable[[Peer], Message]) -> Message:
         if peer not in self._peers:
             raise BrokenConnectionError("another thread has closed it")
         try:
@@ -172,7 +48,7 @@ class GlooTransport:
         except RuntimeError as error:
             raise BrokenConnectionError(str(error).splitlines()[0], peer) from error
 
-    def progress(self, messages: Sequence[_Message], seconds: float) -> bool:
+    def progress(self, messages: Sequence[Message], seconds: float) -> bool:
         """Waits until `messages` are done or the time is over; returns whether they are."""
         deadline = time.monotonic() + seconds
         while True:
@@ -206,7 +82,7 @@ class GlooTransport:
                 self._group = None
 
 
-def _close(peers: Iterable[_Peer], seconds: float) -> None:
+def _close(peers: Iterable[Peer], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     for peer in peers:
         peer.close(deadline)
