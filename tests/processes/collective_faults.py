@@ -106,7 +106,7 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
             PrefixStore(injection.name, desk.store),
             rank,
             injection.size,
-            timeout_seconds=injection.seconds,
+            timeout_seconds=injection.seconds_before,
             implementation=engine.implementation,
         )
         made.append(communicator)
@@ -139,6 +139,7 @@ def _go_on(
         chosen = call
         if step == injection.step:
             end = time.monotonic() + injection.seconds + 20
+            communicator.set_timeout(injection.seconds)
             if injection.fault in UNEQUAL:
                 right, wrong = _unequal(injection.fault, call, rng, injection.size)
                 chosen = wrong if is_culprit else right
