@@ -49,7 +49,7 @@ def reduce(store: Store, rank: int, size: int, what: str, num_bytes: int) -> tup
         ("AS", 220 * MEBIBYTE, "shared memory"),
         ("FSIZE", 64 * MEBIBYTE, "shared memory"),
         # Not even for that: another engine connects them.
-        ("FSIZE", MEBIBYTE, "TCP"),
+        ("FSIZE", MEBIBYTE, "Gloo"),
     ],
 )
 def test_a_limited_rank_and_its_peers_use_what_they_can(

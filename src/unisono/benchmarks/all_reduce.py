@@ -8,6 +8,7 @@ medians: how many times our time the others need.
 
 plain       our communicator on tensors from anywhere
 in place    the same on tensors of `communicator.allocate`, where a strategy keeps its gradients
+TCP         the same with the implementation `TCP`, between hosts
 Gloo        torch.distributed.all_reduce; through loopback, or between hosts
 DDP bucket  the way of gradients through DDP's reducer, over Gloo: divided into buckets of 25 MB,
             all reduced at the same time, copied back
@@ -45,7 +46,12 @@ if TYPE_CHECKING:
 SIZES = tuple(2**power for power in range(6, 29, 2))
 QUICK_SIZES = (2**6, 2**12, 2**16, 2**20, 2**24)
 RANKS = (2, 4, 8)
-OURS = {"plain": "unisono", "in place": "unisono in place"}
+OURS = {
+    "plain": "unisono",
+    "in place": "unisono in place",
+    "plain, TCP": "unisono TCP",
+    "in place, TCP": "unisono TCP in place",
+}
 # A turn reduces this many bytes again and again, so that the time to begin it does not count.
 BYTES_PER_TURN = 16 * 2**20
 # Sums of sums grow by the number of ranks with every call, and must stay within float32.
@@ -195,7 +201,7 @@ def _store(address: str) -> TCPStore:
 
 
 def _rows(num_bytes: int, size: int, series: dict[str, Series]) -> list[Row]:
-    """The rows of one size: one for plain tensors, one for those in shared memory."""
+    """The rows of one size: for plain tensors and those in shared memory, by engine."""
     others = {name: times for name, times in series.items() if name not in OURS.values()}
 
     def rates(seconds: float) -> dict[str, float]:
@@ -211,15 +217,17 @@ def _rows(num_bytes: int, size: int, series: dict[str, Series]) -> list[Row]:
             rates,
         )
         for memory, name in OURS.items()
+        if name in series
     ]
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     """Bytes and microseconds of all competitors, ours by their memory."""
-    lines: dict[str, list[tuple[int, float]]] = {f"unisono, {memory}": [] for memory in OURS}
+    lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         micros = row.seconds["p50"] * 1e6
-        lines[f"unisono, {row.case['memory']}"].append((row.num_bytes, micros))
+        ours = lines.setdefault(f"unisono, {row.case['memory']}", [])
+        ours.append((row.num_bytes, micros))
         if row.case["memory"] == "plain":
             for name, ratio in row.ratios.items():
                 lines.setdefault(name, []).append((row.num_bytes, ratio * micros))

@@ -1,13 +1,13 @@
 """What algorithms cost: constants, what they come to, and the file that keeps them."""
 
 from unisono.costs.between_workers import (
-    STEP_BYTES,
+    USUAL_LINK,
     algorithms_for,
+    fastest_flat,
     first_bytes_for_parts,
     hierarchical_for,
-    one_step_pays,
     phases_of,
-    step_bytes,
+    rounds_of,
 )
 from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
@@ -19,7 +19,7 @@ from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_pat
 
 __all__ = [
     "BYTES_PER_PACK",
-    "STEP_BYTES",
+    "USUAL_LINK",
     "Cluster",
     "Line",
     "Link",
@@ -32,6 +32,7 @@ __all__ = [
     "busiest_share",
     "current_tuning",
     "errors_between",
+    "fastest_flat",
     "first_bytes_for_parts",
     "fit_link",
     "fit_memory",
@@ -39,13 +40,12 @@ __all__ = [
     "hierarchical_for",
     "line_of",
     "num_steps",
-    "one_step_pays",
     "phases_of",
     "predicted_seconds",
     "read_tuning",
+    "rounds_of",
     "schedule_line",
     "schedule_seconds",
     "seconds_of",
-    "step_bytes",
     "tuning_path",
 ]

@@ -11,7 +11,7 @@ import sys
 from multiprocessing.connection import Client
 
 import numpy as np
-from mpi4py import MPI  # type: ignore[import-not-found]
+from mpi4py import MPI
 from turns import Competitor, serve, sum_factor  # type: ignore[import-not-found]
 
 
