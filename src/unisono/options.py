@@ -61,11 +61,11 @@ class CommunicationImplementation(enum.Enum):
 
     `AUTO` takes shared memory inside a host and Gloo between hosts, or MPI where an MPI launcher
     started the workers and mpi4py is installed. For GPU tensors it takes NCCL if every worker has
-    GPUs of its own. `RING` is Gloo alone, between all workers. `NCCL` takes NCCL for GPU tensors
-    in any case. `TCP` takes TCP connections of Unisono's own between hosts: they can be encrypted,
+    its own GPUs. `RING` is Gloo alone, between all workers. `NCCL` takes NCCL for GPU tensors
+    in any case. `TCP` takes Unisono's own TCP connections between hosts: they can be encrypted,
     and small messages take less time on them.
 
-    NCCL adds in an order of its own. With `RING` and `TCP` GPU tensors travel through host memory,
+    NCCL adds in its own order. With `RING` and `TCP` GPU tensors travel through host memory,
     so the same replicas give the same bits at every layout.
     """
 

@@ -2,11 +2,11 @@
 
     one rank                             nothing
     all ranks on one host                shared memory
-    several hosts with as many ranks     shared memory inside a host, an engine between hosts
+    several hosts with equal ranks       shared memory inside a host, an engine between hosts
     otherwise, or without a native core  an engine between all ranks
 
-Where the links were measured (`unisono tune`), hosts with as many ranks have what is predicted to
-be faster, and the sizes at which communicators go another way are those of the links.
+If the links were measured (`unisono tune`), hosts with equal numbers of ranks use what is predicted
+to be faster, and the links set the sizes at which communicators change their algorithm.
 """
 
 from __future__ import annotations

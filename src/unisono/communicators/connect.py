@@ -49,8 +49,8 @@ def connect(
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
     `choose` says what that is. GPU tensors travel through NCCL with `NCCL`, and with `AUTO` if
-    every rank has GPUs of its own. NCCL adds in an order of its own. Otherwise GPU tensors travel
-    through host memory, and sums have the order of the tree.
+    every rank has its own GPUs. NCCL adds in its own order. Otherwise GPU tensors travel through
+    host memory, and sums have the order of the tree.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one call.

@@ -1,7 +1,7 @@
 """A TCP connection to one rank, encrypted or not, for messages in both directions.
 
-Messages arrive in the order in which they were given. Each is preceded by its length, so that one
-that does not fit is noticed.
+Messages arrive in the order in which they were given. Each is preceded by its length, so that
+the receiver finds one that does not fit.
 """
 
 from __future__ import annotations

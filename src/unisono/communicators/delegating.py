@@ -68,7 +68,7 @@ class DelegatingCommunicator(Communicator):
         self._carrier.barrier()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
+        """Returns bytes from which collectives need not copy. All ranks ask for the same number."""
         return self._carrier.allocate(num_bytes)
 
     def set_timeout(self, seconds: float) -> None:

@@ -40,7 +40,7 @@ def make_gloo_group(
     joining_seconds: float | None = None,
     num_threads: int = 4,
 ) -> Any:
-    """Returns a group of its own, apart from torch's default one.
+    """Returns a new group, apart from torch's default one.
 
     The network is that of `own_address`. `GLOO_DEVICE_TRANSPORT=TCP_TLS`, with
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where

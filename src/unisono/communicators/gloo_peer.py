@@ -42,7 +42,7 @@ class Message:
         self._ended.acquire()
 
     def end(self, error: str | None) -> None:
-        """Lets whoever waits go on."""
+        """Lets the thread that waits go on."""
         self.error = None if self.is_done else error
         self.held, self.is_done = None, True
         self._ended.release()

@@ -34,7 +34,7 @@ from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
 
-# A large tensor is reduced in about as many chunks, each worth the while of a host.
+# A large tensor is reduced in about this number of chunks, each large enough to be efficient.
 _CHUNKS = 4
 _LEAST_CHUNK_BYTES = 4 << 20
 _MOST_CHUNK_BYTES = 16 << 20
@@ -43,7 +43,7 @@ _PACKED_BYTES = 64 << 10
 
 
 class HierarchicalCommunicator(Communicator):
-    """Ranks on several hosts, each with as many ranks, which follow each other.
+    """Ranks on several hosts, all with the same number of ranks, which follow each other.
 
     Args:
         inside: Connects the ranks of this host, in order.

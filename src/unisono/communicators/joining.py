@@ -1,6 +1,6 @@
 """How ranks come to be connected, each to each, over TCP.
 
-Every rank listens, and says through the store where, with a secret of its own. It calls the ranks
+Every rank listens, and says through the store where, with its own secret. It calls the ranks
 before it, and waits for those after it to call. Both ends of a connection prove that they know the
 secret of the one who was called, and the token of the job if there is one. Nobody listens any more
 once all are connected.

@@ -34,7 +34,7 @@ class Link:
     Args:
         transport: What carries messages; closed with this object.
         watch: Finds out what is wrong when a wait takes long, and keeps the first error.
-        owns_watch: Whether the watch is told what goes on here, and ends with this object.
+        owns_watch: Whether this object reports to the watch, and closes it.
         speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
         ranks: The numbers that the watch has for the ranks of the transport.
         packed_bytes: How many bytes may travel with a header; chosen if not given.

@@ -1,4 +1,4 @@
-"""Connections of one's own between all ranks, over TCP.
+"""Unisono's own connections between all ranks, over TCP.
 
 There is no thread: bytes move while a rank waits, in both directions at the same time, and in
 between through the buffers of the kernel.

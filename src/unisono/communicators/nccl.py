@@ -1,4 +1,4 @@
-"""GPU tensors through NCCL, one GPU a rank; everything else through another communicator."""
+"""GPU tensors through NCCL, one GPU per rank; everything else through another communicator."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LOOK_SECONDS = 1.0
 class NcclCommunicator(DelegatingCommunicator):
     """NCCL for GPU tensors, and `on_host` for host tensors and to agree on what is called.
 
-    NCCL adds in an order of its own, so sums of floating point numbers may differ in the last bits
+    NCCL adds in its own order, so sums of floating point numbers may differ in the last bits
     from those of other communicators; they are the same on all ranks. Sums of half precision are
     rounded at every step. What NCCL has no number for goes through `on_host`.
 

@@ -127,8 +127,8 @@ class NetworkCommunicator(Communicator):
     ) -> Iterator[Tensor]:
         """Combines flat tensors as `all_reduce` does, one after the other, and yields each then.
 
-        While the next ones are made, the last ones are under way. All ranks bring as many, and no
-        others call this at the same time.
+        While the next ones are made, the last ones are under way. All ranks bring the same
+        number, and only one thread calls this at a time.
         """
         header = Header("all_reduce", self._next(), op, count=count)
         executor = self._executor("one step" if self.size == 2 else "exchange", 1)

@@ -5,7 +5,7 @@
     GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT      its certificate
     GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE   the authority that has signed those of all hosts
 
-Both ends show a certificate. Which host it was made for is not looked at: whoever has one that the
+Both ends show a certificate. Host names are not verified: every process with a certificate that the
 authority has signed belongs to the job.
 """
 

@@ -23,7 +23,7 @@ from unisono.communicators.joining import join_star
 from unisono.communicators.lines import Lines
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
-# A collective that takes longer is told to the hub.
+# The rank reports a collective that takes longer to the hub.
 PATIENCE_SECONDS = 0.5
 # How often a long wait looks for news; also how long Ctrl-C may wait.
 _SLICE_SECONDS = 0.1
@@ -129,7 +129,7 @@ class Watch:
             raise
         except BaseException as error:
             left = f"Rank {self._rank} left {header} with {type(error).__name__}."
-            # Not for long: whoever has pressed Ctrl-C wants to leave.
+            # Not for long: a user who has pressed Ctrl-C wants to leave.
             self._deadline = 0.0
             self.published(WorkerLostError(left, [self._rank]))
             raise
@@ -138,7 +138,7 @@ class Watch:
 
     @contextmanager
     def published_errors(self) -> Iterator[None]:
-        """Tells all ranks of a `CommunicationError`, and raises the first that was told."""
+        """Tells all ranks of a `CommunicationError`, and raises the first that a rank reported."""
         try:
             yield
         except CommunicationError as error:
@@ -159,7 +159,7 @@ class Watch:
         return self._decided(error, "failed", type(error).__name__, str(error), error.ranks)
 
     def raise_failure(self) -> None:
-        """Raises the first error that was told, if there is one."""
+        """Raises the first error that a rank reported, if there is one."""
         if self._failure is not None:
             raise self._failure
 

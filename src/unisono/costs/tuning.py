@@ -33,7 +33,7 @@ class Tuning:
         inside: Between processes of one host, through shared memory.
         loopback: Between processes of one host, through Gloo.
         between: Between hosts, through Gloo.
-        sum_rate: Bytes a second that a process reads and writes when it adds up for others.
+        sum_rate: Bytes per second that a process reads and writes when it adds up for others.
         machine: What was measured.
         date: When.
         version: By which version of Unisono.

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from unisono.testing.namespaces import Hosts
 
-# Takes the place of ssh: goes to the namespace of a host, and calls the host by a name of its own.
+# Takes the place of ssh: goes to the namespace of a host, and gives the host its own name.
 _AGENT = """#!/bin/bash
 while [[ "$1" == -* ]]; do shift; done
 number=$(( ${{1##*.}} - 1 )); shift
