@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import functools
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import Tensor, distributed
+from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
 from unisono.communicators.stores import Countdown, connected
-from unisono.communicators.transport import BrokenConnectionError
 from unisono.errors import UnsupportedError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
 GRACE_SECONDS = 2.0
 # How many times its timeout Gloo takes to give up a rank that has answered and then fallen silent.
 _GLOO_PATIENCE = 5
-_TAG = 1
-# The user of a transport has a deadline, and ends what is under way when it has passed.
-_FOR_EVER = timedelta(days=1)
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
@@ -118,103 +111,6 @@ def _make_device(address: str) -> Any:
             "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
             "send unencrypted."
         ) from error
-
-
-class _Message:
-    """A message of Gloo, and whether it is done."""
-
-    __slots__ = ("done", "peer", "work")
-
-    def __init__(self, work: Any, peer: int | None) -> None:
-        self.work = work
-        # Of a message that is received.
-        self.peer = peer
-        self.done = threading.Lock()
-        self.done.acquire()
-
-
-class GlooTransport:
-    """Messages through a process group of torch.distributed with Gloo.
-
-    Gloo breaks all connections when a wait for a message ends before the message has come, and does
-    not hear Ctrl-C meanwhile. So a thread waits for the messages, in the order they were begun in.
-
-    Args:
-        group: Made by `make_gloo_group`; ended with this object.
-    """
-
-    def __init__(self, group: Any) -> None:
-        self.name = "Gloo"
-        self.rank: int = group.rank()
-        self.size: int = group.size()
-        self._group = group
-        self._begun: SimpleQueue[_Message | None] = SimpleQueue()
-        self._is_awaited: set[_Message] = set()
-        self._broken: list[str] = []
-        threading.Thread(
-            target=_wait_for_all,
-            args=(self._begun, self._is_awaited, self._broken),
-            name=f"unisono gloo {self.rank}",
-            daemon=True,
-        ).start()
-
-    def send(self, peer: int, data: Tensor) -> _Message:
-        """Begins to send bytes."""
-        return self._follow(lambda group: group.send([data], peer, _TAG), None)
-
-    def receive(self, peer: int, room: Tensor) -> _Message:
-        """Begins to receive a message, which is at most as long as `room`."""
-        return self._follow(lambda group: group.recv([room], peer, _TAG), peer)
-
-    def _follow(self, begin: Callable[[Any], Any], peer: int | None) -> _Message:
-        group = self._group
-        if group is None:
-            raise BrokenConnectionError("another thread has closed it")
-        try:
-            message = _Message(begin(group), peer)
-        except RuntimeError as error:
-            raise BrokenConnectionError(str(error).splitlines()[0]) from error
-        self._is_awaited.add(message)
-        self._begun.put(message)
-        return message
-
-    def progress(self, messages: Sequence[_Message], seconds: float) -> bool:
-        """Waits until `messages` are done or the time is over; returns whether they are."""
-        deadline = time.monotonic() + seconds
-        # The last is done last, so most of the time one wait is enough.
-        for message in reversed(messages):
-            if not message.done.acquire(timeout=max(0.0, deadline - time.monotonic())):
-                return False
-            message.done.release()
-        if self._broken:
-            raise BrokenConnectionError(self._broken[0])
-        return True
-
-    def awaited(self) -> list[int]:
-        """Returns the ranks from which something is still to come."""
-        return sorted({one.peer for one in list(self._is_awaited) if one.peer is not None})
-
-    def set_timeout(self, seconds: float) -> None:
-        """Does nothing: Gloo waits for as long as its user does."""
-
-    def close(self, *, has_failed: bool) -> None:
-        """Ends connections and the thread, at which others fail in any case."""
-        group, self._group = self._group, None
-        if group is not None:
-            self._begun.put(None)
-            break_connections(group)
-
-
-def _wait_for_all(
-    begun: SimpleQueue[_Message | None], is_awaited: set[_Message], broken: list[str]
-) -> None:
-    while (message := begun.get()) is not None:
-        try:
-            message.work.wait(_FOR_EVER)
-        except RuntimeError as error:
-            broken.append(str(error).splitlines()[0])
-        is_awaited.discard(message)
-        message.done.release()
 
 
 def break_connections(group: Any) -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
+from unisono.communicators.connection import Connection
 from unisono.communicators.greeting import (
     JOB_TOKEN,
     Guest,
@@ -29,7 +30,7 @@ from unisono.communicators.greeting import (
     welcome,
 )
 from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.mesh import Mesh
 from unisono.communicators.sockets import keep_alive, listening
 from unisono.communicators.stores import say_to_all
 from unisono.communicators.tls import Encryption, encryption

@@ -248,7 +248,6 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 def _end(transport: Transport, watch: Watch, *, owns_watch: bool) -> None:
-    has_failed = watch.failure is not None
     if owns_watch:
         watch.close()
-    transport.close(has_failed=has_failed)
+    transport.close(has_failed=watch.has_failed)

@@ -21,7 +21,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.algorithms import Rounds, exchange
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.executor import Executor, pieces_of
-from unisono.communicators.gloo import GlooTransport, make_gloo_group
+from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
@@ -268,4 +269,6 @@ def _make_transport(
         return MpiTransport(store, rank, size, **seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
-    return GlooTransport(make_gloo_group(store, rank, size, host=host, **seconds))
+    # Its own threads serve collectives, and there are none.
+    group = make_gloo_group(store, rank, size, host=host, num_threads=1, **seconds)
+    return GlooTransport(group, timeout_seconds)

@@ -71,6 +71,7 @@ class Watch:
         self._hub_closed_after: int | None = None
         self._is_well = False
         self._is_closed = False
+        self._has_failed = False
         self._news = threading.Condition()
         sockets = join_star(
             store,
@@ -148,6 +149,11 @@ class Watch:
         """The error of all ranks, if there is one."""
         return self._failure
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is such an error, or was one before this was closed."""
+        return self._has_failed or self._failure is not None
+
     def published(self, error: CommunicationError) -> CommunicationError:
         """Tells all ranks of `error`, and returns the first error that a rank has told."""
         return self._decided(error, "failed", type(error).__name__, str(error), error.ranks)
@@ -181,6 +187,7 @@ class Watch:
         if self._hub is not None:
             self._hub.close(self.sequence)
         # An error holds the frames that it went through, and so all that a step has used.
+        self._has_failed = self.has_failed
         self._failure = self._end_of_hub = None
 
     # What the main thread makes of what was heard.

@@ -9,12 +9,15 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.context import InputOptions
-from unisono.input.layout import lay_out
-from unisono.input.loaders import LoaderSource
-from unisono.input.random_state import random_state, set_random_state
-from unisono.input.source import Source
-from unisono.input.sources import IterableSource
+from unisono.input.options import InputOptions
+from unisono.input.sources import (
+    IterableSource,
+    LoaderSource,
+    Source,
+    random_state,
+    set_random_state,
+)
+from unisono.input.splits import lay_out
 from unisono.values import Tree
 
 

@@ -8,30 +8,25 @@ from typing import Any, TypeAlias
 from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.context import (
+from unisono.input.dataset import DistributedInput
+from unisono.input.options import (
+    AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
     check_input_options,
 )
-from unisono.input.dataset import DealtDataset
-from unisono.input.iterator import Deal
-from unisono.input.passes import Pass
-from unisono.input.readers import readers_of
-from unisono.input.samplers import check_share
-from unisono.input.sharding import AutoShardPolicy
-from unisono.input.source import Source
-from unisono.input.sources import FunctionSource, as_source
-from unisono.input.splitting import MISSING, Parts, Splitter, grouped
+from unisono.input.sources import Epoch, FunctionSource, Source, as_source, check_share, readers_of
+from unisono.input.splits import BatchPerReplica, SplitEpoch, Splitter, grouped
 from unisono.reductions import Workers
 from unisono.values import take_apart
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
 
-class DistributedDatasetsFromFunction(DealtDataset):
-    """Batches of per-replica size that `dataset_fn` makes, dealt whole: one a replica and step.
+class DistributedDatasetsFromFunction(DistributedInput):
+    """Batches of per-replica size that `dataset_fn` makes, one for each replica and step.
 
     In the last step the replicas that are left without a batch get a sample of another one, which
     counts nothing. The step is dropped if the `DataLoader` drops incomplete batches, too. Of many
@@ -78,32 +73,18 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     @property
     def batches_per_step(self) -> int:
-        """See `DealtDataset.batches_per_step`."""
+        """See `DistributedInput.batches_per_step`."""
         return self._batches_per_step
 
-    def deal(self, opened: Pass) -> Deal:
-        """See `DealtDataset.deal`."""
-        return _WholeSteps(opened, Splitter(self.options))
+    def split(self, epoch: Epoch) -> SplitEpoch:
+        """See `DistributedInput.split`."""
+        return BatchPerReplica(epoch, Splitter(self.options))
 
     def __len__(self) -> int:
         per_step = self.batches_per_step
         if any(source.drops_rest for source in self._sources):
             return min(num_batches // per_step for num_batches in self._num_batches())
         return max(-(-num_batches // per_step) for num_batches in self._num_batches())
-
-
-class _WholeSteps(Deal):
-    def draw(self) -> Parts:
-        per_step = self.opened.progress.batches_per_step
-        drawn = [next(batches, MISSING) for batches in self.opened.batches for _ in range(per_step)]
-        num_missing = sum(batch is MISSING for batch in drawn)
-        drops_rest = any(source.drops_rest for source in self.opened.sources)
-        if num_missing == len(drawn) or (num_missing and drops_rest):
-            raise StopIteration
-        parts = self.splitter.join(drawn)
-        if parts is None:
-            raise StopIteration
-        return parts
 
 
 def values_from_function(

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.connection import Connection
+from unisono.communicators.mesh import Mesh
 from unisono.communicators.transport import BrokenConnectionError
 
 SECONDS = 20.0

@@ -27,7 +27,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
 )
-from unisono.input.dataset import DealtDataset
+from unisono.input.dataset import DistributedInput
 from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
@@ -82,7 +82,7 @@ def from_function(source: Any) -> DistributedDatasetsFromFunction:
     return DistributedDatasetsFromFunction(lambda _: source, InputContext(1, 0, 2), cpu_slots(2))
 
 
-MAKERS: dict[str, Callable[[], DealtDataset]] = {
+MAKERS: dict[str, Callable[[], DistributedInput]] = {
     "in order": lambda: split_over_two(loader()),
     "shuffled": lambda: split_over_two(loader(shuffle=True)),
     "own generator": lambda: split_over_two(
@@ -108,7 +108,7 @@ MAKERS: dict[str, Callable[[], DealtDataset]] = {
 class Training:
     """A loop that draws random numbers itself, and can be saved in the middle of a pass."""
 
-    def __init__(self, dataset: DealtDataset) -> None:
+    def __init__(self, dataset: DistributedInput) -> None:
         self.dataset = dataset
         self.seen: list[Any] = []
         self.saved = b""

@@ -9,7 +9,6 @@ from typing import Any
 
 from unisono.arguments import check_bool, check_int, check_optional, in_words
 from unisono.errors import UnsupportedError
-from unisono.input.sharding import AutoShardPolicy
 from unisono.values import flatten
 
 
@@ -75,6 +74,22 @@ def _check_one_of(context: object, which: str, how_many: str) -> None:
         raise UnsupportedError(
             f"`{which}` must be from 0 to {num - 1}, as `{how_many}` is {num}; got {index}."
         )
+
+
+class AutoShardPolicy(enum.IntEnum):
+    """How the workers share a dataset.
+
+    `AUTO` and `DATA`: all workers read everything, and each keeps its samples of every batch.
+    `FILE`: worker w of W reads the files w, w + W, ..., the members of a `ConcatDataset` or
+    `ChainDataset`. `OFF`: each worker gets all that its dataset gives, which may be another one
+    on each. `HINT` is for hints in TensorFlow's pipelines; there are none here, so it is `OFF`.
+    """
+
+    OFF = -1
+    AUTO = 0
+    FILE = 1
+    DATA = 2
+    HINT = 3
 
 
 class InputReplicationMode(enum.Enum):

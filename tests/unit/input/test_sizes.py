@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.errors import UnsupportedError
-from unisono.input import even_sizes, filled_slices, fixed_sizes, legacy_sizes
-from unisono.input.sharding import slices_of
+from unisono.input import even_sizes, filled_slices, fixed_sizes, tensorflow_sizes
+from unisono.input.splits.sizes import slices_of
 
 numbers = st.integers(0, 100)
 counts = st.integers(1, 7)
@@ -27,7 +27,7 @@ counts = st.integers(1, 7)
 def test_the_rounded_up_share_is_given_until_nothing_is_left(
     num_samples: int, num_replicas: int, sizes: tuple[int, ...]
 ) -> None:
-    assert legacy_sizes(num_samples, num_replicas) == sizes
+    assert tensorflow_sizes(num_samples, num_replicas) == sizes
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_fixed_sizes_rotate_from_worker_to_worker(
     assert found == by_worker
 
 
-@pytest.mark.parametrize("sizes", [even_sizes, legacy_sizes])
+@pytest.mark.parametrize("sizes", [even_sizes, tensorflow_sizes])
 @given(num_samples=numbers, num_replicas=counts)
 def test_shares_hold_each_sample_once(sizes: Any, num_samples: int, num_replicas: int) -> None:
     shares = slices_of(sizes(num_samples, num_replicas))

@@ -8,7 +8,7 @@ import torch
 
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnsupportedError
-from unisono.input.random_state import RandomState, random_state, set_random_state
+from unisono.input.sources.random_state import RandomState, random_state, set_random_state
 from unisono.reductions import Workers
 
 

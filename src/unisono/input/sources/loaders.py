@@ -1,4 +1,4 @@
-"""`DataLoader` as a source: how its passes are opened, and resumed without fetching."""
+"""`DataLoader` as a source: how its epochs are opened, and resumed without fetching."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from unisono.input.source import Skip, Source, drop
+from unisono.input.sources.source import Skip, Source, drop
 
 # These draw what they need from the global generators before they give their first index.
 _DRAW_AT_ONCE: set[type] = {
@@ -71,7 +71,7 @@ class LoaderSource(Source):
         self.is_alone = loader.num_workers > 0 and (
             self._is_iterable or all(map(_draws_at_once, samplers))
         )
-        self.has_one_pass = loader.persistent_workers
+        self.has_one_epoch = loader.persistent_workers
         self.drops_rest = bool(getattr(batch_sampler, "drop_last", loader.drop_last))
         self.batch_size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
 
@@ -82,7 +82,7 @@ class LoaderSource(Source):
 
     @property
     def is_running(self) -> bool:
-        """See `Source.is_running`: workers that persist are not seeded again for the next pass."""
+        """See `Source.is_running`: workers that persist are not seeded again for the next epoch."""
         return self._loader.persistent_workers and self._loader._iterator is not None
 
     def open(self) -> Iterator[Any]:

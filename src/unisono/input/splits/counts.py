@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.errors import UnsupportedError
-from unisono.input.layout import lay_out
+from unisono.input.splits.layout import lay_out
 from unisono.values import PerReplica, flatten
 
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from unisono.errors import CommunicationError
-from unisono.input.passes import Progress
-from unisono.input.placement import Placed, Placement
-from unisono.input.prefetch import Drawn
-from unisono.input.splitting import MISSING, Splitter, grouped
+from unisono.input.placement import PlacedBatch, Placement
+from unisono.input.prefetch import Steps
+from unisono.input.sources import Progress
+from unisono.input.splits import MISSING, Splitter, grouped
 from unisono.reductions import Workers
 from unisono.values import Tree, map_leaves
 
@@ -53,7 +53,7 @@ class _Round:
         return num_steps == 0 or (is_missing and _State.WHOLE_STEP in self.states)
 
 
-class InStep(Drawn[Placed]):
+class Lockstep(Steps[PlacedBatch]):
     """The steps of this worker, one for each step of the others.
 
     The workers tell each other what they have when the next step is asked for, on the thread that
@@ -69,7 +69,7 @@ class InStep(Drawn[Placed]):
 
     def __init__(
         self,
-        steps: Drawn[Placed],
+        steps: Steps[PlacedBatch],
         workers: Workers,
         placement: Placement,
         progress: Progress,
@@ -86,7 +86,7 @@ class InStep(Drawn[Placed]):
         self._spare: Any = MISSING
         self._tree: Tree | None = None
 
-    def __next__(self) -> Placed:
+    def __next__(self) -> PlacedBatch:
         while True:
             placed = self._agreed()
             if any(placed.parts.counts):
@@ -95,13 +95,13 @@ class InStep(Drawn[Placed]):
             self._progress.num_left_out += 1
 
     def close(self) -> None:
-        """See `Drawn.close`."""
+        """See `Steps.close`."""
         self._steps.close()
 
-    def _agreed(self) -> Placed:
+    def _agreed(self) -> PlacedBatch:
         """Returns the next step of this worker, which counts nothing if only others have one."""
         failure: Exception | None = None
-        placed: Placed | None = None
+        placed: PlacedBatch | None = None
         try:
             placed = self._own()
         except Exception as error:
@@ -118,7 +118,7 @@ class InStep(Drawn[Placed]):
             placed = self._placement.place(grouped(spares, told.counts, self._tree))
         return replace(placed, parts=replace(placed.parts, counts=told.counts))
 
-    def _own(self) -> Placed | None:
+    def _own(self) -> PlacedBatch | None:
         if self._has_ended:
             return None
         try:
@@ -131,7 +131,7 @@ class InStep(Drawn[Placed]):
             self._spare, self._tree = self._splitter.spare(parts.part(0)), parts.tree
         return placed
 
-    def _tell(self, placed: Placed | None, failure: Exception | None) -> _Round:
+    def _tell(self, placed: PlacedBatch | None, failure: Exception | None) -> _Round:
         counts, is_counted = (0,) * self._num_replicas, True
         if placed is not None:
             counts, is_counted = placed.parts.counts, placed.parts.is_counted
@@ -142,7 +142,7 @@ class InStep(Drawn[Placed]):
             counts = tuple(min(count, 1) for count in counts)
         return _Round([_State(row[0]) for row in rows], counts)
 
-    def _state(self, placed: Placed | None, failure: Exception | None) -> _State:
+    def _state(self, placed: PlacedBatch | None, failure: Exception | None) -> _State:
         if failure is not None:
             return _State.FAILED
         if placed is None:

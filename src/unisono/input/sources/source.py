@@ -15,41 +15,41 @@ Skip: TypeAlias = Callable[[], int]
 
 
 class Source(ABC):
-    """Gives the batches of one pass after another.
+    """Gives the batches of one epoch after another.
 
     Attributes:
         generators: The random generators that belong to it.
-        is_alone: Whether drawing a batch from an open pass leaves the global random generators
+        is_alone: Whether drawing a batch from an open epoch leaves the global random generators
             of this process alone, so that it may be done at any time and on any thread.
-        has_one_pass: Whether opening a pass ends the one before.
+        has_one_epoch: Whether opening an epoch ends the one before.
         drops_rest: Whether its batches are all of one size because the rest was dropped.
         batch_size: The size of its full batches, if it says so.
     """
 
     generators: tuple[torch.Generator, ...] = ()
     is_alone: bool = False
-    has_one_pass: bool = False
+    has_one_epoch: bool = False
     drops_rest: bool = False
     batch_size: int | None = None
 
     @property
     def is_running(self) -> bool:
-        """Whether something is kept from an earlier pass that changes how the next one opens."""
+        """Whether something is kept from an earlier epoch that changes how the next one opens."""
         return False
 
     @abstractmethod
     def open(self) -> Iterator[Any]:
-        """Begins a pass."""
+        """Begins an epoch."""
 
     def start(self) -> None:
-        """Makes it keep what it keeps from pass to pass."""
+        """Makes it keep what it keeps from epoch to epoch."""
         raise UnsupportedError(
             "The saved state is of a `DataLoader` with workers that persist. Resume with the "
             "input that was saved."
         )
 
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:
-        """Begins a pass; also returns a function that skips what an earlier pass has consumed.
+        """Begins an epoch; also returns a function that skips what an earlier epoch has consumed.
 
         The function returns how many batches it found, which are fewer at the end of the input.
 
@@ -65,5 +65,5 @@ class Source(ABC):
 
 
 def drop(items: Iterator[Any], count: int) -> int:
-    """Draws `count` items that an earlier pass has consumed, and returns how many there were."""
+    """Draws `count` items that an earlier epoch has consumed, and returns how many there were."""
     return sum(1 for _ in itertools.islice(items, count))

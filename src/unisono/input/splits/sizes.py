@@ -1,35 +1,18 @@
 """Which samples of a batch go to which replica: W workers, of which this is w, with R replicas.
 
-even     a batch of n becomes W R sub-batches whose sizes differ by at most one, the larger ones
-         first; worker w keeps the sub-batches w R to w R + R - 1, which the same replicas would
-         get if one worker had them all
-legacy   the same with TensorFlow's sizes: ceil(n / (W R)), the later ones shorter or empty
-fixed    a batch of a worker's own becomes W R sub-batches, which last for W steps
+even        a batch of n becomes W R parts whose sizes differ by at most one, the larger ones first;
+            worker w keeps the parts w R to w R + R - 1, which the same replicas would get if one
+            worker had them all
+tensorflow  the same with TensorFlow's sizes: ceil(n / (W R)), the later ones shorter or empty
+fixed       a batch of a worker's own becomes W R parts, which last for W steps
 """
 
 from __future__ import annotations
 
-import enum
 import itertools
 from collections.abc import Iterable
 
 from unisono.errors import UnsupportedError
-
-
-class AutoShardPolicy(enum.IntEnum):
-    """How the workers share a dataset.
-
-    `AUTO` and `DATA`: all workers read everything, and each keeps its samples of every batch.
-    `FILE`: worker w of W reads the files w, w + W, ..., the members of a `ConcatDataset` or
-    `ChainDataset`. `OFF`: each worker gets all that its dataset gives, which may be another one
-    on each. `HINT` is for hints in TensorFlow's pipelines; there are none here, so it is `OFF`.
-    """
-
-    OFF = -1
-    AUTO = 0
-    FILE = 1
-    DATA = 2
-    HINT = 3
 
 
 def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
@@ -42,10 +25,10 @@ def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(share + (i < num_larger) for i in range(num_replicas))
 
 
-def legacy_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
+def tensorflow_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     """Returns the sizes of the sub-batches: the rounded-up share until nothing is left.
 
-    >>> legacy_sizes(13, 4), legacy_sizes(4, 3), legacy_sizes(5, 4)
+    >>> tensorflow_sizes(13, 4), tensorflow_sizes(4, 3), tensorflow_sizes(5, 4)
     ((4, 4, 4, 1), (2, 2, 0), (2, 2, 1, 0))
     """
     share = -(-num_samples // num_replicas)
@@ -94,6 +77,6 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
 def _check(num_workers: int, worker_id: int, num_replicas: int) -> None:
     if num_replicas < 1 or not 0 <= worker_id < num_workers:
         raise UnsupportedError(
-            "Input is dealt to 1 or more replicas on workers 0 to W - 1, got "
+            "Input is split over 1 or more replicas on workers 0 to W - 1, got "
             f"{num_replicas} replicas on worker {worker_id} of {num_workers}."
         )

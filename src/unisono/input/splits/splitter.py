@@ -11,8 +11,8 @@ from torch import Tensor
 
 from unisono.devices import Device
 from unisono.errors import ReplicaMismatchError, UnsupportedError
-from unisono.input.context import DEFAULT_INPUT_OPTIONS, InputOptions
-from unisono.input.layout import (
+from unisono.input.options import DEFAULT_INPUT_OPTIONS, InputOptions
+from unisono.input.splits.layout import (
     Layout,
     Reader,
     is_column,
@@ -21,7 +21,7 @@ from unisono.input.layout import (
     lay_out,
     taken_apart,
 )
-from unisono.input.sharding import even_sizes, legacy_sizes, slices_of
+from unisono.input.splits.sizes import even_sizes, slices_of, tensorflow_sizes
 from unisono.values import PerReplica, Tree, map_leaves
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
@@ -31,7 +31,7 @@ MISSING: Any = object()
 
 
 @dataclass(frozen=True)
-class Parts:
+class SplitBatch:
     """The input of one step.
 
     Attributes:
@@ -47,7 +47,7 @@ class Parts:
     counts: tuple[int, ...]
     is_counted: bool = True
 
-    def of(self, replicas: slice) -> Parts:
+    def of(self, replicas: slice) -> SplitBatch:
         """Returns what some of the replicas got."""
         return replace(
             self, leaves=[leaf[replicas] for leaf in self.leaves], counts=self.counts[replicas]
@@ -88,17 +88,17 @@ class Splitter:
         self._given = options.split if callable(options.split) else None
         self._count_samples = options.count_samples
         self.leaves_empty = options.split == "tensorflow"
-        self._sizes = legacy_sizes if self.leaves_empty else even_sizes
+        self._sizes = tensorflow_sizes if self.leaves_empty else even_sizes
         self._batch_dim = options.batch_dim
         self._reader = Reader(options.batch_dim, batch_size)
 
-    def whole(self, batch: Any) -> Parts:
+    def whole(self, batch: Any) -> SplitBatch:
         """Gives all of `batch` to the one replica there is."""
         if self._given is not None:
             return self.split(batch, 1)
         layout = lay_out(batch, self._batch_dim)
         num_samples = 1 if layout.num_samples is None else layout.num_samples
-        return Parts(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
+        return SplitBatch(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
 
     def split(
         self,
@@ -106,7 +106,7 @@ class Splitter:
         num_parts: int,
         own: slice = slice(None),
         slices: Slices | None = None,
-    ) -> Parts:
+    ) -> SplitBatch:
         """Splits `batch` over the replicas of all workers.
 
         Leaves without a batch dimension, such as numbers, text and None, are given to every
@@ -127,14 +127,14 @@ class Splitter:
         shares = slices(num_samples) if slices else slices_of(self._sizes(num_samples, num_parts))
         counts = tuple(share.stop - share.start for share in shares)
         parts_of = [self._part(layout, share) for share in shares[own]]
-        return Parts(layout.tree, list(zip(*parts_of, strict=True)), counts)
+        return SplitBatch(layout.tree, list(zip(*parts_of, strict=True)), counts)
 
     def _part(self, layout: Layout, share: slice) -> list[Any]:
         if share.start < share.stop or self.leaves_empty or not layout.num_samples:
             return layout.part(share)
         return [_copied(leaf) for leaf in layout.part(slice(0, 1))]
 
-    def _split_by_user(self, made: Any, num_parts: int) -> Parts:
+    def _split_by_user(self, made: Any, num_parts: int) -> SplitBatch:
         if not isinstance(made, (list, tuple)) or len(made) != num_parts:
             found = f"{len(made)} parts" if isinstance(made, (list, tuple)) else repr(type(made))
             raise UnsupportedError(
@@ -155,7 +155,7 @@ class Splitter:
             )
         return parts
 
-    def join(self, batches: Sequence[Any]) -> Parts | None:
+    def join(self, batches: Sequence[Any]) -> SplitBatch | None:
         """Gives each replica a whole batch of its own; all must be of one structure.
 
         A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
@@ -212,17 +212,19 @@ def _clone(leaf: Any) -> Any:
 
 def grouped(
     batches: Sequence[Any], counts: tuple[int, ...] = (), tree: Tree | None = None
-) -> Parts:
+) -> SplitBatch:
     """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
     if tree is not None:
         leaves = [tree.leaves_of(batch) for batch in batches]
-        return Parts(tree, list(zip(*leaves, strict=True)), counts)
+        return SplitBatch(tree, list(zip(*leaves, strict=True)), counts)
     # Lists with an entry per sample may have different lengths.
     for is_leaf in (is_column, is_inner_list, is_list):
         apart = [taken_apart(batch, is_leaf) for batch in batches]
         first = apart[0][0]
         if all(tree.paths == first.paths for tree, _ in apart):
-            return Parts(first, list(zip(*(leaves for _, leaves in apart), strict=True)), counts)
+            return SplitBatch(
+                first, list(zip(*(leaves for _, leaves in apart), strict=True)), counts
+            )
     trees = [taken_apart(batch, is_column)[0] for batch in batches]
     other = next(i for i, tree in enumerate(trees) if tree.paths != trees[0].paths)
     raise ReplicaMismatchError(

@@ -1,4 +1,4 @@
-"""One pass over the sources of a host: begun, or resumed where another was saved."""
+"""One epoch over the sources of a host: begun, or resumed where another was saved."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 
 from unisono.arguments import check_int, in_words
 from unisono.errors import UnsupportedError
-from unisono.input.random_state import RandomState, check_random_states, replayed
-from unisono.input.readers import Readers
-from unisono.input.source import Source
+from unisono.input.sources.random_state import RandomState, check_random_states, replayed
+from unisono.input.sources.readers import Readers
+from unisono.input.sources.source import Source
 
 
 @dataclass
 class Progress:
-    """How far a pass is, and what it takes to get there again.
+    """How far an epoch is, and what it takes to get there again.
 
     Attributes:
         num_steps: Steps used. What was fetched ahead does not count.
         num_left_out: Those of them that were not handed out, because no worker had a sample.
         batches_per_step: Batches that each source gives a step.
-        steps_per_batch: Steps over which each batch is dealt.
+        steps_per_batch: Steps over which each batch is split.
         batch_size: The size of a full batch, where the split depends on it.
         at_start: The random generators before the sources were opened, of each worker that reads
-            data of its own; None when no pass is under way, because none was begun or the last
+            data of its own; None when no epoch is under way, because none was begun or the last
             one came to its end.
         at_first: The same, before the first batch was drawn.
-        was_running: Which sources kept something from an earlier pass.
+        was_running: Which sources kept something from an earlier epoch.
     """
 
     num_steps: int = 0
@@ -41,7 +41,7 @@ class Progress:
     was_running: tuple[bool, ...] = ()
 
     def anew(self) -> Progress:
-        """Returns the progress of a pass that is not begun."""
+        """Returns the progress of an epoch that is not begun."""
         return Progress(
             batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
         )
@@ -92,7 +92,7 @@ class Progress:
 
 
 @dataclass(frozen=True)
-class Pass:
+class Epoch:
     """Sources that are being iterated, and how far they are."""
 
     sources: Sequence[Source]
@@ -101,7 +101,7 @@ class Pass:
     readers: Readers
 
     @classmethod
-    def begin(cls, sources: Sequence[Source], readers: Readers, progress: Progress) -> Pass:
+    def begin(cls, sources: Sequence[Source], readers: Readers, progress: Progress) -> Epoch:
         """Opens the sources as plain iteration would, with a progress that is new."""
         generators = _generators(sources)
         readers.prepare(generators)
@@ -112,7 +112,7 @@ class Pass:
     @classmethod
     def resume(
         cls, sources: Sequence[Source], readers: Readers, progress: Progress, *, refetch: bool
-    ) -> Pass:
+    ) -> Epoch:
         """Opens the sources as they were opened then, and skips what was consumed.
 
         The global random generators are left where they are: what they were when the state was

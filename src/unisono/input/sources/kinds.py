@@ -1,4 +1,4 @@
-"""What batches come from: loaders, iterables, iterators and functions, opened anew each pass."""
+"""What batches come from: loaders, iterables, iterators and functions, opened anew each epoch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.loaders import LoaderSource
-from unisono.input.source import Source
+from unisono.input.sources.loaders import LoaderSource
+from unisono.input.sources.source import Source
 
 
 class IterableSource(Source):
@@ -39,7 +39,7 @@ class IteratorSource(Source):
         """See `Source.open`."""
         if self._batches is None:
             raise UnsupportedError(
-                f"This input is a {self._kind}, which gives its batches once, and a pass over it "
+                f"This input is a {self._kind}, which gives its batches once, and an epoch over it "
                 "was begun before. Distribute something that can be iterated again: a list, a "
                 "`DataLoader`, or an object whose `__iter__` makes a new generator."
             )
@@ -88,14 +88,14 @@ def _refuse_what_is_no_batches(batches: Any) -> None:
         )
     if isinstance(batches, Dataset):
         raise UnsupportedError(
-            f"Input is dealt in batches, and this {kind} gives single samples. Wrap it in "
+            f"Input comes in batches, and this {kind} gives single samples. Wrap it in "
             "`DataLoader(dataset, batch_size=global_batch_size)`."
         )
     arrays = (Tensor, np.ndarray)
     is_tuple_of_arrays = isinstance(batches, tuple) and any(isinstance(x, arrays) for x in batches)
     if isinstance(batches, arrays) or is_tuple_of_arrays:
         raise UnsupportedError(
-            f"Input is dealt in batches, got a {kind} of data. Wrap it in "
+            f"Input comes in batches, got a {kind} of data. Wrap it in "
             "`DataLoader(numpy_dataset(arrays), batch_size=global_batch_size)`; if its items are "
             "the batches, make it a list."
         )

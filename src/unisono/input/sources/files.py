@@ -15,8 +15,8 @@ from torch.utils.data import (
 )
 
 from unisono.errors import UnsupportedError
-from unisono.input.context import InputContext
-from unisono.input.loaders import copied_settings
+from unisono.input.options import InputContext
+from unisono.input.sources.loaders import copied_settings
 
 _INSTEAD = "Use DATA, or give each worker its own in `distribute_datasets_from_function`."
 

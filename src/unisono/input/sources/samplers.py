@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler
 
 from unisono.errors import UnsupportedError
-from unisono.input.context import InputContext
-from unisono.input.loaders import copied_settings, draws_at_once
+from unisono.input.options import InputContext
+from unisono.input.sources.loaders import copied_settings, draws_at_once
 from unisono.sharing import computed_once
 
 _logger = logging.getLogger("unisono")
