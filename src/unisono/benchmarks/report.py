@@ -62,6 +62,8 @@ def print_table(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
         console.measure(table, options=console.options.update(max_width=1000)).maximum,
     )
     console.print(table)
+    if summary := sweep.summary(rows):
+        console.print(f"\n{summary}")
 
 
 def _caption(sweep: Sweep) -> str:

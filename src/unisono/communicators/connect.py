@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -18,6 +18,7 @@ from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
+from unisono.communicators.limits import check_limits, own_limits
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
@@ -78,6 +79,7 @@ def connect(
         if not numbers:
             choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
+    check_limits(survey.limits, choice)
     chosen = _Link(store, rank, size, timeout, host, left).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -111,6 +113,7 @@ class _Survey(NamedTuple):
     has_mpi: bool
     is_encrypted: bool
     has_own_gpus: bool
+    limits: Sequence[Mapping[str, Any]]
 
 
 def _survey(
@@ -128,6 +131,7 @@ def _survey(
         "mpi": is_launched_by_mpi(),
         "tls": encryption() is not None,
         "gpus": list(gpus) if distributed.is_nccl_available() else [],
+        "limits": own_limits(size),
     }
     prefixed = PrefixStore("survey", store)
     texts = say_to_all(prefixed, rank, size, json.dumps(own), timeout_seconds=timeout_seconds)
@@ -146,6 +150,7 @@ def _survey(
         # If some rank does not encrypt, the ranks find out when they connect.
         any(one["tls"] for one in said),
         have_own_gpus([one["gpus"] for one in said]),
+        [one["limits"] for one in said],
     )
 
 
