@@ -916,7 +916,7 @@ def _() -> None:
         assert pair().experimental_run_v2(lambda x: x, (1,)) == 1
 
 
-MISSING = "What there is not"
+MISSING = "What is not available"
 
 
 @row(MISSING, "`ParameterServerStrategy`")

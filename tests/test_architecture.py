@@ -20,7 +20,7 @@ MAX_LINES = 400
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
     ["errors", "sharing"],
-    ["arguments"],
+    ["arguments", "system"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],

@@ -110,6 +110,26 @@ def test_the_changelog_begins_with_what_comes_next_or_with_this_version() -> Non
     assert headings[0] in ("Unreleased", uo.__version__)
 
 
+def test_what_pypi_shows_has_no_link_that_leads_nowhere_there() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    (name,) = re.findall(r'^readme = "(.*)"', settings, re.MULTILINE)
+
+    shown = (ROOT / name).read_text()
+
+    # Markdown links and pictures, and those of HTML.
+    links = re.findall(r"\]\(([^)]*)\)", shown) + re.findall(r'(?:href|src)="([^"]*)', shown)
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+def test_pypi_and_the_readme_begin_alike() -> None:
+    pages = [(ROOT / name).read_text() for name in ("PYPI.md", "README.md")]
+
+    shown, read = (page.partition("\n## ")[0].strip() for page in pages)
+
+    # The title, what it is, the program, and what it computes.
+    assert shown.startswith(read)
+
+
 def test_the_citation_is_whole_and_names_this_version() -> None:
     yaml = pytest.importorskip("yaml")
 

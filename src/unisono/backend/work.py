@@ -43,7 +43,7 @@ class CollectiveWork(Work):
         assert self._call is not None
         try:
             if self._is_inference:
-                # The thread that runs it has a mode of its own.
+                # The thread that runs it has its own mode.
                 with torch.inference_mode():
                     self._call()
             else:

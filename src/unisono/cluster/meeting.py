@@ -53,7 +53,7 @@ def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[Worker
 
 
 def was_left(store: Store) -> bool:
-    """Whether somebody has given up the meeting, so that whoever comes now comes too late."""
+    """Whether a worker has given up, so that a worker that joins now is too late."""
     return store.add("leaving", 0) > 0
 
 
@@ -108,7 +108,7 @@ class _Meeting:
 
     def _mismatch(self) -> JobMismatchError:
         self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
-        # One that counts too few workers waits for as many as rank 0 does.
+        # One that counts too few workers waits for the same number as rank 0.
         first = self._read("card/0") if self._is_there("card/0") else self._card
         size = max(self._card.size, first.size)
         self._wait_until(lambda: self._count("present") >= size)

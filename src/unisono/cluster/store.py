@@ -31,7 +31,7 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     """Returns the store of a job, and with it the first connection between its workers.
 
     Rank 0 listens at its address in the cluster, or at the one that UNISONO_LISTEN names. Where the
-    launcher, or torch's default group, has taken that port for a store of its own, rank 0 takes
+    launcher, or torch's default group, has taken that port for its own store, rank 0 takes
     another one and says there which. A process that is alone gets a store without any network.
 
     The store lives as long as what is returned: prefixes of it do not keep it.

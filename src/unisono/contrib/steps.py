@@ -43,7 +43,7 @@ class Step:
         return self._distribution
 
     def initialize(self) -> None:
-        """Begins the input anew; without input there is nothing to do."""
+        """Restarts the input; without input there is nothing to do."""
 
     def __call__(self) -> Any:
         """Makes one step."""
@@ -65,7 +65,7 @@ class StandardInputStep(Step):
         self._iterator = distribution.make_input_fn_iterator(lambda _: dataset_fn())
 
     def initialize(self) -> None:
-        """Begins the input anew."""
+        """Restarts the input."""
         self._iterator.initialize()
 
 

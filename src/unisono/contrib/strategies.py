@@ -87,7 +87,7 @@ def _one_of(**arguments: Any) -> Any:
 
 
 class ParameterServerStrategy(Strategy):
-    """There is no training with parameter servers: making one is an error that says what to use.
+    """Parameter servers are not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -106,7 +106,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class TPUStrategy(Strategy):
-    """There is no training on TPUs: making one is an error that says what to use.
+    """TPUs are not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -124,7 +124,7 @@ class TPUStrategy(Strategy):
 
 
 class MultiWorkerAllReduce(CrossDeviceOps):
-    """No process drives the devices of others: making one is an error that says what to use.
+    """Not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -143,7 +143,7 @@ class MultiWorkerAllReduce(CrossDeviceOps):
 
 
 def run_standard_tensorflow_server(session_config: object = None) -> NoReturn:
-    """There are no servers: the call is an error that says what to start instead.
+    """There are no servers: the call raises an error that says what to start instead.
 
     Args:
         session_config: Not used.

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ import torch
 
 from unisono.costs.links import Link
 from unisono.errors import TuningError
+from unisono.system import processor
 
 TUNING = "UNISONO_TUNING"
 _FORMAT = 1
@@ -150,7 +150,7 @@ def current_tuning() -> Tuning | None:
 def this_machine_in_words() -> dict[str, Any]:
     """Returns what constants depend on."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": _processor(), "cores": os.cpu_count(), "gpus": gpus}
+    return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
 
 
 def library_version() -> str:
@@ -159,16 +159,6 @@ def library_version() -> str:
         return version("unisono")
     except PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:

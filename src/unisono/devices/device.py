@@ -21,7 +21,7 @@ _EXAMPLES = "'cpu:0', 'cuda:1', '/gpu:0' or '/job:worker/task:1/device:GPU:0'"
 
 
 class Device:
-    """Where a replica lives. Printed as torch does: `cpu:1`, `cuda:0`.
+    """Where a replica computes. Printed as torch does: `cpu:1`, `cuda:0`.
 
     A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
     Two devices with the same name are the same object, so they compare and hash by identity.

@@ -51,7 +51,7 @@ class ReplicaMeeting:
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
-    the replicas by their `names`. A `recorder` is told of what Python does in meetings.
+    the replicas by their `names`. A `recorder` records what Python does in meetings.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class ReplicaMeeting:
         return share
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
-        """From within `work`: every replica makes its call, with a meeting point of its own.
+        """From within `work`: every replica makes its call, with a new meeting point.
 
         Replica 0, which does the work, makes its call too.
         """

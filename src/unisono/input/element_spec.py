@@ -22,7 +22,7 @@ from unisono.values import Tree
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor of the input.
+    """The shape and dtype of a tensor of the input.
 
     Attributes:
         shape: Its shape, with None where the size may differ from step to step.

@@ -36,7 +36,7 @@ class DistributedDatasetsFromFunction(DistributedInput):
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once a replica with `PER_REPLICA`.
+            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
         input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
         devices: The devices of this host's replicas.
         options: How batches are fetched.
@@ -92,7 +92,7 @@ def values_from_function(
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
 ) -> Any:
-    """Calls `value_fn` once a replica and returns the structure with `PerReplica` leaves.
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
     Args:
         value_fn: Makes the value of a replica. It is used as it is, wherever it lives.

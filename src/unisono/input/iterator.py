@@ -126,17 +126,17 @@ class DistributedIterator(Iterator[Any]):
             return OptionalElement()
 
     def initialize(self) -> None:
-        """Starts over. Before the first step there is nothing to do."""
+        """Starts the epoch again. Before the first step it does nothing."""
         if self._has_ended or self._epoch.progress.at_first is not None:
             self.close()
             self._take(self._dataset.begin())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far the epoch is; see `DistributedDataset.state_dict`."""
+        """Returns the position in the epoch; see `DistributedDataset.state_dict`."""
         return self.progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
-        """Goes to where another iterator was; see `DistributedDataset.load_state_dict`."""
+        """Continues where another iterator was; see `DistributedDataset.load_state_dict`."""
         progress = Progress.from_state_dict(state)
         self.close()
         self._take(
@@ -152,7 +152,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _end(self) -> None:
         self.close()
-        # A finished epoch cannot be resumed: the next one begins anew.
+        # A finished epoch cannot be resumed: the next one starts at the beginning.
         self._epoch.progress.at_start = None
 
 

@@ -64,7 +64,7 @@ class AllReduce(ScheduledOps):
     def reduce_packs(
         self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces packs, one tensor a replica in each, and returns one tensor a destination."""
+        """Reduces packs, one tensor per replica in each, and returns one per destination."""
         routes = [self.route(ends, turn % len(ends.sources)) for turn in range(len(packs))]
         return [
             run(route.plan, op, [pack], route.places)[0]

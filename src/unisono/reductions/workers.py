@@ -16,7 +16,7 @@ from unisono.kernels import check_gather
 from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
-# Small and seldom, so it travels through the memory that every communicator takes.
+# Small and rare, so it travels through the memory that every communicator takes.
 _HOST = torch.device("cpu")
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 

@@ -15,7 +15,7 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)(?:/(?:device:)?(\w+:
 
 
 class RunOptions(NamedTuple):
-    """What TPUs are told about a run. CPUs and GPUs need none of it, there as here.
+    """Options of a run on TPUs. CPUs and GPUs ignore them, as in TensorFlow.
 
     Attributes:
         experimental_enable_dynamic_batch_size: Whether shapes of the input may differ from run to

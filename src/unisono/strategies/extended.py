@@ -64,7 +64,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         reduce_gradients: How the gradients of the replicas become one.
         options: Hints for all reductions.
         is_serial: Whether replicas run one after another.
-        synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas.
+        synchronize_batch_norm: Whether batch normalization is over the batches of all replicas.
         communicator: Connects this worker to the others; None if there are none.
         tuning: What the links were measured to cost, the same on all workers; None if they were
             not.

@@ -116,7 +116,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Says which workers there are."""
+        """The resolver that lists the workers."""
         return self._worker.resolver
 
     def configure(

@@ -51,7 +51,7 @@ class Strategy(InputMethods):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Further methods, for those who write training loops or strategies."""
+        """Further methods, for authors of training loops or strategies."""
         return self._extended
 
     @property
@@ -105,8 +105,8 @@ class Strategy(InputMethods):
             fn: What to call.
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
-            kwargs: Its keyword arguments, likewise.
-            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
+            kwargs: Its keyword arguments, with the same replacement.
+            options: Options of a run on TPUs; CPUs and GPUs ignore them.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
@@ -156,7 +156,7 @@ class Strategy(InputMethods):
         return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Puts the components of a value end to end along `axis`, in replica order.
+        """Concatenates the components of a value along `axis`, in replica order.
 
         On many workers all of them call it, and all get the components of all replicas. What a
         replica without samples has returned is left out.
@@ -198,7 +198,7 @@ class Strategy(InputMethods):
         return workers.concatenate(tensors, axis)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns what each replica of this worker has of `value`, always as a tuple.
+        """Returns the components of `value` of this worker, always as a tuple.
 
         What a replica without samples has returned is left out, so that sums and lists of these
         results hold every sample once.
@@ -220,7 +220,7 @@ class Strategy(InputMethods):
     unwrap = experimental_local_results
 
     def mirror(self, target: T) -> T:
-        """Brings in what was made elsewhere.
+        """Makes an object that was created elsewhere belong to the strategy.
 
         Args:
             target: A model, optimizer, scheduler or `GradScaler`.
@@ -266,7 +266,7 @@ class Strategy(InputMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """On a replica: within the block backward passes add to its own gradients only.
+        """On a replica: backward passes in the block accumulate gradients without reducing them.
 
         The next backward pass outside the block reduces all that has been added up.
 
@@ -287,11 +287,11 @@ class Strategy(InputMethods):
             notes.is_without_sync = before
 
     def experimental_initialize(self) -> list[Any]:
-        """Does what must be done before a run, which is nothing. Returns an empty list."""
+        """Does nothing, and returns an empty list."""
         return []
 
     def experimental_finalize(self) -> list[Any]:
-        """Does what must be done after the last run, which is `close`. Returns an empty list."""
+        """Calls `close`, and returns an empty list."""
         self.close()
         return []
 

@@ -48,7 +48,7 @@ class VariableMethods:
             fn: Changes the component, in place. It is a tensor that also has the methods of a
                 variable: `assign`, `assign_add`, `assign_sub` and `scatter_*`.
             args: Its further arguments. Of distributed ones it gets the component of the replica.
-            kwargs: Its keyword arguments, likewise.
+            kwargs: Its keyword arguments, treated as `args` are.
             group: Whether the results become one `Mirrored`.
 
         Returns:
@@ -113,7 +113,7 @@ class VariableMethods:
             colocate_with: The devices, as `non_slot_devices` returns them.
             fn: What to call.
             args: Its arguments. Of distributed ones it gets the component of the replica.
-            kwargs: Its keyword arguments, likewise.
+            kwargs: Its keyword arguments, treated as `args` are.
             group: Whether the results become one `Mirrored`; otherwise they are a tuple.
 
         Raises:

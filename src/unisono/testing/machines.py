@@ -33,7 +33,7 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
 
 
 def separate_memories() -> AbstractContextManager[Machine]:
-    """Within the block every CPU device has a memory of its own, as GPUs have.
+    """Within the block every CPU device has its own memory, as GPUs do.
 
     Values are then really copied from device to device, by the schedule and in the packs that
     the reduction says, so that algorithms for many GPUs can be tried and tested without one.

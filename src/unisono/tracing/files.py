@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from unisono.arguments import check_instance, in_words
 from unisono.errors import TraceError
+from unisono.system import boot_id, namespace
 from unisono.tracing.recorder import Clock, Lane
 from unisono.tracing.spans import Place
 
@@ -187,10 +188,7 @@ def _read(path: Path) -> WorkerTrace:
 
 def _clock_name(clock: Clock) -> str:
     """Names a clock so that processes which read the same one give it the same name."""
-    if clock is not time.perf_counter_ns:
-        return f"of process {os.getpid()} on {socket.gethostname()}"
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return f"of process {os.getpid()} on {socket.gethostname()}"
+    boot, offset = boot_id(), namespace("time")
+    if clock is time.perf_counter_ns and boot and offset:
+        return f"{boot} {offset}"
+    return f"of process {os.getpid()} on {socket.gethostname()}"

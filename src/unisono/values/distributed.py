@@ -1,4 +1,4 @@
-"""Values that exist once a replica: `PerReplica` where they differ, `Mirrored` where they agree."""
+"""Values with a component per replica: `PerReplica` if they differ, `Mirrored` if they agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DistributedValues:
-    """One component a replica, by replica id.
+    """One component per replica, by replica id.
 
     Args:
         values: The components. Anything may be a component; only tensors, and what can be read as
@@ -97,7 +97,7 @@ class PerReplica(TensorLike, DistributedValues):
         counts: How many samples each replica had: the replicas of all workers, while the components
             are those of this one. Input has them, and what a `run` with an uneven batch returns.
             A component whose replica had none is left out when values are reduced or gathered.
-            None if the number of samples is not known, or if all had as many.
+            None if the number of samples is not known, or if all had the same number.
         is_input: Whether this is a part of a batch that was split.
     """
 

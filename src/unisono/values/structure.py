@@ -200,7 +200,7 @@ def regroup(
     Args:
         structures: One per replica.
         devices: The devices of the replicas.
-        counts: How many samples each replica of all workers had, if they had not as many.
+        counts: How many samples each replica of all workers had, if not all had the same number.
     """
     try:
         return _regroup(structures, (), devices, counts)

@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all replicas, as over one big batch."""
+"""Batch normalization over the batches of all replicas, as over one big batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _keep_statistics(
 
 
 class SynchronizedBatchNorm:
-    """Comes before the class of a batch normalisation, whose own `forward` it keeps."""
+    """Comes before the class of a batch normalization, whose own `forward` it keeps."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Does what the class does, and makes sure that it was over all replicas."""
@@ -91,7 +91,7 @@ class SynchronizedBatchNorm:
 
 @computed_once
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
+    """Returns the class of clones of `cls` whose batch normalization is over all replicas."""
     if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):
         return cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -2,7 +2,7 @@
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
-(where they share its memory) but collect gradients of their own, and whose buffers are its own. In
+(where they share its memory) but collect their own gradients, and whose buffers are its own. In
 a replica's thread the primary answers with the clone, so that no two threads ever touch the same
 leaf or the same module.
 """

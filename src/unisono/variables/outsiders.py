@@ -23,7 +23,7 @@ from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import owner_of, parameters_of, reduce_hidden
+from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
 from unisono.variables.shares import watch_updates
 
 # The number of the replica that made a parameter or module in a step.
@@ -108,7 +108,7 @@ def check_statistics(context: ReplicaContext, running: Tensor) -> None:
 
     Args:
         context: The replica.
-        running: The running mean of a batch normalisation that it will write to.
+        running: The running mean of a batch normalization that it will write to.
     """
     _claim(
         context,
@@ -144,7 +144,7 @@ class MadeOutside:
         self._known: dict[int, weakref.ref[Tensor]] = {}
         # Another one after every parameter that is added or ends, on any thread.
         self._version = object()
-        # For each strategy, those of no model of its own, and the versions that they are of.
+        # For each strategy, those of models from elsewhere, and their versions.
         self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
             weakref.WeakKeyDictionary()
         )

@@ -20,7 +20,7 @@ _REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: 
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a variable become one.
+    """When the components of a variable are combined.
 
     With `ON_WRITE` they are combined each time the variable is written, so all replicas always read
     the same. With `ON_READ` each replica writes for itself, and other code that reads gets them

@@ -157,7 +157,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The replicas whose components have a storage of their own: writing to these is enough."""
+        """The replicas whose components have their own storage: writing to these is enough."""
         return tuple(dict.fromkeys(self._owner_of))
 
     def select(self, replica_id: int) -> Variable:
@@ -213,7 +213,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
         other = other_strategy(self._strategy)
-        # A variable that was made outside every scope has one component, whoever writes it once.
+        # A variable that was made outside every scope has one component, and is written once.
         is_plain = is_default(self._strategy) and current_replica() is None
         if other is not None and not is_plain:
             raise ContextError(

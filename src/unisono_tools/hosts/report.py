@@ -139,7 +139,7 @@ def this_host() -> HostReport:
 def recorded_host(recording: Mapping[str, Any]) -> HostReport:
     """Reports on the host of a recording: that of a whole report, or of a topology alone.
 
-    What Unisono chooses is worked out anew. Where no engines are recorded, the native core and
+    The choices are computed again. Where no engines are recorded, the native core and
     NCCL are taken to be there.
     """
     try:

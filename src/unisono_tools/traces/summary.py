@@ -47,7 +47,7 @@ class Shares:
 
 
 class Straggler(NamedTuple):
-    """Who was waited for most.
+    """The replica or worker that the others waited for most.
 
     Attributes:
         worker: Its rank.
@@ -72,7 +72,7 @@ class Straggler(NamedTuple):
 
 @dataclass
 class Summary:
-    """Where the steps went.
+    """Where the time of the steps went.
 
     Attributes:
         num_workers: How many workers have recorded something.

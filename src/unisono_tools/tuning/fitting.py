@@ -49,7 +49,7 @@ def fit_link(samples: Sequence[Sample], sum_rate: float) -> Link:
 
 
 def least_sum_rate(samples: Sequence[Sample]) -> float:
-    """Returns the bytes a second that sums of these samples must at least have run at."""
+    """Returns the bytes per second that sums of these samples must at least have run at."""
     columns = [_columns(sample) for sample in samples]
     touched = sum(own.touched for own in columns) / sum(own.carried for own in columns)
     return touched / (_MOST_FOR_SUMS * _fit(samples, 0.0).per_byte)

@@ -25,7 +25,7 @@ class SlurmClusterResolver(ClusterResolver):
     """A task that srun has started: SLURM_PROCID of SLURM_NTASKS.
 
     The first host of SLURM_STEP_NODELIST (or SLURM_NODELIST) is that of task 0. The port follows
-    from SLURM_JOB_ID and SLURM_STEP_ID, so two jobs on one host seldom get the same:
+    from SLURM_JOB_ID and SLURM_STEP_ID, so two jobs on one host rarely get the same:
     12000 + crc32("slurm-JOB.STEP") % 20000. MASTER_ADDR and MASTER_PORT, or UNISONO_COORDINATOR,
     say otherwise.
 

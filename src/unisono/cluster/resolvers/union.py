@@ -8,7 +8,7 @@ from unisono.errors import ClusterError
 
 
 class UnionClusterResolver(ClusterResolver):
-    """The tasks of several clusters as one cluster. All else is that of the first resolver.
+    """The tasks of several clusters as one cluster. Everything else comes from the first resolver.
 
     The lists of a job that several resolvers know are put end to end. If one of them gives the
     tasks of the job by number, all are taken by number, and no two may have the same.

@@ -25,7 +25,7 @@ class Progress:
         steps_per_batch: Steps over which each batch is split.
         batch_size: The size of a full batch, where the split depends on it.
         at_start: The random generators before the sources were opened, of each worker that reads
-            data of its own; None when no epoch is under way, because none was begun or the last
+            its own data; None when no epoch is under way, because none was begun or the last
             one came to its end.
         at_first: The same, before the first batch was drawn.
         was_running: Which sources kept something from an earlier epoch.

@@ -1,4 +1,4 @@
-"""What batches come from: loaders, iterables, iterators and functions, opened anew each epoch."""
+"""What batches come from: loaders, iterables, iterators and functions, opened again each epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.input.sources.source import Source
 
 
 class IterableSource(Source):
-    """Anything that gives its batches anew each time it is iterated."""
+    """Anything that gives all its batches each time it is iterated."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches

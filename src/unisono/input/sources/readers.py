@@ -45,7 +45,7 @@ class Readers:
 
 
 class ReadersApart(Readers):
-    """Many workers, each with data of its own."""
+    """Many workers, each with its own data."""
 
     are_apart = True
 

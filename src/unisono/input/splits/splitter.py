@@ -156,7 +156,7 @@ class Splitter:
         return parts
 
     def join(self, batches: Sequence[Any]) -> SplitBatch | None:
-        """Gives each replica a whole batch of its own; all must be of one structure.
+        """Gives each replica its own whole batch; all must have one structure.
 
         A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
         and there is no such thing, it returns None.

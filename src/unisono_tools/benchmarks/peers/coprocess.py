@@ -1,4 +1,4 @@
-"""A program in an interpreter of its own, which may have other packages than this one."""
+"""A program in a separate interpreter, which may have other packages than this one."""
 
 from __future__ import annotations
 

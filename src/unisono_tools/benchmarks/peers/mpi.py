@@ -1,4 +1,4 @@
-"""MPI through mpi4py, in an interpreter and under a launcher of its own."""
+"""MPI through mpi4py, in a separate interpreter and under its own launcher."""
 
 from __future__ import annotations
 
