@@ -47,8 +47,8 @@ def address_of_interface(name: str) -> str:
     except OSError as error:
         there = ", ".join(name for _, name in socket.if_nameindex())
         raise UnsupportedError(
-            f"GLOO_SOCKET_IFNAME is {name!r}, which has no IPv4 address here ({error}). There "
-            f"are {there}: name one of them, or unset it."
+            f"GLOO_SOCKET_IFNAME is {name!r}, which has no IPv4 address here ({error}). This host "
+            f"has {there}: name one of them, or unset the variable."
         ) from error
 
 

@@ -135,8 +135,8 @@ def _check_terms(kind: str, op: ReduceOp, terms: Sequence[Tensor]) -> None:
     first = terms[0]
     if op is ReduceOp.MEAN and result_dtype(op, first.dtype) != first.dtype:
         raise UnsupportedError(
-            f"The mean of {first.dtype} has another dtype and cannot be written in place. Convert "
-            f"the terms to {result_dtype(op, first.dtype)}, or take the sum."
+            f"The mean of {first.dtype} has another dtype, so it cannot be written in place. "
+            f"Convert the terms to {result_dtype(op, first.dtype)}, or take the sum."
         )
     if not all(term.layout is torch.strided and term.is_contiguous() for term in terms):
         raise UnsupportedError(

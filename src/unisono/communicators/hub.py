@@ -72,8 +72,8 @@ def lost(what: Mapping[int, str], others: str) -> WorkerLostError:
     ranks = sorted(what)
     one_each = "; ".join(f"rank {rank} {what[rank]}" for rank in ranks)
     return WorkerLostError(
-        f"Lost {ranks_in_words(ranks)}: {one_each}. {others}Look at the log of what was lost, and "
-        "start the workers anew.",
+        f"Lost {ranks_in_words(ranks)}: {one_each}. {others}Check its log, and start the workers "
+        "again.",
         ranks,
     )
 
@@ -227,7 +227,7 @@ class Hub:
             return self._lost(gone, why)
         return WorkerLostError(
             f"A connection broke ({why}), though all {len(self._ranks)} ranks are alive. "
-            f"{self._what_all_do()}Look at the network between the hosts."
+            f"{self._what_all_do()}Check the network between the hosts."
         )
 
     def _lost(self, ranks: Iterable[int], why: str = "") -> CommunicationError:

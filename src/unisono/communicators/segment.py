@@ -117,9 +117,9 @@ class Host:
         rank, size = request.get("rank"), request.get("size")
         if size != self._size or rank not in self._missing:
             raise JobMismatchError(
-                f"Rank {rank} of {size} came to a job of {self._size} ranks that waits for "
-                f"{_words(self._missing)}. Start each rank of one job once, and tell all the same "
-                "number of ranks.",
+                f"Rank {rank} of {size} joined a job of {self._size} ranks that waits for "
+                f"{_words(self._missing)}. Start each rank of a job once, and give all of them the "
+                "same number of ranks.",
                 [rank] if isinstance(rank, int) else [],
             )
         socket.send_fds(guest.socket, [b"{}"], [self._fd])
@@ -132,7 +132,7 @@ class Host:
         return WorkerTimeoutError(
             f"Rank 0 waited {timeout_seconds:g} s for {_words(self._missing)} of {self._size} to "
             "join its shared memory. Start them on this host, or raise `timeout_seconds` if they "
-            "only need longer.",
+            "are slow.",
             sorted(self._missing),
         )
 
@@ -163,7 +163,7 @@ def receive_segment(
             raise WorkerTimeoutError(
                 f"Rank {rank} waited {timeout_seconds:g} s for rank 0 to invite it under the key "
                 f"{key!r}, and to answer. Start rank 0 with the same key, or raise "
-                "`timeout_seconds` if it only needs longer.",
+                "`timeout_seconds` if it is slow.",
                 [0],
             )
         _raise_refusal(invitation)
@@ -173,9 +173,9 @@ def receive_segment(
         refused_at = refused_at or time.monotonic()
         if time.monotonic() - refused_at > _GRACE_SECONDS:
             raise WorkerLostError(
-                f"Rank {rank} found nobody at the address that rank 0 left under the key {key!r}: "
-                "rank 0 has ended, or runs on another host or in another network namespace. Start "
-                "all ranks on one host, and each communicator with a key of its own.",
+                f"Rank {rank} could not connect to the address that rank 0 left under the key "
+                f"{key!r}: rank 0 has ended, or runs on another host or in another network "
+                "namespace. Start all ranks on one host, and give each communicator its own key.",
                 [0],
             )
         time.sleep(0.02)

@@ -201,8 +201,8 @@ class SharedMemoryCommunicator(Communicator):
         """
         if num_bytes * self.size > _HOST_BYTES:
             raise MemoryError(
-                f"{num_bytes} bytes were asked for on each of {self.size} ranks, more than the "
-                "memory of this host. Allocate once and use it again."
+                f"{num_bytes} bytes on each of {self.size} ranks are more than this host has. "
+                "Allocate less, or reuse what was allocated."
             )
         memory, refusal = None, torch.zeros(1, dtype=torch.uint8)
         if not self._is_full:
@@ -283,7 +283,7 @@ def _native_group() -> type[SharedGroup]:
         if hasattr(_native, "SharedGroup"):
             return _native.SharedGroup
     raise UnsupportedError(
-        "Shared memory between processes needs Linux and the native core, and what is here is "
+        "Shared memory between processes needs Linux and the native core, but here it is "
         f"{core.status}. Use another communicator."
     )
 

@@ -58,7 +58,7 @@ def _check_shapes(shapes: Sequence[list[int]]) -> None:
     )
     odd = [rank for rank, shape in enumerate(shapes) if shape != shapes[0]]
     raise UnequalCollectivesError(
-        f"A sparse tensor must have one shape on all ranks, but {told}: look at "
+        f"A sparse tensor must have the same shape on all ranks, but {told}. Check "
         f"{ranks_in_words(odd)}.",
         odd,
     )

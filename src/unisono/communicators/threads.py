@@ -185,8 +185,8 @@ class _Table:
 
     def _late(self, missing: list[int], header: Header, seconds: float) -> CommunicationError:
         return WorkerTimeoutError(
-            f"Waited {seconds:g} s in {header} for {ranks_in_words(missing)} of "
-            f"{self.size}. Every rank must call it; raise `timeout_seconds` if one is slow.",
+            f"Waited {seconds:g} s in {header} for {ranks_in_words(missing)} of {self.size}. Call "
+            "it on every rank, or raise `timeout_seconds` if one is slow.",
             missing,
         )
 

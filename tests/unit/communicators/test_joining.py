@@ -91,7 +91,7 @@ def test_a_host_that_knows_its_name_as_the_loopback_is_found_by_others(
 
 def test_an_interface_has_an_address() -> None:
     assert address_of_interface("lo") == "127.0.0.1"
-    with pytest.raises(UnsupportedError, match=r"'no such network'.* There are .*lo"):
+    with pytest.raises(UnsupportedError, match=r"'no such network'.* This host has .*lo"):
         address_of_interface("no such network")
 
 

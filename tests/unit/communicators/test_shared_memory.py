@@ -283,7 +283,7 @@ def test_not_all_ranks_need_the_arena(size: int) -> None:
 def allocate_and_close(communicator: Communicator) -> None:
     tensor = communicator.allocate(10_000_000)
     empty = communicator.allocate(0)
-    with pytest.raises(MemoryError, match="Allocate once"):
+    with pytest.raises(MemoryError, match="Allocate less"):
         communicator.allocate(1 << 50)
     communicator.close()
     communicator.close()

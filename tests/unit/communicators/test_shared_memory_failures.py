@@ -271,7 +271,7 @@ def test_ranks_that_count_differently_do_not_meet() -> None:
     reports = run_ranks(2, start_with_another_size)
 
     assert [each.kind for each in reports] == [JobMismatchError] * 2
-    assert all("Rank 1 of 3 came to a job of 2" in each.text for each in reports)
+    assert all("Rank 1 of 3 joined a job of 2" in each.text for each in reports)
 
 
 def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
