@@ -16,17 +16,18 @@ from unisono.cli.predictions import crossovers, curves, predictions, sizes_up_to
 from unisono.cli.tables import LINK_NAMES, show_table, spell_bytes, spell_rate, spell_seconds
 from unisono.cli.tune import Extent, measure_here, num_measurements, with_progress
 from unisono.costs import (
+    BYTES_PER_PACK,
     Cluster,
     Link,
     Measured,
     Tuning,
     best_bytes_per_pack,
     current_tuning,
-    hierarchical_for,
     line_of,
-    phases_of,
     predicted_seconds,
     read_tuning,
+    running,
+    seconds_of,
 )
 from unisono.errors import UnisonoError
 
@@ -149,11 +150,12 @@ def _result(cluster: Cluster, constants: Constants, model_bytes: float) -> dict[
 
 
 def _own(cluster: Cluster, model_bytes: float) -> dict[str, Any]:
-    """What Unisono itself does there with large tensors, and in packs of which size."""
-    shape = cluster.num_hosts, cluster.ranks_per_host
-    name = "exchange" if 1 in shape else hierarchical_for(*shape)
-    line = line_of(phases_of(name, *shape), cluster)
-    return {"algorithm": name, "bytes_per_pack": best_bytes_per_pack(line, int(model_bytes))}
+    """What Unisono itself runs there, in packs of which size, and how long one pack takes."""
+    _, phases = running(cluster, BYTES_PER_PACK)
+    packs = best_bytes_per_pack(line_of(phases, cluster), int(model_bytes))
+    name, phases = running(cluster, packs)
+    seconds = seconds_of(phases, cluster, packs)
+    return {"algorithm": name, "bytes_per_pack": packs, "seconds_per_pack": seconds}
 
 
 def _compared(tuning: Tuning) -> list[dict[str, Any]]:
@@ -201,7 +203,8 @@ def _show(cluster: Cluster, constants: Constants, result: dict[str, Any]) -> Non
     )
     own = result["unisono"]
     packs = spell_bytes(own["bytes_per_pack"])
-    click.echo(f"\nUnisono's own there is {own['algorithm']}, in packs of {packs}.")
+    seconds = spell_seconds(own["seconds_per_pack"])
+    click.echo(f"\nUnisono runs {own['algorithm']} there, in packs of {packs}, {seconds} each.")
     click.echo("The fastest is predicted to be")
     for row in result["crossovers"]:
         before, after = row["fastest_before"], row["to"]

@@ -8,6 +8,7 @@ from unisono.costs.between_workers import (
     hierarchical_for,
     phases_of,
     rounds_of,
+    running,
 )
 from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
@@ -44,6 +45,7 @@ __all__ = [
     "predicted_seconds",
     "read_tuning",
     "rounds_of",
+    "running",
     "schedule_line",
     "schedule_seconds",
     "seconds_of",
