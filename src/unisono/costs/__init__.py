@@ -1,6 +1,7 @@
 """What algorithms cost: constants, what they come to, and the file that keeps them."""
 
 from unisono.costs.between_workers import (
+    SMALL_BYTES,
     USUAL_LINK,
     algorithms_for,
     fastest_flat,
@@ -20,6 +21,7 @@ from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_pat
 
 __all__ = [
     "BYTES_PER_PACK",
+    "SMALL_BYTES",
     "USUAL_LINK",
     "Cluster",
     "Line",

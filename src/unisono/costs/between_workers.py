@@ -31,6 +31,9 @@ from unisono.errors import UnsupportedError
 USUAL_LINK = Link(latency=64e-6, bandwidth=1.024e9)
 # Up to here every rank hears from all others in each collective, so an error names those at fault.
 _FEW_RANKS = 8
+# Up to here the first rank of a host carries all: a further copy inside a host costs less than a
+# further step.
+SMALL_BYTES = 64 << 10
 # Sums are fast beside a link; their rate hardly changes what is best.
 _SUM_RATE = 1e10
 _FLAT = {
@@ -97,7 +100,8 @@ def running(cluster: Cluster, num_bytes: float) -> tuple[str, tuple[Phase, ...]]
         name = fastest_flat(hosts, int(num_bytes), cluster.between)
         return name, phases_of(name, hosts, ranks)
     names = _by_host(hosts, ranks)
-    name = names[-1] if num_bytes >= first_bytes_for_parts(cluster) else names[0]
+    is_small = num_bytes <= SMALL_BYTES or num_bytes < first_bytes_for_parts(cluster)
+    name = names[0] if is_small else names[-1]
     if name == "parts":
         return name, phases_of(name, hosts, ranks)
     carried = num_bytes * (ranks if name == "terms" else 1)
