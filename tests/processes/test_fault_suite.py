@@ -145,5 +145,5 @@ def test_training_at_random_moments(rng: random.Random) -> None:
     with crews_of(2, 3, 2, 2, 3) as crews:
         kinds = [(2, AUTO), (1, AUTO), (1, RING), (2, AUTO), (1, AUTO)]
         jobs = dict(zip(crews, kinds, strict=True))
-        given = shared_out(rng, drawn, crews, seconds=8.0)
+        given = shared_out(rng, drawn, crews, seconds=6.0)
         assert together(given, run) == len(drawn)

@@ -122,6 +122,7 @@ class Watch:
         """Surrounds a collective: says that this rank is in it, and tells others if it fails."""
         self.raise_failure()
         self.sequence, self.doing = header.sequence, header
+        self._deadline = time.monotonic() + self.timeout_seconds
         try:
             with self.published_errors():
                 yield
