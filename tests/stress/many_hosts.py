@@ -67,7 +67,7 @@ def count_messages(rank: int, size: int) -> dict[int, int]:
         sent: list[int] = []
         send = transport.send
 
-        def counted(peer: int, data: Any) -> Any:
+        def counted(peer: int, data: torch.Tensor) -> Any:
             sent.append(peer)
             return send(peer, data)
 

@@ -23,10 +23,12 @@ _DATA, _ANSWER = 1, 2
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 # The user of a transport has a deadline, and ends what is under way when it has passed.
 _FOR_EVER = timedelta(days=1)
-# Up to here a copy costs less than the wait for an answer. So many may be without one, and a thread
-# wakes up for a batch of answers.
-_COPIED_BYTES = 64 << 10
+# Up to here a copy costs less than the wait for an answer. So many may be without one, and for the
+# answers to small ones a thread wakes up now and then.
+_COPIED_BYTES = 768 << 10
+_SMALL_BYTES = 64 << 10
 _MOST_COPIES = 32
+_MOST_LARGE = 4
 _BATCH = 16
 
 
@@ -99,14 +101,16 @@ class Peer:
 
     def send(self, data: Tensor) -> Message:
         """Begins to send bytes."""
+        is_small = data.nbytes <= _SMALL_BYTES
         num_unanswered = len(self._copies) + len(self._answers.unended)
-        is_copied = data.nbytes <= _COPIED_BYTES and num_unanswered < _MOST_COPIES
+        most = _MOST_COPIES if is_small else _MOST_LARGE
+        is_copied = data.nbytes <= _COPIED_BYTES and num_unanswered < most
         data = data.clone() if is_copied else data
         answer = self._group.recv([_EMPTY], self._rank, _ANSWER)
         works = [self._group.send([one], self._rank, _DATA) for one in (data, _EMPTY)]
         message = Message(self._rank, (data, works), is_done=is_copied)
         self._copies.append((answer, message))
-        if not is_copied or len(self._copies) >= _BATCH:
+        if not is_small or not is_copied or len(self._copies) >= _BATCH:
             self._await_answers()
         return message
 

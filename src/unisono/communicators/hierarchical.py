@@ -30,6 +30,7 @@ from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
+from unisono.costs import SMALL_BYTES
 from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
@@ -38,8 +39,6 @@ from unisono.options import ReduceOp
 _CHUNKS = 4
 _LEAST_CHUNK_BYTES = 4 << 20
 _MOST_CHUNK_BYTES = 16 << 20
-# Up to here a further copy inside a host costs less than a further step.
-_PACKED_BYTES = 64 << 10
 
 
 class HierarchicalCommunicator(Communicator):
@@ -106,7 +105,7 @@ class HierarchicalCommunicator(Communicator):
         flat = [term.detach().view(-1) for term in terms]
         if op is ReduceOp.MEAN and count is None:
             count = self.size * len(terms)
-        is_small = len(flat) * flat[0].nbytes <= _PACKED_BYTES
+        is_small = len(flat) * flat[0].nbytes <= SMALL_BYTES
         with self._collective(header, agrees=not is_small):
             if is_small:
                 self._reduce_small(header, op, flat, count)

@@ -1,6 +1,7 @@
 """What algorithms cost: constants, what they come to, and the file that keeps them."""
 
 from unisono.costs.between_workers import (
+    SMALL_BYTES,
     USUAL_LINK,
     algorithms_for,
     fastest_flat,
@@ -8,6 +9,7 @@ from unisono.costs.between_workers import (
     hierarchical_for,
     phases_of,
     rounds_of,
+    running,
 )
 from unisono.costs.links import Cluster, Line, Link
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
@@ -17,6 +19,7 @@ from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_pat
 
 __all__ = [
     "BYTES_PER_PACK",
+    "SMALL_BYTES",
     "USUAL_LINK",
     "Cluster",
     "Line",
@@ -35,6 +38,7 @@ __all__ = [
     "phases_of",
     "read_tuning",
     "rounds_of",
+    "running",
     "schedule_line",
     "schedule_seconds",
     "seconds_of",

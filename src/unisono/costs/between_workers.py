@@ -31,6 +31,9 @@ from unisono.errors import UnsupportedError
 USUAL_LINK = Link(latency=64e-6, bandwidth=1.024e9)
 # Up to here every rank hears from all others in each collective, so an error names those at fault.
 _FEW_RANKS = 8
+# Up to here the first rank of a host carries all: a further copy inside a host costs less than a
+# further step.
+SMALL_BYTES = 64 << 10
 # Sums are fast beside a link; their rate hardly changes what is best.
 _SUM_RATE = 1e10
 _FLAT = {
@@ -42,6 +45,9 @@ _FLAT = {
     "tree": tree,
 }
 _BY_HOST = ("leaders", "parts", "terms")
+# What ranks run for large tensors, where it is no exchange. Two of them swap all they have: that is
+# as much as parts and sums, in one step.
+_LARGE = {2: "one step"}
 
 
 @functools.lru_cache(maxsize=64)
@@ -61,8 +67,13 @@ def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phas
     if algorithm not in _BY_HOST:
         known = ", ".join(map(repr, (*_FLAT, *_BY_HOST)))
         raise UnsupportedError(f"`algorithm` must be one of {known}, got {algorithm!r}.")
-    inside, between = Phase(exchange(ranks_per_host)), exchange(num_hosts)
-    back = Phase(spread(ranks_per_host))
+    return _by_host_phases(
+        algorithm, rounds_of(_LARGE.get(num_hosts, "exchange"), num_hosts), ranks_per_host
+    )
+
+
+def _by_host_phases(algorithm: str, between: Rounds, ranks_per_host: int) -> tuple[Phase, ...]:
+    inside, back = Phase(exchange(ranks_per_host)), Phase(spread(ranks_per_host))
     if algorithm == "leaders":
         return inside, Phase(between, stride=ranks_per_host), back
     if algorithm == "terms":
@@ -72,6 +83,30 @@ def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phas
     part = Fraction(1, ranks_per_host)
     carried = Phase(between, stride=ranks_per_host, groups=ranks_per_host, share=part)
     return inside, carried, Phase(all_gather(ranks_per_host))
+
+
+def running(cluster: Cluster, num_bytes: float) -> tuple[str, tuple[Phase, ...]]:
+    """Returns what Unisono runs for a tensor of so many bytes: its name, and its phases.
+
+    Args:
+        cluster: The ranks, and the constants by which they choose.
+        num_bytes: The size of one rank's tensor.
+    """
+    hosts, ranks = cluster.num_hosts, cluster.ranks_per_host
+    if hosts == 1:
+        # Through shared memory.
+        return "exchange", phases_of("exchange", hosts, ranks)
+    if ranks == 1:
+        name = fastest_flat(hosts, int(num_bytes), cluster.between)
+        return name, phases_of(name, hosts, ranks)
+    names = _by_host(hosts, ranks)
+    is_small = num_bytes <= SMALL_BYTES or num_bytes < first_bytes_for_parts(cluster)
+    name = names[0] if is_small else names[-1]
+    if name == "parts":
+        return name, phases_of(name, hosts, ranks)
+    carried = num_bytes * (ranks if name == "terms" else 1)
+    between = fastest_flat(hosts, int(carried), cluster.between)
+    return name, _by_host_phases(name, rounds_of(between, hosts), ranks)
 
 
 def algorithms_for(num_hosts: int, ranks_per_host: int) -> list[str]:
@@ -101,6 +136,8 @@ def fastest_flat(num_ranks: int, num_bytes: int, link: Link) -> str:
 
     All ranks decide alike: the constants of the link are the same on all of them.
     """
+    if num_ranks in _LARGE:
+        return _LARGE[num_ranks]
     # The decision changes at few sizes; a power of two stands for all up to the next.
     return _fastest_flat(num_ranks, num_bytes.bit_length(), link)
 

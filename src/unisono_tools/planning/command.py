@@ -10,15 +10,16 @@ from typing import Any
 import click
 
 from unisono.costs import (
+    BYTES_PER_PACK,
     Cluster,
     Link,
     Tuning,
     best_bytes_per_pack,
     current_tuning,
-    hierarchical_for,
     line_of,
-    phases_of,
     read_tuning,
+    running,
+    seconds_of,
 )
 from unisono.errors import UnisonoError
 from unisono_tools.planning.constants import Constants, constants_of
@@ -95,11 +96,12 @@ def _result(cluster: Cluster, constants: Constants, model_bytes: float) -> dict[
 
 
 def _own(cluster: Cluster, model_bytes: float) -> dict[str, Any]:
-    """What Unisono itself does there with large tensors, and in packs of which size."""
-    shape = cluster.num_hosts, cluster.ranks_per_host
-    name = "exchange" if 1 in shape else hierarchical_for(*shape)
-    line = line_of(phases_of(name, *shape), cluster)
-    return {"algorithm": name, "bytes_per_pack": best_bytes_per_pack(line, int(model_bytes))}
+    """What Unisono itself runs there, in packs of which size, and how long one pack takes."""
+    _, phases = running(cluster, BYTES_PER_PACK)
+    packs = best_bytes_per_pack(line_of(phases, cluster), int(model_bytes))
+    name, phases = running(cluster, packs)
+    seconds = seconds_of(phases, cluster, packs)
+    return {"algorithm": name, "bytes_per_pack": packs, "seconds_per_pack": seconds}
 
 
 def _compared(tuning: Tuning) -> list[dict[str, Any]]:
@@ -147,8 +149,9 @@ def _show(cluster: Cluster, constants: Constants, result: dict[str, Any]) -> Non
     )
     own = result["unisono"]
     packs = spell_bytes(own["bytes_per_pack"])
-    click.echo(f"\nUnisono uses {own['algorithm']} there, in packs of {packs}.")
-    click.echo("The fastest algorithm is")
+    seconds = spell_seconds(own["seconds_per_pack"])
+    click.echo(f"\nUnisono runs {own['algorithm']} there, in packs of {packs}, {seconds} each.")
+    click.echo("The fastest algorithm is predicted to be")
     for row in result["crossovers"]:
         before, after = row["fastest_before"], row["to"]
         click.echo(f"  {before} below {spell_bytes(row['num_bytes'])}, then {after}")

@@ -101,7 +101,4 @@ def _phases(one: Measured) -> tuple[Phase, ...]:
     if one.link == "inside":
         return phases_of("exchange", 1, one.num_ranks)
     # What is measured is not known before, so that ranks have decided by the usual constants.
-    name = (
-        "one step" if one.num_ranks == 2 else fastest_flat(one.num_ranks, one.num_bytes, USUAL_LINK)
-    )
-    return phases_of(name, 1, one.num_ranks)
+    return phases_of(fastest_flat(one.num_ranks, one.num_bytes, USUAL_LINK), 1, one.num_ranks)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from processes.harness import run_ranks
@@ -10,8 +12,10 @@ from torch._C._distributed_c10d import Store
 
 from unisono.algorithms import doubling, exchange, halving, one_step, ring, tree, turns_of
 from unisono.communicators.executor import Executor, pieces_of
-from unisono.communicators.headers import Header
+from unisono.communicators.headers import HEADER_BYTES, Header
 from unisono.communicators.network import NetworkCommunicator
+from unisono.costs import USUAL_LINK, Cluster, running
+from unisono.costs.rounds import loads_of
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
 
@@ -64,6 +68,45 @@ def test_ranks_send_what_is_priced(num_ranks: int) -> None:
         assert max(sent) <= float(rounds.sent_share) + 1e-9
         if num_ranks & (num_ranks - 1) == 0:
             assert sent == pytest.approx([float(rounds.sent_share)] * num_ranks)
+
+
+def sent_by(store: Store, rank: int, size: int) -> list[tuple[int, int]]:
+    """The messages and bytes that a rank really sends in an all-reduce, by size of the tensor."""
+    found = []
+    with NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=60) as communicator:
+        transport: Any = communicator._link._transport
+        sent: list[int] = []
+        send = transport.send
+
+        def counted(peer: int, data: Tensor) -> Any:
+            sent.append(len(data))
+            return send(peer, data)
+
+        transport.send = counted
+        for num_bytes in SIZES:
+            sent.clear()
+            communicator.all_reduce(SUM, [torch.ones(num_bytes // 4)])
+            found.append((len(sent), sum(sent)))
+        communicator.barrier()
+    return found
+
+
+SIZES = (64, 240 << 10)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_what_is_planned_is_what_runs(num_ranks: int) -> None:
+    cluster = Cluster(num_ranks, 1, USUAL_LINK, USUAL_LINK, 1e10)
+
+    for of_rank in run_ranks(num_ranks, sent_by):
+        for num_bytes, (messages, sent) in zip(SIZES, of_rank, strict=True):
+            loads = loads_of(running(cluster, num_bytes)[1], 1)
+            assert messages == sum(load.between_messages for load in loads)
+            # Each rank hears one header from each other one, besides the data.
+            headers = (num_ranks - 1) * HEADER_BYTES
+            assert sent - headers == pytest.approx(
+                num_bytes * sum(load.between_share for load in loads)
+            )
 
 
 @pytest.mark.parametrize("num_ranks", [13, 16, 32])

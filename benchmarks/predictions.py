@@ -1,0 +1,108 @@
+"""All-reduce between hosts: what the cost model predicts, and what is measured.
+
+    python benchmarks/predictions.py --rate 1gbit
+
+Hosts are network namespaces with two ranks each, so this needs root. As `unisono tune` does, ranks
+first measure their links, between two of them at a time. From these constants come the predictions
+for all ranks and for sizes in between, for the schedules that Unisono runs. Prints a table.
+"""
+
+import argparse
+import os
+import time
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+from unisono.benchmarks.peers.crew import DEADLINE_S, Crew
+from unisono.benchmarks.report import spell_seconds
+from unisono.benchmarks.rows import spell_bytes
+from unisono.cli.rank_sweeps import rank_sweeps
+from unisono.cli.sweeps import all_reduce_sweep, local_sweep
+
+from unisono.communicators import connect
+from unisono.costs import Cluster, Measured, Tuning, fitted, running, seconds_of
+from unisono.options import CommunicationImplementation as Implementation
+from unisono.testing.namespaces import enter, make_hosts
+
+FITTED = [4**power for power in range(5, 12)]
+CHECKED = [2 * size for size in FITTED[:-1]]
+ENGINES = {"between": Implementation.AUTO, "tcp": Implementation.TCP}
+
+
+def work(rank: int, size: int, pipe: Connection, names: list[str], seconds: float) -> None:
+    enter(names[rank * len(names) // size])
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    torch.set_num_threads(1)
+    limit = timedelta(seconds=DEADLINE_S)
+    store = TCPStore("10.83.0.1", 29400, None, rank == 0, limit, wait_for_workers=False)
+    rows = list(rank_sweeps(PrefixStore("links", store), rank, size, FITTED, seconds))
+    if rank == 0:
+        rows += local_sweep(FITTED, seconds)
+    pipe.recv()
+    pipe.send(rows)
+    _, tuning = pipe.recv()
+    found: list[Measured] = []
+    for link, implementation in ENGINES.items():
+        with connect(
+            PrefixStore(link, store),
+            rank,
+            size,
+            timeout_seconds=DEADLINE_S,
+            implementation=implementation,
+            tuning=tuning,
+        ) as communicator:
+            found += all_reduce_sweep(link, communicator, CHECKED, seconds)
+            communicator.barrier()
+    pipe.send(found)
+    pipe.recv()
+    if rank == 0:
+        # The coordinator ends last.
+        time.sleep(0.5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--ranks-per-host", type=int, default=2)
+    parser.add_argument("--rate", help="what a host may send, such as 1gbit")
+    parser.add_argument("--seconds", type=float, default=0.05, help="for each size")
+    options = parser.parse_args()
+    size = options.hosts * options.ranks_per_host
+    with make_hosts(options.hosts) as hosts:
+        if options.rate:
+            hosts.slow_down(options.rate)
+        crew = Crew("ranks", size, work, hosts.names, options.seconds)
+        try:
+            links, sum_rate = fitted(crew.ask("links")[0])
+            tuning = Tuning(
+                **{"loopback": None, "inside": None, **links},  # type: ignore[arg-type]
+                sum_rate=sum_rate,
+                machine={},
+                date="",
+                version="",
+            )
+            by_rank = crew.ask("check", tuning)
+        finally:
+            crew.close()
+    print("| engine | size | algorithm | predicted | measured | error |")
+    print("|---" * 6 + "|")
+    for rows in zip(*by_rank, strict=True):
+        first: Measured = rows[0]
+        measured = max(row.seconds for row in rows)
+        inside = links.get("inside", links[first.link])
+        cluster = Cluster(
+            options.hosts, options.ranks_per_host, inside, links[first.link], sum_rate
+        )
+        name, phases = running(cluster, first.num_bytes)
+        predicted = seconds_of(phases, cluster, first.num_bytes)
+        print(
+            f"| {'TCP' if first.link == 'tcp' else 'Gloo'} | {spell_bytes(first.num_bytes)} "
+            f"| {name} | {spell_seconds(predicted)} | {spell_seconds(measured)} "
+            f"| {predicted / measured - 1:+.0%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()
