@@ -120,7 +120,9 @@ def test_the_wheel_without_the_native_core_is_for_every_system(tmp_path: Path) -
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert wheel.name.endswith("-py3-none-any.whl")
-    assert {"unisono/py.typed", "unisono_tools/py.typed", "unisono_autoload/__init__.py"} <= {*names}
+    assert {"unisono/py.typed", "unisono_tools/py.typed", "unisono_autoload/__init__.py"} <= {
+        *names
+    }
     assert [name for name in names if name.endswith((".so", ".pyd"))] == []
 
 
