@@ -29,7 +29,7 @@ NUM_TRAINING = 1437
 
 @dataclass
 class Training:
-    """What one training gave: a loss and an accuracy an epoch."""
+    """The result of one training: a loss and an accuracy per epoch."""
 
     num_replicas: int
     losses: list[float] = field(default_factory=list)
@@ -119,7 +119,7 @@ def compare(
 ) -> list[Training]:
     """Trains once on each list of devices, of which None is all GPUs."""
     trainings = []
-    with one_thread_a_replica(), Progress(console=console, auto_refresh=False) as progress:
+    with one_thread_per_replica(), Progress(console=console, auto_refresh=False) as progress:
         for devices in device_lists:
             with closing(uo.MirroredStrategy(devices)) as strategy:
                 trainings.append(train(strategy, num_epochs, progress))
@@ -127,7 +127,7 @@ def compare(
 
 
 @contextmanager
-def one_thread_a_replica() -> Iterator[None]:
+def one_thread_per_replica() -> Iterator[None]:
     """A CPU replica is one core.
 
     torch's own threads wait for each other by spinning, which takes ten times as long as soon as
@@ -142,7 +142,7 @@ def one_thread_a_replica() -> Iterator[None]:
 
 
 def summary(trainings: Sequence[Training]) -> Table:
-    """Returns a table with a row a training."""
+    """Returns a table with a row per training."""
     table = Table("replicas", "final loss", "test accuracy", "seconds", title="Digits")
     for one in trainings:
         table.add_row(
@@ -157,6 +157,7 @@ def summary(trainings: Sequence[Training]) -> Table:
 def draw(trainings: Sequence[Training], path: Path) -> None:
     """Draws loss and accuracy; later curves are thinner, as they lie on top of the others."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
@@ -167,6 +168,8 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
         right.plot(epochs, one.accuracies, linewidth=width)
     left.set(xlabel="epoch", title="training loss", yscale="log")
     right.set(xlabel="epoch", title="accuracy on unseen digits")
+    for axis in (left, right):
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True))
     right.axhline(0.97, color="grey", linewidth=1, linestyle=":")
     left.legend()
     figure.savefig(path, dpi=120)

@@ -36,20 +36,29 @@ def spell_seconds(seconds: float) -> str:
 
 
 def spell_bytes(num_bytes: float) -> str:
-    """Returns bytes with the unit that suits them, in powers of ten.
+    """Returns a size with the unit that suits it, in powers of 1024 as options are read.
 
-    >>> spell_bytes(1536), spell_bytes(28e9), spell_bytes(0)
-    ('1.54 kB', '28 GB', '0 B')
+    >>> spell_bytes(1536), spell_bytes(28 * 2**30), spell_bytes(0)
+    ('1.5 KiB', '28 GiB', '0 B')
     """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes:.3g} B"
+    return _spelled(num_bytes, 1024, ("B", "KiB", "MiB", "GiB", "TiB"))
 
 
 def spell_rate(bytes_per_second: float) -> str:
-    """Returns bytes a second with the unit that suits them."""
-    return f"{spell_bytes(bytes_per_second)}/s"
+    """Returns bytes per second with the unit that suits them, in powers of ten.
+
+    >>> spell_rate(50e9)
+    '50 GB/s'
+    """
+    return _spelled(bytes_per_second, 1000, ("B/s", "kB/s", "MB/s", "GB/s", "TB/s"))
+
+
+def _spelled(number: float, step: int, units: Sequence[str]) -> str:
+    place = 0
+    while place < len(units) - 1 and number >= step:
+        number, place = number / step, place + 1
+    # Three digits, and all four of 1000 to 1023.
+    return f"{number:.{3 if number < 999.5 else 4}g} {units[place]}"
 
 
 def change_in_words(before: float | None, now: float) -> str:

@@ -26,7 +26,7 @@ MAX_EVENTS = 100_000
 
 
 class Trace:
-    """What was, or is being, recorded.
+    """A recording that has ended or is still running.
 
     Args:
         folder: The folder with the files of all workers.
@@ -111,7 +111,7 @@ def record_if_asked() -> None:
 
     def end() -> None:
         spans.stop()
-        # A launcher has nothing to tell, and a forked child nothing of its own.
+        # A launcher has nothing to tell, and neither has a forked child.
         if recorder.lanes and os.getpid() == process:
             write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
 

@@ -36,7 +36,7 @@ from unisono.testing.namespaces import Hosts, enter, make_hosts
 from unisono_tools.benchmarks.peers.crew import DEADLINE_S, Crew
 from unisono_tools.benchmarks.peers.mpi import Mpi
 from unisono_tools.benchmarks.peers.torch_ranks import work
-from unisono_tools.benchmarks.rows import Row, spell_bytes
+from unisono_tools.benchmarks.rows import Row, mark_sizes, spell_bytes
 from unisono_tools.benchmarks.timing import MIN_TURNS, REST_S, Series
 
 if TYPE_CHECKING:
@@ -84,13 +84,13 @@ class AllReduceSweep:
             raise ValueError(f"Sizes must be multiples of 4 bytes, got {bad}.")
         if min(self.ranks) < 2 or any(size % self.hosts for size in self.ranks):
             raise ValueError(
-                f"Ranks must be 2 or more, as many on each of {self.hosts} hosts, got "
+                f"Ranks must be 2 or more, and the same number on each of {self.hosts} hosts, got "
                 f"{list(self.ranks)}."
             )
         if self.hosts > 1 and self.mpi:
             raise ValueError("MPI does not take part between hosts: leave out --mpi or --hosts.")
         if self.hosts == 1 and self.rate:
-            raise ValueError("--rate is that of the link between hosts: give --hosts 2.")
+            raise ValueError("--rate limits the link between hosts: give --hosts 2 as well.")
 
     @property
     def num_measurements(self) -> int:
@@ -144,7 +144,8 @@ class AllReduceSweep:
                 axes[0][column].plot(sizes, micros, marker="o", markersize=3, label=name)
                 axes[1][column].plot(sizes, buses, marker="o", markersize=3, label=name)
             axes[0][column].set(title=f"{count} ranks", xscale="log", yscale="log")
-            axes[1][column].set(xlabel="bytes of one rank", yscale="log")
+            axes[1][column].set(xlabel="size of one rank's tensor", yscale="log")
+            mark_sizes(axes[1][column])
         axes[0][0].set_ylabel("latency, us")
         axes[1][0].set_ylabel("bus bandwidth, GB/s")
         for axis in axes.flat:

@@ -25,7 +25,7 @@ import unisono as uo
 from unisono_tools.benchmarks.failure import BenchmarkError
 from unisono_tools.benchmarks.peers.coprocess import CoProcess
 from unisono_tools.benchmarks.peers.shapes import RESNET50
-from unisono_tools.benchmarks.rows import Row, spell_bytes
+from unisono_tools.benchmarks.rows import Row, mark_powers_of_two, mark_sizes, spell_bytes
 from unisono_tools.benchmarks.timing import Series, Work, take_turns
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class ReduceSweep:
         )
 
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
-        """Draws how many times faster than the add chain, a line a number of replicas."""
+        """Draws the speed relative to the add chain, a line per number of replicas."""
         figure.set_size_inches(10, 4)
         axes = figure.subplots(1, 2, sharey=True)
         for axis, into in zip(axes, ("one", "all"), strict=True):
@@ -127,12 +127,14 @@ class ReduceSweep:
                 line = [row for row in line if row.case["case"] not in BATCHES]
                 ratios = [row.ratios["add chain"] for row in line]
                 sizes = [row.num_bytes for row in line]
-                axis.plot(sizes, ratios, marker="o", label=f"R = {num_replicas}")
+                axis.plot(sizes, ratios, marker="o", label=f"{num_replicas} replicas")
             axis.axhline(1, color="grey", linewidth=1)
-            axis.set(xscale="log", yscale="log", xlabel="bytes of one replica")
+            axis.set(xscale="log", yscale="log", xlabel="size of one replica's tensor")
             axis.set_title("into one output" if into == "one" else "into all replicas")
-            axis.grid(visible=True, which="both", alpha=0.3)
-        axes[0].set_ylabel("times faster than the torch add chain")
+            mark_sizes(axis)
+            mark_powers_of_two(axis.yaxis, lambda ratio: f"{ratio:g}x")
+            axis.grid(visible=True, which="major", alpha=0.3)
+        axes[0].set_ylabel("speed, torch add chain = 1x")
         axes[0].legend()
 
 

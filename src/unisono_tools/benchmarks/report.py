@@ -38,34 +38,56 @@ def run(sweep: Sweep, console: Console) -> list[Row]:
 
 
 def print_table(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
-    """Prints all rows. A terminal that is too narrow breaks lines, and loses no number."""
+    """Prints all rows. Columns that do not fit the console follow in another table."""
     here = machine()
-    title = f"{sweep.name}: {here['cpu']}, {here['cores']} cores, {here['kernel']}"
+    console.print(f"{sweep.name}: {here['cpu']}, {here['cores']} cores, {here['kernel']}")
+    columns = _columns(rows)
+    while columns:
+        table = _table(rows, columns)
+        count = len(columns)
+        while count > 1 and _width(table, console) > console.width:
+            count -= 1
+            table = _table(rows, columns[:count])
+        console.print(table)
+        columns = columns[count:]
+    console.print(_caption(sweep))
+
+
+# A heading, and a cell per row.
+_Column = tuple[str, list[str]]
+
+
+def _columns(rows: Sequence[Row]) -> list[_Column]:
+    """The columns that hold numbers: the times, the rates and the ratios."""
     peers = list(dict.fromkeys(name for row in rows for name in row.ratios))
-    table = Table(
-        title=title, box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False, caption=_caption(sweep)
-    )
-    table.caption_justify = table.title_justify = "left"
+    return [
+        *((name, [spell_seconds(row.seconds[name]) for row in rows]) for name in rows[0].seconds),
+        *((name, [_spell_rate(row.rates[name]) for row in rows]) for name in rows[0].rates),
+        *(
+            (name, [f"{r.ratios[name]:.2f}" if name in r.ratios else "" for r in rows])
+            for name in peers
+        ),
+    ]
+
+
+def _table(rows: Sequence[Row], columns: Sequence[_Column]) -> Table:
+    """A table that begins with what was measured in each row."""
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
     for name in rows[0].case:
         table.add_column(name, no_wrap=True)
-    for name in [*rows[0].seconds, *rows[0].rates, *peers]:
+    for name, _ in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            *map(str, row.case.values()),
-            *map(spell_seconds, row.seconds.values()),
-            *map(_spell_rate, row.rates.values()),
-            *(f"{row.ratios[name]:.2f}" if name in row.ratios else "" for name in peers),
-        )
-    console.width = max(
-        console.width,
-        console.measure(table, options=console.options.update(max_width=1000)).maximum,
-    )
-    console.print(table)
+    for number, row in enumerate(rows):
+        table.add_row(*map(str, row.case.values()), *(cells[number] for _, cells in columns))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    return console.measure(table, options=console.options.update(max_width=1000)).maximum
 
 
 def _caption(sweep: Sweep) -> str:
-    ratios = "The last columns are ratios: how many times the median of unisono each needs."
+    ratios = "Columns named after a competitor hold its median time divided by Unisono's."
     return "\n".join([ratios, *(f"Left out: {peer}." for peer in sweep.left_out)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import os
 import platform
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,6 +17,8 @@ from unisono.kernels import native_core
 from unisono_tools.benchmarks.timing import Series, percentile
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.axis import Axis
     from matplotlib.figure import Figure
 
 
@@ -116,3 +119,20 @@ def spell_bytes(num_bytes: float) -> str:
         if num_bytes >= size:
             return f"{num_bytes / size:g} {unit}"
     return f"{num_bytes:g} B"
+
+
+def mark_sizes(axis: Axes) -> None:
+    """Labels a logarithmic axis of sizes with sizes: 4 KB, 64 KB, 1 MB."""
+    mark_powers_of_two(axis.xaxis, spell_bytes)
+
+
+def mark_powers_of_two(axis: Axis, spell: Callable[[float], str]) -> None:
+    """Labels a logarithmic axis at powers of two, at most seven of them, and nowhere else."""
+    low, high = axis.get_view_interval()
+    first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+    if last <= first:
+        # Marks beyond its ends widen the axis.
+        first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
+    powers = range(first, last + 1, max(1, math.ceil((last - first + 1) / 7)))
+    axis.set_ticks([2.0**power for power in powers], [spell(2.0**power) for power in powers])
+    axis.set_ticks([], minor=True)

@@ -1,4 +1,4 @@
-"""`unisono bench`: sweeps against other libraries, with a bar, a table, a picture and JSON."""
+"""`unisono bench`: compares Unisono with other libraries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from unisono_tools.cli.extras import Unavailable, require
+from unisono_tools.cli.extras import Unavailable, quiet_torch, require
 from unisono_tools.cli.parameters import ListCommand, OutputPath, parse_bytes
 
 if TYPE_CHECKING:
@@ -20,32 +20,32 @@ if TYPE_CHECKING:
 
 @click.group()
 def bench() -> None:
-    """Measures Unisono against what else is installed.
+    """Compares Unisono with the libraries that are installed.
 
-    Competitors take turns within one run, so that a busy machine disturbs all alike. The table has
-    the times of Unisono (min, p50, p99 and max over turns), what it does in a second, and for each
-    competitor the ratio of medians: above 1 Unisono is faster.
+    All competitors take turns in one run, so a busy machine slows all of them down. The tables show
+    the times of Unisono (min, p50, p99 and max), its throughput, and for each competitor its median
+    time divided by Unisono's: above 1, Unisono is faster.
 
     \b
     Exit status:
-      0    all results were right
+      0    all results were correct
       1    a result was wrong, or a competitor failed
-      2    the command line was wrong
+      2    the command line is wrong
       3    a package or a permission is missing
       130  Ctrl-C
     """
 
 
 def _reports(make_sweep: Callable[..., Sweep]) -> Callable[..., None]:
-    """Makes a function that makes a sweep one that runs it, with the options of all sweeps."""
+    """Turns a function that makes a sweep into a command, with the options of all sweeps."""
 
-    @click.option("--quick", is_flag=True, help="Less of everything, for a look.")
+    @click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs.")
     @click.option(
         "--json",
         "json_file",
         metavar="FILE",
         type=OutputPath(allow_dash=True),
-        help="Write the numbers to FILE; - is the standard output.",
+        help="Write the numbers to FILE, or to the standard output for -.",
     )
     @click.option(
         "--plot",
@@ -56,11 +56,12 @@ def _reports(make_sweep: Callable[..., Sweep]) -> Callable[..., None]:
     @wraps(make_sweep)
     def command(*, json_file: Path | None, plot: Path | None, **options: Any) -> None:
         require("bench", "rich", *(["matplotlib"] if plot else []))
-        try:
-            sweep = make_sweep(**options)
-        except ValueError as error:
-            raise click.UsageError(str(error)) from None
-        _run(sweep, json_file, plot)
+        with quiet_torch():
+            try:
+                sweep = make_sweep(**options)
+            except ValueError as error:
+                raise click.UsageError(str(error)) from None
+            _run(sweep, json_file, plot)
 
     return command
 
@@ -72,7 +73,7 @@ def _seconds_option(default: float, unit: str) -> Callable[[Any], Any]:
         type=click.FloatRange(min=0),
         default=default,
         show_default=True,
-        help=f"Seconds a {unit}.",
+        help=f"Seconds per {unit}.",
     )
 
 
@@ -81,13 +82,13 @@ _sizes_option = click.option(
     metavar="BYTES...",
     type=parse_bytes,
     multiple=True,
-    help="These alone: 64 16K 4M, or 64,16KB,4MiB.",
+    help="Sizes to measure, such as 64 16K 4M.",
 )
 _tensorflow_option = click.option(
     "--tensorflow",
     metavar="PYTHON",
     default=lambda: sys.executable if find_spec("tensorflow") else None,
-    help="An interpreter that has TensorFlow. Without it: this one, if it has.",
+    help="A Python that has TensorFlow. Default: this one, if TensorFlow is installed.",
 )
 
 
@@ -96,9 +97,13 @@ _tensorflow_option = click.option(
 @_seconds_option(0.6, "measurement")
 @_sizes_option
 @click.option(
-    "--replicas", metavar="R...", type=int, multiple=True, help="How many. Without it: 2 4 8."
+    "--replicas", metavar="R...", type=int, multiple=True, help="Replicas. Default: 2 4 8."
 )
-@click.option("--batches", is_flag=True, help="The batches alone, or besides --sizes.")
+@click.option(
+    "--batches",
+    is_flag=True,
+    help="Measure the two batches of tensors: alone, or in addition to --sizes.",
+)
 @_tensorflow_option
 def reduce(
     *,
@@ -109,11 +114,11 @@ def reduce(
     seconds: float,
     tensorflow: str | None,
 ) -> Sweep:
-    """Sums over the replicas of one process.
+    """Measures sums over the replicas of one process.
 
-    Into one output and into all replicas, for sizes of 1 KB to 256 MB, 300 tensors of 4 KB and the
-    gradients of ResNet-50; against torch, TensorFlow and the speed of the memory. About seven
-    minutes, two with --quick.
+    Sums tensors of 1 KB to 256 MB, a batch of 300 tensors of 4 KB and the gradients of ResNet-50,
+    into one output and into all replicas. Compares with torch, TensorFlow and the memory bandwidth.
+    Takes about seven minutes, or two with --quick.
     """
     from unisono_tools.benchmarks.reduce import BATCHES, QUICK_SIZES, REPLICAS, SIZES, ReduceSweep
 
@@ -127,17 +132,15 @@ def reduce(
 @_reports
 @_seconds_option(4.0, "measurement")
 @_sizes_option
-@click.option(
-    "--ranks", metavar="R...", type=int, multiple=True, help="Processes. Without it: 2 4 8."
-)
-@click.option("--bind", is_flag=True, help="Keep each of our ranks on one core in its turns.")
-@click.option("--mpi", metavar="PYTHON", help="An interpreter that has mpi4py.")
+@click.option("--ranks", metavar="R...", type=int, multiple=True, help="Processes. Default: 2 4 8.")
+@click.option("--bind", is_flag=True, help="Bind each rank of Unisono to one core.")
+@click.option("--mpi", metavar="PYTHON", help="A Python that has mpi4py.")
 @click.option(
     "--mpirun",
     metavar="COMMAND",
     default="mpirun",
     show_default=True,
-    help='What starts MPI processes; "mpirun --oversubscribe" for more than cores.',
+    help='MPI launcher; use "mpirun --oversubscribe" for more ranks than cores.',
 )
 @click.option(
     "--hosts",
@@ -145,18 +148,18 @@ def reduce(
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Network namespaces to share the ranks among; as root.",
+    help="Simulated hosts (network namespaces); needs root.",
 )
-@click.option("--rate", metavar="RATE", help="What each of several hosts may send, such as 1gbit.")
+@click.option("--rate", metavar="RATE", help="Network speed of each simulated host, such as 1gbit.")
 def all_reduce(*, quick: bool, sizes: tuple[int, ...], **options: Any) -> Sweep:
-    """All-reduce between processes.
+    """Measures all-reduce between processes.
 
-    Through shared memory and, with --hosts, between network namespaces; against Gloo, the buckets
-    of DDP, MPI and the speed of the memory. Every result is checked. About ten minutes, two
-    with --quick.
+    Uses shared memory and, with --hosts, the network between simulated hosts. Compares with Gloo,
+    DDP buckets, MPI and the memory bandwidth, and checks every result. Takes about ten minutes, or
+    two with --quick.
 
-    MPI's launcher binds processes to cores where there are enough; --bind does so to ours. Gloo,
-    whose second thread would suffer, always has all cores.
+    MPI's launcher binds its processes to cores if there are enough; --bind does the same for
+    Unisono. Gloo always uses all cores, because it needs a second thread.
     """
     from unisono_tools.benchmarks.all_reduce import QUICK_SIZES, SIZES, AllReduceSweep
 
@@ -167,18 +170,16 @@ def all_reduce(*, quick: bool, sizes: tuple[int, ...], **options: Any) -> Sweep:
 @_reports
 @_seconds_option(15.0, "model")
 @_tensorflow_option
-@click.option(
-    "--replicas", metavar="R...", type=int, multiple=True, help="How many. Without it: 2."
-)
+@click.option("--replicas", metavar="R...", type=int, multiple=True, help="Replicas. Default: 2.")
 def step(
     *, quick: bool, seconds: float, tensorflow: str | None, replicas: tuple[int, ...]
 ) -> Sweep:
-    """Whole training steps on CPU replicas.
+    """Measures whole training steps on CPU replicas.
 
-    Six small models in one process, in one process per replica under MultiWorkerMirroredStrategy
-    and under DDP over Gloo and over Unisono, in TensorFlow, and in threads that never meet. The
-    losses must agree before anything is timed. About two minutes for each number of replicas; two
-    models alone with --quick.
+    Trains six small models in one process, and compares with one process per replica under
+    MultiWorkerMirroredStrategy, with DDP over Gloo and over Unisono, with TensorFlow, and with
+    threads that do not communicate. Checks that all losses agree first. Takes about two minutes per
+    number of replicas; --quick trains only two models.
     """
     from unisono_tools.benchmarks.training_step import MODELS, QUICK_MODELS, REPLICAS, StepSweep
 
@@ -187,7 +188,7 @@ def step(
 
 
 def _run(sweep: Sweep, json_file: Path | None, plot: Path | None) -> None:
-    """Measures, and reports in all ways that were asked for."""
+    """Measures, and writes the table, the JSON file and the picture."""
     from rich.console import Console
 
     from unisono.errors import UnsupportedError

@@ -1,4 +1,4 @@
-"""`unisono demo`: a model that learns digits, with the same loss at any number of replicas."""
+"""`unisono demo`: trains on digits, with the same loss for any number of replicas."""
 
 from __future__ import annotations
 
@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     show_default="1 2 4",
     help="Numbers of CPU replicas to compare.",
 )
-@click.option("--all-devices", is_flag=True, help="All GPUs, or a CPU replica a core, instead.")
+@click.option(
+    "--all-devices", is_flag=True, help="Use all GPUs instead, or one CPU replica per core."
+)
 @click.option(
     "--epochs",
     metavar="N",
     type=click.IntRange(min=1),
     default=15,
     show_default=True,
-    help="Passes over the data.",
+    help="Number of epochs.",
 )
 @click.option(
     "--plot",
@@ -47,11 +49,11 @@ if TYPE_CHECKING:
 def demo(
     *, replicas: tuple[int, ...], all_devices: bool, epochs: int, plot: Path
 ) -> list[Training]:
-    """Trains on handwritten digits, which come with scikit-learn.
+    """Trains on the handwritten digits of scikit-learn.
 
-    A small ConvNet learns them with 1, 2 and 4 replicas in turn, within a minute each on two cores:
-    97 % of digits that it has not seen, and the same final loss every time. Ends with status 1 if
-    the losses differ, and with 3 if a package is missing.
+    Trains a small ConvNet with 1, 2 and 4 replicas in turn, each within a minute on two cores. It
+    reaches 97 % accuracy on unseen digits, with the same final loss every time. The exit status is
+    1 if the losses differ, and 3 if a package is missing.
     """
     require("demo", "rich", "sklearn", "matplotlib")
     import torch
@@ -74,7 +76,7 @@ def _cpus(num_replicas: int) -> list[str]:
 
 
 def _check(trainings: Sequence[Training]) -> None:
-    """Fails if the number of replicas can be seen in the loss."""
+    """Fails if the loss depends on the number of replicas."""
     losses = [training.losses[-1] for training in trainings]
     if any(not math.isclose(loss, losses[0], rel_tol=1e-6) for loss in losses):
-        raise click.ClickException(f"The final losses should be the same, and are {losses}.")
+        raise click.ClickException(f"The final losses should be equal, but they are {losses}.")

@@ -1,4 +1,4 @@
-"""`unisono info`: what there is on this host, and what would be chosen here."""
+"""`unisono info`: shows the devices and libraries of this host, and what Unisono uses here."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from unisono_tools.hosts import HostReport
 
 
-@click.command(short_help="Tells what this host has, and what would be chosen here.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON, which records the host.")
+@click.command(short_help="Shows what this host has, and what Unisono uses here.")
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print JSON. `--topology` can read it elsewhere."
+)
 @click.option(
     "--topology",
     "recording",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="Tell of a recorded host instead of this one.",
+    help="Report on a recorded host instead of this one.",
 )
 def info(as_json: bool, recording: Path | None) -> None:  # noqa: FBT001 (click gives names)
-    """Tells what this host has, and which reduction and communicator it would use and why."""
+    """Shows the devices of this host, and the reductions and communicators that Unisono uses."""
     from unisono_tools.hosts import draw, this_host
 
     report = this_host() if recording is None else _recorded(recording)

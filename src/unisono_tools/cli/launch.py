@@ -1,4 +1,4 @@
-"""`unisono launch`: a script in several workers, with torch's elastic agent to look after them."""
+"""`unisono launch`: runs a script in several workers, under torch's elastic agent."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import sys
 from pathlib import Path
 
 import click
+
+from unisono_tools.cli.extras import quiet_torch
 
 
 @click.command(context_settings={"allow_interspersed_args": False})
@@ -15,7 +17,7 @@ import click
     "num_workers",
     metavar="N",
     type=click.IntRange(min=1),
-    help="Workers on this host. Without it: one per GPU.",
+    help="Workers per host. Default: one per GPU.",
 )
 @click.option(
     "--nnodes",
@@ -24,20 +26,20 @@ import click
     type=click.IntRange(min=1),
     default=1,
     show_default=True,
-    help="Hosts of the job.",
+    help="Number of hosts in the job.",
 )
 @click.option(
     "--node-rank",
     "host_rank",
     metavar="N",
     type=click.IntRange(min=0),
-    help="Which host this is. Without it the hosts are numbered as they come.",
+    help="Number of this host, from 0. Default: hosts get numbers in the order they connect.",
 )
 @click.option(
     "--rdzv-endpoint",
     "endpoint",
     metavar="HOST:PORT",
-    help="Where the hosts meet: an address of the first one, the same on all.",
+    help="Address and port of the first host, the same on all hosts.",
 )
 @click.option(
     "--max-restarts",
@@ -45,16 +47,25 @@ import click
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How often to start all workers anew after one has failed.",
+    help="How often to restart all workers after one has failed.",
 )
 @click.option(
     "--tf-config-cluster",
     "cluster_file",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="A TF_CONFIG to use instead of that of the environment.",
+    help="Read TF_CONFIG from this file instead of the environment.",
 )
-@click.option("--all-local", is_flag=True, help="Start all tasks of TF_CONFIG on this host.")
-@click.argument("script", type=click.Path(exists=True, dir_okay=False))
+@click.option(
+    "--all-local", is_flag=True, help="Start the tasks of all hosts in TF_CONFIG on this host."
+)
+@click.option(
+    "-m",
+    "--module",
+    "is_module",
+    is_flag=True,
+    help="SCRIPT is a module, such as package.train, as for `python -m`.",
+)
+@click.argument("script", type=click.Path(dir_okay=False))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     num_workers: int | None,
@@ -64,17 +75,25 @@ def launch(
     max_restarts: int,
     cluster_file: Path | None,
     all_local: bool,  # noqa: FBT001 (click gives all options by name)
+    is_module: bool,  # noqa: FBT001
     script: str,
     arguments: tuple[str, ...],
 ) -> None:
     """Runs SCRIPT with its ARGUMENTS in several workers.
 
-    With -n, that many workers on each host. With a cluster in TF_CONFIG, one worker for each task
-    of this host. Otherwise one worker for each GPU of this host. Every line that a worker prints is
-    marked with its name. All workers end when one fails, at Ctrl-C, and when the launcher ends in
-    any other way.
+    With -n, it starts that many workers on each host. With a cluster in TF_CONFIG, it starts one
+    worker for each task on this host. Otherwise it starts one worker per GPU of this host.
+
+    Each line of output begins with the name of its worker. If a worker fails, all others end, and
+    the exit status is that of the worker. All workers also end at Ctrl-C, and when the launcher is
+    killed.
     """
-    from unisono_tools.launching.workers import Job, run_workers
+    if not is_module and not Path(script).exists():
+        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="'SCRIPT'")
+    with quiet_torch():
+        from unisono_tools.launching.workers import Job, run_workers
 
     job = Job(num_workers, num_hosts, host_rank, endpoint, max_restarts, cluster_file, all_local)
-    sys.exit(run_workers(job, [sys.executable, "-u", script, *arguments]))
+    sys.exit(
+        run_workers(job, [sys.executable, "-u", *(["-m"] if is_module else []), script, *arguments])
+    )

@@ -21,10 +21,7 @@ from unisono_tools.cli.tune import tune
 
 
 class _Commands(click.Group):
-    """Ends with the status that shells know for Ctrl-C, where click would say 1.
-
-    A file that cannot be read or written is a message, not a fault of the program.
-    """
+    """Ends with status 130 at Ctrl-C, and with a message if a file cannot be read or written."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
 import click
 
-_BYTES = re.compile(r"(\d+)([KMG]?)(i?B)?", re.IGNORECASE)
-_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_BYTES = re.compile(r"(\d+(?:\.\d+)?(?:e\d\d?)?)([KMGT]?)(i?B)?", re.IGNORECASE)
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 def parse_bytes(text: str) -> int:
-    """Returns the bytes of a text such as 64, 4K, 4KB, 4KiB or 256M: units are powers of 1024."""
+    """Returns the bytes of a text such as 64, 4K, 4KB, 4KiB or 28e9: units are powers of 1024."""
     found = _BYTES.fullmatch(text)
-    if found is None:
-        raise click.BadParameter(f"{text!r} is not a number of bytes such as 64, 4K or 256MB.")
-    return int(found[1]) * _UNITS[found[2].upper()]
+    number = Decimal(found[1]) * _UNITS[found[2].upper()] if found else Decimal()
+    if number < 1 or number != int(number):
+        raise click.BadParameter(
+            f"{text!r} is not a size. Write a number of bytes such as 64, 4K, 1.5G or 28e9."
+        )
+    return int(number)
 
 
 class OutputPath(click.Path):

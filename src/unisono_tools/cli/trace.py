@@ -1,4 +1,4 @@
-"""`unisono trace`: a recorded run as a timeline, and in numbers."""
+"""`unisono trace`: shows a recorded run as a timeline and in numbers."""
 
 from __future__ import annotations
 
@@ -17,28 +17,32 @@ from unisono_tools.cli.parameters import OutputPath
     "--output",
     metavar="FILE",
     type=OutputPath(),
-    help="Where the timeline goes. Without it: FOLDER/timeline.json.",
+    help="File for the timeline. Default: FOLDER/timeline.json.",
 )
-@click.option("--summary", "only_summary", is_flag=True, help="Write no timeline.")
-@click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON.")
+@click.option(
+    "--summary", "only_summary", is_flag=True, help="Print only the summary, without a timeline."
+)
+@click.option(
+    "--json", "as_json", is_flag=True, help="Print the summary as JSON, with times in seconds."
+)
 def trace(
     folder: Path,
     output: Path | None,
     only_summary: bool,  # noqa: FBT001 (click gives all options by name)
     as_json: bool,  # noqa: FBT001
 ) -> None:
-    """Merges what the workers have recorded into FOLDER.
+    """Merges the traces that the workers recorded in FOLDER.
 
-    Writes a timeline that https://ui.perfetto.dev and chrome://tracing open, and prints where the
-    steps went and who was waited for. To record a run, set UNISONO_TRACE=FOLDER or use
-    `unisono.tracing.record(FOLDER)` in the program.
+    Writes a timeline for https://ui.perfetto.dev or chrome://tracing. Prints how each replica spent
+    its steps, and which replica the others waited for. To record a run, set UNISONO_TRACE=FOLDER,
+    or use `unisono.tracing.record(FOLDER)` in the program.
     """
     from unisono.errors import TraceError, UnisonoError
     from unisono.tracing import read_folder
     from unisono_tools.traces import align, summarise, timeline
 
     if only_summary and output is not None:
-        raise click.UsageError("--summary writes no timeline, so there is nothing for --output.")
+        raise click.UsageError("--summary writes no timeline: leave out --output.")
     try:
         workers = align(read_folder(folder))
     except UnisonoError as error:
@@ -50,7 +54,7 @@ def trace(
     try:
         summary = summarise(workers)
     except TraceError as error:
-        # What was done outside of steps can be looked at all the same.
+        # The timeline is useful even without a step.
         if only_summary or as_json:
             raise click.ClickException(str(error)) from None
         click.echo(f"There is no summary. {error}", err=True)

@@ -17,7 +17,7 @@ _GPU_TENSORS = (
     "Between workers GPU tensors go through pinned host memory, or through NCCL if "
     "CommunicationOptions ask for it."
 )
-_NO_ENGINES = "No engines are recorded: the native core and NCCL are taken to be there."
+_NO_ENGINES = "No engines are recorded: the report assumes the native core and NCCL."
 _COLORS = {
     LinkKind.NVSWITCH: "green",
     LinkKind.NVLINK: "green",
@@ -35,7 +35,7 @@ def draw(report: HostReport) -> str:
         (f"Links ({report.topology.source})", _links(report.topology)),
         ("Groups of the hierarchical copy", _groups(report)),
         ("Tuning", _tuning(report)),
-        ("What would be chosen", _chosen(report)),
+        ("What Unisono chooses", _chosen(report)),
     ]
     texts = []
     for title, lines in sections:
@@ -65,7 +65,7 @@ def _devices(report: HostReport) -> Iterator[str]:
         line = f"cuda:{index:<3} {gpu.name:32.32} {size:>8}  {gpu.pci_bus_id or '':12}  {node}"
         yield line.rstrip()
     cores = "" if report.num_cores is None else f" on {report.num_cores} cores"
-    yield f"cpu:0, cpu:1, ...  as many replicas as you like{cores}"
+    yield f"cpu:0, cpu:1, ...  any number of replicas{cores}"
 
 
 def _links(topology: Topology) -> Iterator[str]:

@@ -55,7 +55,7 @@ class Engine(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """What would be chosen, and why."""
+    """What Unisono chooses, and why."""
 
     what: str
     reason: str
@@ -84,7 +84,7 @@ class Tuned(NamedTuple):
         tuning = (
             None if constants is None else Tuning.from_text(json.dumps(constants), "The tuning")
         )
-        return Tuned(tuning, recorded.get("detail", "nobody has recorded whether it was tuned"))
+        return Tuned(tuning, recorded.get("detail", "the recording does not say"))
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ def this_host() -> HostReport:
 def recorded_host(recording: Mapping[str, Any]) -> HostReport:
     """Reports on the host of a recording: that of a whole report, or of a topology alone.
 
-    What would be chosen is worked out anew. Where no engines are recorded, the native core and
+    The choices are computed again. Where no engines are recorded, the native core and
     NCCL are taken to be there.
     """
     try:
@@ -191,7 +191,7 @@ def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen
             "starts one process per GPU",
         )
     if num_gpus == 1:
-        return Chosen("one process", "one GPU has one replica, which waits for nobody")
+        return Chosen("one process", "one GPU has one replica")
     if num_cores is not None and num_cores > 2:
         return Chosen(
             "workers",
@@ -239,12 +239,12 @@ def _tuned() -> Tuned:
         return Tuned(None, str(error))
     if tuning is not None:
         when = f"measured on {tuning.date} by Unisono {tuning.version}"
-        return Tuned(tuning, f"{path}, {when}; choices and sizes of packs go by it")
+        return Tuned(tuning, f"{path}, {when}; it sets the choices and the sizes of packs")
     if os.environ.get(TUNING) == "off":
         return Tuned(None, f"{TUNING}=off is set, so no run reads one")
     if os.path.exists(path):
-        return Tuned(None, f"{path} is of no use here: run `unisono tune`")
-    return Tuned(None, "not yet: `unisono tune` measures the links, and choices go by them")
+        return Tuned(None, f"{path} is of another machine or version: run `unisono tune`")
+    return Tuned(None, "not tuned: run `unisono tune` to measure the links")
 
 
 def _versions() -> dict[str, str | None]:
@@ -285,9 +285,9 @@ def _engines() -> dict[str, Engine]:
         FREE_THREADS: _free_threads(),
         NATIVE: Engine(core.kernel is not None, core.status),
         "GPU kernels": _gpu_kernels(),
-        NCCL: _backend("for GPUs that are all different", is_found=distributed.is_nccl_available()),
-        "Gloo": _backend("where asked for", is_found=distributed.is_gloo_available()),
-        "MPI": _backend("where asked for", is_found=distributed.is_mpi_available()),
+        NCCL: _backend("for replicas on different GPUs", is_found=distributed.is_nccl_available()),
+        "Gloo": _backend("used on request", is_found=distributed.is_gloo_available()),
+        "MPI": _backend("used on request", is_found=distributed.is_mpi_available()),
     }
 
 
@@ -305,4 +305,4 @@ def _gpu_kernels() -> Engine:
 
 
 def _backend(use: str, *, is_found: bool) -> Engine:
-    return Engine(is_found, use if is_found else "this torch is built without it")
+    return Engine(is_found, use if is_found else "this torch was built without it")

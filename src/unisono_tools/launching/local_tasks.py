@@ -34,8 +34,8 @@ def local_tasks(spec: ClusterSpec, *, all_local: bool) -> list[LocalTask]:
     """
     if not spec:
         raise ClusterError(
-            'There is no cluster in TF_CONFIG. Write such as {"cluster": {"worker": '
-            '["localhost:2222", "localhost:2223"]}}, or leave TF_CONFIG out and give -n.'
+            'There is no cluster in TF_CONFIG. Write it like {"cluster": {"worker": '
+            '["localhost:2222", "localhost:2223"]}}, or unset TF_CONFIG and give -n.'
         )
     if all_local:
         spec = _moved_here(spec)

@@ -37,7 +37,7 @@ def die_with(launcher: int) -> None:
 
 
 def become_task(tf_config: str) -> None:
-    """Makes the environment that of a task which somebody has started in a shell of its own."""
+    """Changes the environment to that of a task started by hand, in its own shell."""
     for name in [name for name in os.environ if name.startswith(_TORCHRUN)]:
         del os.environ[name]
     os.environ["TF_CONFIG"] = tf_config

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import click
+from torch.distributed import DistError
 from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.cluster import Address, TFConfig
@@ -47,7 +49,7 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
     try:
         tasks = _tasks(job.num_workers, job.cluster_file, all_local=job.all_local)
         if tasks and job.num_hosts > 1:
-            raise ClusterError("TF_CONFIG names the hosts itself: leave out --nnodes.")
+            raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
         num_workers = len(tasks) or job.num_workers or num_gpu_workers()
         config = _config(num_workers, job.num_hosts, job.host_rank, job.endpoint)
     except ClusterError as error:
@@ -64,8 +66,8 @@ def _tasks(
     if not text:
         if all_local:
             raise ClusterError(
-                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. To start workers "
-                "without one, give their number, such as -n 4."
+                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. Without one, "
+                "give the number of workers, for example -n 4."
             )
         return []
     tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
@@ -88,8 +90,8 @@ def num_gpu_workers() -> int:
     num_gpus = len(this_machine().gpus)
     if num_gpus == 0:
         raise ClusterError(
-            "torch sees no GPU on this host, so the number of workers is not known. Give -n, such "
-            "as -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
+            "torch sees no GPU on this host, so the number of workers is not known. Give -n, for "
+            "example -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
         )
     return num_gpus
 
@@ -141,6 +143,12 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
             return 128 + int(error.sigval)
         except ChildFailedError as error:
             return _report(error, output)
+        except (RendezvousError, DistError) as error:
+            raise click.ClickException(
+                f"The {config.max_nodes} hosts cannot reach each other at {config.rdzv_endpoint}: "
+                f"{str(error).splitlines()[0]} Start the launcher on every host, and check "
+                "--rdzv-endpoint and the firewall."
+            ) from None
     return 0
 
 

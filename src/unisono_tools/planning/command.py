@@ -147,8 +147,8 @@ def _show(cluster: Cluster, constants: Constants, result: dict[str, Any]) -> Non
     )
     own = result["unisono"]
     packs = spell_bytes(own["bytes_per_pack"])
-    click.echo(f"\nUnisono's own there is {own['algorithm']}, in packs of {packs}.")
-    click.echo("The fastest is predicted to be")
+    click.echo(f"\nUnisono uses {own['algorithm']} there, in packs of {packs}.")
+    click.echo("The fastest algorithm is")
     for row in result["crossovers"]:
         before, after = row["fastest_before"], row["to"]
         click.echo(f"  {before} below {spell_bytes(row['num_bytes'])}, then {after}")

@@ -18,7 +18,7 @@ class Constants(NamedTuple):
     Attributes:
         inside: The link of a rank inside its host.
         between: The link of a host.
-        memory_rate: Bytes a second that a sum reads and writes.
+        memory_rate: Bytes per second that a sum reads and writes.
         sources: In words where each is from: a file, an option, an assumption.
     """
 

@@ -1,9 +1,11 @@
-"""The picture of `unisono plan`: time by size for each algorithm, and where the fastest changes."""
+"""The picture of `unisono plan`: time over size for each algorithm, and the crossovers."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
 from unisono.costs import Cluster
@@ -17,7 +19,7 @@ def draw(cluster: Cluster, model_bytes: float, path: Path) -> None:
     by_name = curves(cluster, sizes)
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
-    # As they stand above each other at the right, where the legend tells their times.
+    # In the order of their right ends, whose times the legend shows.
     for name, seconds in sorted(by_name.items(), key=lambda item: -item[1][-1]):
         axis.plot(sizes, seconds, label=f"{name}, {spell_seconds(seconds[-1])}", linewidth=1.5)
     for crossing in crossovers(by_name, sizes):
@@ -34,13 +36,26 @@ def draw(cluster: Cluster, model_bytes: float, path: Path) -> None:
             fontsize=9,
         )
     axis.set(
-        title=f"All-reduce, predicted: {cluster.num_hosts} hosts of {cluster.ranks_per_host}",
-        xlabel="bytes of one rank's gradients",
-        ylabel="seconds",
+        title=f"Predicted time of an all-reduce on {cluster.num_hosts} hosts with "
+        f"{cluster.ranks_per_host} GPUs each",
+        xlabel="size of all gradients",
+        ylabel="time",
         xscale="log",
         yscale="log",
     )
     axis.margins(y=0.1)
+    _mark(axis.xaxis, [2.0 ** (5 * power) for power in range(1, 11)], spell_bytes)
+    _mark(
+        axis.yaxis, [10.0**power for power in range(-7, 3)] + [3600, 36000, 360000], spell_seconds
+    )
     axis.grid(visible=True, which="major", alpha=0.3)
     axis.legend(title=f"algorithm, at {spell_bytes(model_bytes)}", loc="upper left")
     figure.savefig(path, dpi=120)
+
+
+def _mark(axis: Axis, values: Sequence[float], spell: Callable[[float], str]) -> None:
+    """Labels a logarithmic axis at those of the values that it shows."""
+    low, high = axis.get_view_interval()
+    shown = [value for value in values if low <= value <= high]
+    axis.set_ticks(shown, [spell(value) for value in shown])
+    axis.set_ticks([], minor=True)

@@ -37,13 +37,17 @@ class Shares:
         """All of it."""
         return sum(asdict(self).values())
 
+    def in_seconds(self) -> dict[str, float]:
+        """Returns each share in seconds, by a name that says so."""
+        return {f"{name}_seconds": value / 1e9 for name, value in asdict(self).items()}
+
     def __add__(self, other: Shares) -> Shares:
         added = {key: value + getattr(other, key) for key, value in asdict(self).items()}
         return Shares(**added)
 
 
 class Straggler(NamedTuple):
-    """Who was waited for most.
+    """The replica or worker that the others waited for most.
 
     Attributes:
         worker: Its rank.
@@ -68,7 +72,7 @@ class Straggler(NamedTuple):
 
 @dataclass
 class Summary:
-    """Where the steps went.
+    """Where the time of the steps went.
 
     Attributes:
         num_workers: How many workers have recorded something.
@@ -97,9 +101,20 @@ class Summary:
         return sum(self.replicas.values(), Shares())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as JSON can hold it; times are nanoseconds."""
+        """Returns all of it as JSON can hold it; the names of times end in `_seconds`."""
         straggler = None if self.straggler is None else self.straggler._asdict()
-        return {**asdict(self), "total": asdict(self.total), "straggler": straggler}
+        if straggler is not None:
+            straggler["waited_seconds"] = straggler.pop("waited") / 1e9
+        return {
+            "num_workers": self.num_workers,
+            "missing": self.missing,
+            "num_steps": self.num_steps,
+            "num_dropped": self.num_dropped,
+            "replicas": {number: shares.in_seconds() for number, shares in self.replicas.items()},
+            "total": self.total.in_seconds(),
+            "straggler": straggler,
+            "interpreter_share": self.interpreter,
+        }
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -115,7 +130,9 @@ class Summary:
         else:
             row, unit = "worker", "ms in all"
             yield f"Where did the time between the first and the last collective go: {workers}"
-        yield f"{'':<12}" + "".join(f"{name:>15}" for name in columns) + f"{unit:>12}"
+        widths = [max(len(name), 7) + 2 for name in columns]
+        heads = [f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)]
+        yield f"{'':<12}" + "".join(heads) + f"{unit:>13}"
         rows = {f"{row} {number}": shares for number, shares in self.replicas.items()}
         mean = self.total.total / max(1, len(rows))
         for name, shares in {**rows, "all": self.total}.items():
@@ -123,8 +140,8 @@ class Summary:
             spent = mean if name == "all" else shares.total
             yield (
                 f"{name:<12}"
-                + "".join(f"{part:>15.1%}" for part in parts)
-                + f"{spent / count / 1e6:>12.3f}"
+                + "".join(f"{part:>{w}.1%}" for part, w in zip(parts, widths, strict=True))
+                + f"{spent / count / 1e6:>13.3f}"
             )
         yield f"Straggler: {self.straggler or 'none, nobody waited'}."
         if self.interpreter is not None:
@@ -149,7 +166,7 @@ def summarise(workers: Sequence[WorkerTrace]) -> Summary:
     if num_local == 0 and not has_collectives:
         raise TraceError(
             "The trace holds no step and no collective: neither `Strategy.run` nor a collective of "
-            "the backend was called while it was recorded. Record some steps of training."
+            "the backend was called during the recording. Record some training steps."
         )
     first = workers[0]
     summary = Summary(

@@ -128,6 +128,6 @@ def _num_replicas(worker: WorkerTrace) -> int:
 
 
 def _title_of(event: Event) -> str:
-    """Names a span so that one is told from the next: with its number, if it has one."""
+    """Names a span, with its number if it has one, to tell it from the next."""
     number = event.arguments.get("step", event.arguments.get("pack"))
     return event.name if number is None else f"{event.name} {number}"

@@ -59,8 +59,8 @@ def tune_here_or_cluster(num_ranks: int | None, output: Path | None, *, quick: b
             return
         if num_ranks is not None:
             raise click.UsageError(
-                f"A launcher has started {membership.size} workers, and these are measured: leave "
-                "out -n."
+                f"A launcher has started {membership.size} workers, and the command measures "
+                "between these: leave out -n."
             )
         measured = _measure_cluster(membership, extent)
         if membership.rank == 0:

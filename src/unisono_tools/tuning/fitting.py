@@ -49,7 +49,7 @@ def fit_link(samples: Sequence[Sample], sum_rate: float) -> Link:
 
 
 def least_sum_rate(samples: Sequence[Sample]) -> float:
-    """Returns the bytes a second that sums of these samples must at least have run at."""
+    """Returns the bytes per second that sums of these samples must at least have run at."""
     columns = [_columns(sample) for sample in samples]
     touched = sum(own.touched for own in columns) / sum(own.carried for own in columns)
     return touched / (_MOST_FOR_SUMS * _fit(samples, 0.0).per_byte)
@@ -143,7 +143,7 @@ def never_less(seconds: Sequence[float]) -> list[float]:
 def _too_noisy(sizes: Sequence[tuple[int, float]]) -> TuningError:
     told = ", ".join(f"{1e6 * seconds:.3g} us for {num_bytes} B" for num_bytes, seconds in sizes)
     return TuningError(
-        f"Of {len(sizes)} sizes that were measured, larger ones did not take longer: {told}. "
+        f"Larger messages did not take longer in the measurement of {len(sizes)} sizes: {told}. "
         "Measure again when the machine is less busy."
     )
 

@@ -36,7 +36,7 @@ class Fitted(NamedTuple):
 
     Attributes:
         links: The links, by name.
-        sum_rate: The bytes a second that a rank reads and writes when it adds up.
+        sum_rate: The bytes per second that a rank reads and writes when it adds up.
     """
 
     links: dict[str, Link]

@@ -58,8 +58,8 @@ def _leave(store: Store, rank: int, size: int) -> None:
     while store.add("left", 0) < size - 1:
         if time.monotonic() > deadline:
             raise TuningError(
-                f"Rank 0 has measured, and waited {_PATIENCE_SECONDS:g} s for the other "
-                f"{size - 1} ranks to end. Look at their logs."
+                f"Rank 0 has measured and waited {_PATIENCE_SECONDS:g} s for the other {size - 1} "
+                "ranks to end. Check their logs."
             )
         time.sleep(0.05)
 
@@ -110,17 +110,17 @@ def _received(pipe: Connection) -> Iterator[Measured]:
             found = pipe.recv()
         except EOFError:
             raise TuningError(
-                "Rank 0 of the processes that measure has ended without a word. Look at its "
-                "messages above, and try with a smaller -n."
+                "Rank 0 of the processes that measure has ended without an answer. Check its "
+                "messages above, and try a smaller -n."
             ) from None
         if found is None:
             return
         if isinstance(found, str):
-            raise TuningError(f"The processes that measure could not go on:\n{found}")
+            raise TuningError(f"The processes that measure failed:\n{found}")
         yield found
     raise TuningError(
-        f"Rank 0 of the processes that measure has been silent for {_PATIENCE_SECONDS:g} s. Try "
-        "with a smaller -n, or when the machine is less busy."
+        f"Rank 0 of the processes that measure has not answered for {_PATIENCE_SECONDS:g} s. Try a "
+        "smaller -n, or try again when the machine is less busy."
     )
 
 

@@ -1,3 +1,3 @@
-"""The competitors, each in processes of its own where it needs them."""
+"""The competitors, each in its own processes where it needs them."""
 
 __all__: list[str] = []

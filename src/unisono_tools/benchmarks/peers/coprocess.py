@@ -1,4 +1,4 @@
-"""A program in an interpreter of its own, which may have other packages than this one."""
+"""A program in a separate interpreter, which may have other packages than this one."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ class CoProcess:
         if not line:
             status = self._process.wait(timeout=10)
             raise BenchmarkError(
-                f"{self._name} ended with status {status} when asked {request}. See what it said, "
-                "and try its interpreter by hand."
+                f"{self._name} ended with status {status} when asked {request}. Check its messages "
+                "above, and try its interpreter by hand."
             )
         answer: dict[str, Any] = json.loads(line)
         return answer

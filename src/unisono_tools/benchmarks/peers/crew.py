@@ -1,4 +1,4 @@
-"""Processes of a benchmark, one a rank, commanded over pipes."""
+"""Processes of a benchmark, one per rank, controlled over pipes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Any
 from unisono_tools.benchmarks.failure import BenchmarkError
 
 DEADLINE_S = 120.0
-# How long a process may take to end when it is told so; one that still starts does not hear it.
+# How long a process may take to end; one that is still starting does not read the command.
 PATIENCE_S = 5.0
 
 
 class Crew:
-    """Processes that run `target(rank, size, pipe, *arguments)` until they are told ("end",).
+    """Processes that run `target(rank, size, pipe, *arguments)` until they receive ("end",).
 
     Args:
         name: What errors call them.
@@ -92,7 +92,7 @@ def ask_all(name: str, pipes: Sequence[Connection], command: tuple[Any, ...]) ->
     waiting = {pipe.fileno(): rank for rank, pipe in enumerate(pipes)}
     answers: dict[int, Any] = {}
     end = time.monotonic() + DEADLINE_S
-    # All at once: the others wait for a rank that died, and would not answer before it is noticed.
+    # All at once: the others wait for a rank that died, and do not answer until they find out.
     while waiting:
         ready = wait(list(waiting), timeout=max(end - time.monotonic(), 0.0))
         if not ready:

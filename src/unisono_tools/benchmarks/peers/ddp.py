@@ -1,4 +1,4 @@
-"""DistributedDataParallel, one process a replica, over a backend of torch.distributed."""
+"""DistributedDataParallel, one process per replica, over a backend of torch.distributed."""
 
 from __future__ import annotations
 

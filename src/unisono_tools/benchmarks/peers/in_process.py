@@ -48,7 +48,7 @@ class Mirrored:
 
 
 class Apart:
-    """Copies of the model in threads of their own, which never meet."""
+    """Copies of the model in separate threads, which never wait for each other."""
 
     def __init__(self, case: Case, num_replicas: int) -> None:
         self._threads = ThreadPoolExecutor(

@@ -1,4 +1,4 @@
-"""MPI through mpi4py, in an interpreter and under a launcher of its own."""
+"""MPI through mpi4py, in a separate interpreter and under its own launcher."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ class Mpi:
                 if self._process.poll() is None and time.monotonic() < deadline:
                     continue
                 raise BenchmarkError(
-                    f"{len(arrived)} of {size} MPI processes came before the launcher ended or "
-                    f"{_START_S:g} s were over. See what it said, and try `--mpi` and `--mpirun` "
-                    "by hand."
+                    f"{len(arrived)} of {size} MPI processes started before the launcher ended or "
+                    f"{_START_S:g} s had passed. Check its messages above, and try `--mpi` and "
+                    "`--mpirun` by hand."
                 ) from None
             pipe = Connection(connection.detach())
             self._pipes.append(pipe)

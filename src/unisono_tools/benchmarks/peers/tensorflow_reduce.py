@@ -64,7 +64,7 @@ def prepared(
 
 
 def tensors(size: int, num_replicas: int) -> list[Any]:
-    """One tensor a device."""
+    """One tensor per device."""
     made = []
     for replica in range(num_replicas):
         with tf.device(f"/cpu:{replica}"):

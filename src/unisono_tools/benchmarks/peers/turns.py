@@ -1,6 +1,6 @@
 """One rank's side of an all-reduce benchmark. Knows neither torch nor MPI.
 
-A rank holds several competitors and is told which of them is in turn. In a turn all ranks fill
+A rank holds several competitors, and a command says which one is next. In a turn all ranks fill
 their float32 data with fresh numbers, meet, read the clock, reduce the same data some times, read
 the clock again and check every element.
 """

@@ -55,7 +55,7 @@ def test_the_text_says_what_is_there_and_what_is_not() -> None:
 
     assert f"torch {torch.__version__}" in lines
     assert "1 worker, cpu:0 and cpu:1 ReductionToOneDevice" in lines
-    assert f"Gloo {'yes where' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
+    assert f"Gloo {'yes used' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
 
 
 def test_the_native_core_decides_what_workers_of_a_host_share(path: str) -> None:
@@ -243,10 +243,10 @@ def test_it_says_that_there_is_no_tuning_and_why(
     assert "no strategy can be made: The tuning" in told()
     monkeypatch.delenv("UNISONO_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert "not yet: `unisono tune` measures" in told()
+    assert "not tuned: run `unisono tune`" in told()
     (tmp_path / "unisono").mkdir()
     (tmp_path / "unisono" / "tuning.json").write_text("{}")
-    assert "is of no use here: run `unisono tune`" in told()
+    assert "is of another machine or version: run `unisono tune`" in told()
 
 
 @pytest.mark.parametrize(
@@ -254,12 +254,12 @@ def test_it_says_that_there_is_no_tuning_and_why(
     [
         ("", "Expecting value"),
         ("[]", "a JSON object, got a list"),
-        ("{}", "no recorded topology: KeyError: 'gpus'"),
+        ("{}", "not a recorded topology (KeyError: 'gpus'"),
         ('{"topology": {"gpus": [], "source": ""}, "engines": {"NCCL": 1}}', "got {'NCCL': 1}"),
         ('{"topology": {"gpus": [], "source": ""}, "tuning": 7}', "`detail`, got 7"),
         (
             '{"topology": {"gpus": [], "source": ""}, "tuning": {"constants": {}}}',
-            "The tuning is no tuning that `unisono tune` has written",
+            "The tuning is not a tuning file",
         ),
     ],
 )

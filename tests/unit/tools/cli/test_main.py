@@ -14,6 +14,7 @@ from click.testing import CliRunner
 
 import unisono as uo
 from unisono_tools.cli import main
+from unisono_tools.cli.extras import quiet_torch
 from unisono_tools.cli.parameters import parse_bytes
 
 
@@ -65,6 +66,27 @@ def test_a_file_that_cannot_be_written_is_named_without_a_traceback(tmp_path: Pa
     assert result.output == f"Error: {path} cannot be read or written: Is a directory.\n"
 
 
+@pytest.mark.parametrize(
+    ("words", "status"),
+    [
+        ("--help", 0),
+        ("trace .", 1),
+        ("info --topology nowhere.json", 2),
+        ("plan --hosts 2 --gpus 8", 2),
+        ("plan --hosts 2 --gpus 8 --model-bytes 28G --plot plan.png", 3),
+    ],
+)
+def test_the_exit_status_is_that_of_the_table(
+    words: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    result = CliRunner().invoke(main, words.split())
+
+    assert result.exit_code == status, result.output
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     runner = CliRunner()
@@ -77,6 +99,37 @@ def test_a_shell_gets_what_it_needs_to_complete(shell: str) -> None:
     assert script.exit_code == 0
     assert f"_UNISONO_COMPLETE={shell}_complete" in script.output
     assert "all-reduce" in answer.output
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "answer"),
+    [
+        ("--version", 0, "unisono, version"),
+        ("--help", 0, "Commands:"),
+        ("launch --help", 0, "--nproc-per-node"),
+        ("completoin", 2, "Did you mean 'completion'?"),
+        ("launch nowhere.py", 2, "does not exist"),
+    ],
+)
+def test_a_quick_question_is_answered_without_torch(words: str, status: int, answer: str) -> None:
+    command = [sys.executable, "-c", COMPLETES, *words.split()]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    assert ran.returncode == status
+    assert answer in ran.stdout + ran.stderr
+    assert ran.stderr.endswith("False\n"), "torch was imported, which takes seconds"
+
+
+def test_torch_is_quiet_unless_the_user_wants_to_hear_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCH_CPP_LOG_LEVEL", raising=False)
+    with quiet_torch():
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == "FATAL"
+    assert "TORCH_CPP_LOG_LEVEL" not in os.environ
+
+    monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", "INFO")
+    with quiet_torch():
+        assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
+    assert os.environ["TORCH_CPP_LOG_LEVEL"] == "INFO"
 
 
 COMPLETES = """
@@ -130,7 +183,7 @@ def test_the_script_for_a_shell_is_printed_without_torch() -> None:
 @pytest.mark.parametrize(
     ("text", "number"),
     [
-        ("0", 0),
+        ("1", 1),
         ("64", 64),
         ("64B", 64),
         ("4K", 4096),
@@ -139,15 +192,22 @@ def test_the_script_for_a_shell_is_printed_without_torch() -> None:
         ("256M", 2**28),
         ("1MiB", 2**20),
         ("2G", 2**31),
+        ("28g", 28 * 2**30),
+        ("1.5K", 1536),
+        ("1T", 2**40),
+        ("28e9", 28 * 10**9),
+        ("2.8E10", 28 * 10**9),
     ],
 )
 def test_bytes_are_read_as_people_write_them(text: str, number: int) -> None:
     assert parse_bytes(text) == number
 
 
-@pytest.mark.parametrize("text", ["", "K", "B", "-4", "4.5K", "4T", "4Ki", "4 K", "four"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "K", "B", "-4", "4.5", "0.001K", "4P", "4Ki", "4 K", "1e999", "four"]
+)
 def test_what_is_not_a_number_of_bytes_is_refused(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="such as 64, 4K or 256MB"):
+    with pytest.raises(click.BadParameter, match="is not a size"):
         parse_bytes(text)
 
 

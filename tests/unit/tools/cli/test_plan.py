@@ -69,6 +69,18 @@ def test_constants_are_those_given_then_those_of_the_file_then_assumed(tmp_path:
     }
 
 
+def test_sizes_are_read_and_printed_in_powers_of_1024() -> None:
+    sizes = ["--model-bytes", "28G"]
+
+    plan = planned(*CLUSTER[:4], *sizes)
+    shown = CliRunner().invoke(main, ["plan", *CLUSTER[:4], *sizes]).output
+
+    assert plan["model_bytes"] == 28 * 2**30
+    assert "All-reduce of 28 GiB on 512 x 8 ranks" in shown
+    assert "50 GB/s (assumed)" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("shape", [("1", "8"), ("3", "1"), ("2", "6")])
 def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
@@ -79,7 +91,7 @@ def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_pat
 
     assert result.exit_code == 0, result.output
     assert "ring" in result.output
-    assert "Unisono's own there is" in result.output
+    assert "Unisono uses" in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -87,7 +99,8 @@ def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_pat
     ("arguments", "message"),
     [
         (["--hosts", "0", "--gpus", "8", "--model-bytes", "1"], "0 is not in the range x>=1"),
-        (["--hosts", "1", "--gpus", "1", "--model-bytes", "1"], "nobody to talk to"),
+        (["--hosts", "1", "--gpus", "1", "--model-bytes", "1"], "does not communicate"),
+        (["--hosts", "1", "--gpus", "2", "--model-bytes", "0"], "'0' is not a size"),
         ([*CLUSTER, "--measure"], "run `unisono tune` first"),
         ([*CLUSTER, "--bandwidth", "0"], "--bandwidth"),
         ([*CLUSTER, "--tuning", "nowhere.json"], "'nowhere.json' does not exist"),
@@ -106,4 +119,4 @@ def test_a_file_that_is_no_tuning_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(main, ["plan", *CLUSTER, "--tuning", str(tmp_path / "other.json")])
 
     assert result.exit_code == 1
-    assert "is no tuning that `unisono tune` has written" in result.output
+    assert "is not a tuning file" in result.output

@@ -36,6 +36,8 @@ def test_the_timeline_is_written_beside_the_files(recorded: Path) -> None:
     assert "Where did the step go: 1 step, 2 replicas, 1 worker" in result.output
     assert "Straggler:" in result.output
     assert ("Waiting for the interpreter: " in result.output) is can_measure()
+    table = [line for line in result.output.splitlines() if line.startswith(("replica", " "))]
+    assert max(map(len, table)) <= 80
     check_trace_events(json.loads((recorded / "timeline.json").read_text()))
 
 
@@ -56,6 +58,10 @@ def test_the_summary_alone_is_json_if_asked_for(recorded: Path) -> None:
     found = json.loads(result.output)
     assert found["num_steps"] == 1
     assert set(found["replicas"]) == {"0", "1"}
+    for shares in [*found["replicas"].values(), found["total"]]:
+        # Every number says what it counts.
+        assert all(name.endswith("_seconds") for name in shares)
+        assert 0 <= shares["compute_seconds"] < 60
     assert [path.name for path in recorded.iterdir()] == ["worker-0.jsonl"]
 
 
@@ -97,4 +103,4 @@ def test_an_output_without_a_timeline_is_an_error(recorded: Path, tmp_path: Path
     result = trace(recorded, "--summary", "--output", tmp_path / "a.json")
 
     assert result.exit_code == 2
-    assert "nothing for --output" in result.output
+    assert "leave out --output" in result.output

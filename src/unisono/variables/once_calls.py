@@ -270,8 +270,8 @@ def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
 def _check_outside(optimizer: Any, what: str) -> None:
     if current_replica() is not None:
         raise ContextError(
-            f"`{what}` of {type(optimizer).__name__} was called or set in a step, by each replica. "
-            "Do it outside `run`, or once for all replicas: `unisono.once(fn)`, where `fn` does it."
+            f"`{what}` of {type(optimizer).__name__} was called or set on a replica. Do it outside "
+            "`run`, or once for all replicas with `unisono.once(fn)`."
         )
 
 
