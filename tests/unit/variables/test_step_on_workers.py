@@ -13,7 +13,7 @@ import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.gradients import test_own_gradients
 from unit.variables import test_groups, test_once
-from unit.variables.test_once import Program, X, Y, loss, replica_id, same
+from unit.variables.test_once_calls import Program, X, Y, loss, replica_id, same
 
 PROGRAMS = [
     *test_once.PROGRAMS,
