@@ -12,7 +12,8 @@ from worker_threads import on_strategies
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.gradients import test_own_gradients
-from unit.variables import test_groups, test_once
+from unit.variables import test_groups
+from unit.variables import test_once_calls as test_once
 from unit.variables.test_once_calls import Program, X, Y, loss, replica_id, same
 
 PROGRAMS = [
