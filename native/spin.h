@@ -12,6 +12,8 @@ namespace unisono {
 inline void pauseBriefly() {
 #if defined(__x86_64__)
   _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
 #else
   std::this_thread::yield();
 #endif

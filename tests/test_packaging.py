@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
+import sys
+import zipfile
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -142,3 +145,38 @@ def test_the_citation_is_whole_and_names_this_version() -> None:
     assert citation["authors"] == [{"name": "The Unisono developers"}]
     assert citation["version"] == uo.__version__
     assert citation["license"] == "Apache-2.0"
+
+
+def test_the_wheel_without_the_native_core_is_for_every_system(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core")
+    script = "import sys; from scikit_build_core.build import build_wheel; build_wheel(sys.argv[1])"
+
+    subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)],
+        cwd=ROOT,
+        env=os.environ | {"UNISONO_NATIVE": "0"},
+        check=True,
+        capture_output=True,
+        timeout=120,
+    )
+
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert {"unisono/py.typed", "unisono_tools/py.typed", "unisono_autoload/__init__.py"} <= {
+        *names
+    }
+    assert [name for name in names if name.endswith((".so", ".pyd"))] == []
+
+
+def test_workflows_and_hooks_can_be_read_and_name_what_is_there() -> None:
+    yaml = pytest.importorskip("yaml")
+    files = [*(ROOT / ".github" / "workflows").glob("*.yml"), ROOT / ".pre-commit-config.yaml"]
+
+    texts = {path: path.read_text() for path in files}
+
+    assert len(files) == 4
+    for path, text in texts.items():
+        assert isinstance(yaml.safe_load(text), dict), path
+        for script in re.findall(r"\bscripts/[\w-]+", text):
+            assert (ROOT / script).is_file(), f"{path} names {script}"

@@ -205,12 +205,7 @@ void Group::compareCalls() {
 
 Turn::Turn(Group& group, const Call& call)
     : group_(group), lock_(group.lock()), number_(group.number_ + 1), first_chunk_(group.chunks_) {
-  try {
-    group.checkUsable();
-  } catch (...) {
-    finished_ = true;
-    throw;
-  }
+  group.checkUsable();
   group.number_ = number_;
   group.deadline_.reset();
   Call& published = group.mapping_->block(group.rank_).calls[number_ % 2].call;
@@ -230,8 +225,9 @@ Turn::~Turn() {
                     wordsOf(callOf(group_.rank_)) +
                     ", interrupted or out of memory. Look there for the first error, then build a "
                     "new communicator.");
-  } catch (const Failure&) {
-    // It is for the others; here the reason is on its way already.
+  } catch (...) {
+    // It is for the others; here the reason is on its way already. Without memory for the text they
+    // learn only that this rank is gone, when it is.
   }
 }
 

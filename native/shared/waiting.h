@@ -7,21 +7,11 @@
 #include <chrono>
 #include <cstdint>
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#endif
+#include "spin.h"
 
 namespace unisono::shared {
 
 using Clock = std::chrono::steady_clock;
-
-inline void pauseBriefly() {
-#if defined(__x86_64__)
-  _mm_pause();
-#elif defined(__aarch64__)
-  asm volatile("yield");
-#endif
-}
 
 // How long to keep the processor before sleeping, in looks at the memory.
 struct Patience {

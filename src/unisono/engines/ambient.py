@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unisono.engines.caller_modes import CallerModes
+from unisono.engines.caller_modes import CallerModes, default_device
 
 T = TypeVar("T")
 
@@ -41,12 +41,12 @@ class Ambient:
         )
         # A default device is a mode for all torch functions, and takes long to ask for.
         has_modes = torch._C._len_torch_function_stack() > 0
-        default_device = torch.get_default_device() if has_modes else _CPU
+        device = default_device() if has_modes else None
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocasts,
-            default_device if default_device.type != "cpu" else None,
+            device if device != _CPU else None,
             contextvars.copy_context(),
             {place: torch.cuda.current_stream(place) for place in places if place.type == "cuda"},
             CallerModes.of_this_thread(),

@@ -8,7 +8,7 @@ for operators sees one operator at a time.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,10 +22,19 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
+from unisono.engines.saved_hooks import Hooks, current_hooks
+
 # An operator that waits for another replica, as one of the user's own may, must not stop that one.
 _PATIENCE_S = 1.0
 
-_Hook = Callable[[Any], Any]
+
+def default_device() -> torch.device | None:
+    """Returns the innermost device that is set for new tensors; None if none is.
+
+    torch 2.6 raises an error when asked after a default device was taken back.
+    """
+    modes = reversed(_get_current_function_mode_stack())
+    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
 
 @dataclass(frozen=True)
@@ -35,7 +44,7 @@ class CallerModes:
     thread: int
     functions: tuple[TorchFunctionMode, ...]
     operators: tuple[TorchDispatchMode, ...]
-    hooks: tuple[_Hook, _Hook] | None
+    hooks: Hooks | None
 
     @classmethod
     def of_this_thread(cls) -> CallerModes | None:
@@ -52,9 +61,7 @@ class CallerModes:
             # torch's own modes for tracing and for tensors without data are of one thread.
             if all(getattr(mode, "_mode_key", None) is None for mode in found):
                 operators = tuple(_OneAtATime(mode, lock) for mode in found)
-        # torch 2.6 cannot be asked for them.
-        top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-        hooks = None if top is None else top(False)  # noqa: FBT003
+        hooks = current_hooks()
         if not (functions or operators or hooks):
             return None
         return cls(threading.get_ident(), functions, operators, hooks)

@@ -87,8 +87,8 @@ class _ThreadClock:
 class LockWaits:
     """Measures one run, which begins now.
 
-    Every replica makes its call through `of_replica`. Between `pause()` and `resume()` it waits for
-    something other than the lock. Threads that are no replica may call them too.
+    Every replica makes its call through `of_replica`. In a block `with waits:` it waits for
+    something other than the lock. Threads that are no replica may enter one too.
     """
 
     def __init__(self) -> None:
@@ -117,13 +117,11 @@ class LockWaits:
 
         return measured
 
-    def pause(self) -> None:
-        """From here on the current thread does not wait for the lock."""
+    def __enter__(self) -> None:
         if (clock := getattr(self._own, "clock", None)) is not None:
             clock.pause()
 
-    def resume(self) -> None:
-        """From here on it may again."""
+    def __exit__(self, *error: object) -> None:
         if (clock := getattr(self._own, "clock", None)) is not None:
             clock.resume()
 

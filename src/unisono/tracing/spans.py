@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -76,20 +76,20 @@ class _Recorded(Span):
         self._recorder.add(self._start, self._category, self._name, self._arguments)
 
 
-class _Profiled(Span):
-    """A block that is a range of `torch.profiler`, beside what else it is."""
+class _Within(Span):
+    """A block that lies in another context, beside what else it is."""
 
-    __slots__ = ("_inner", "_range")
+    __slots__ = ("_inner", "_outer")
 
-    def __init__(self, name: str, inner: Span) -> None:
-        self._range = profiler.record_function(f"unisono::{name}")
+    def __init__(self, outer: AbstractContextManager[Any], inner: Span) -> None:
+        self._outer = outer
         self._inner = inner
 
     def note(self, **arguments: Any) -> None:
         self._inner.note(**arguments)
 
     def __enter__(self) -> Self:
-        self._range.__enter__()
+        self._outer.__enter__()
         self._inner.__enter__()
         return self
 
@@ -100,34 +100,7 @@ class _Profiled(Span):
         traceback: TracebackType | None,
     ) -> None:
         self._inner.__exit__(kind, error, traceback)
-        self._range.__exit__(kind, error, traceback)
-
-
-class _Paused(Span):
-    """A block in which a replica does not wait for the interpreter, beside what else it is."""
-
-    __slots__ = ("_inner", "_waits")
-
-    def __init__(self, waits: LockWaits, inner: Span) -> None:
-        self._waits = waits
-        self._inner = inner
-
-    def note(self, **arguments: Any) -> None:
-        self._inner.note(**arguments)
-
-    def __enter__(self) -> Self:
-        self._waits.pause()
-        self._inner.__enter__()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, error, traceback)
-        self._waits.resume()
+        self._outer.__exit__(kind, error, traceback)
 
 
 class Place(NamedTuple):
@@ -165,8 +138,10 @@ def span(
             arguments["bytes"] = sum(t.nbytes for t in tensors if t.layout is torch.strided)
         made = _Recorded(recorder, category, name, arguments)
     if waits is not None and category in _OUTSIDE_PYTHON:
-        made = _Paused(waits, made)
-    return _Profiled(name, made) if profiler._is_profiler_enabled else made
+        made = _Within(waits, made)
+    if profiler._is_profiler_enabled:
+        made = _Within(profiler.record_function(f"unisono::{name}"), made)
+    return made
 
 
 def join_workers(rank: int, size: int) -> None:

@@ -1,4 +1,8 @@
-"""The short forms in which SLURM writes lists of hosts and of counts."""
+"""The short forms in which SLURM writes lists of hosts and of counts.
+
+`scontrol show hostnames` expands hosts, too, but containers of a job often have no `scontrol`, and
+it knows no counts.
+"""
 
 from __future__ import annotations
 
