@@ -113,6 +113,52 @@ def test_one_compilation_serves_all_replicas(mirrored: Make, what: str) -> None:
     assert found[0] if what == "step" else len(found[0]) == 1
 
 
+class Deep(nn.Module):
+    """Calls a compiled function that lies behind several others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fourth(x)
+
+
+def fourth(x: Tensor) -> Tensor:
+    return third(x)
+
+
+def third(x: Tensor) -> Tensor:
+    return second(x)
+
+
+def second(x: Tensor) -> Tensor:
+    return first(x)
+
+
+def first(x: Tensor) -> Tensor:
+    output: Tensor = innermost(x)
+    return output
+
+
+innermost: Any = None
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_is_compiled_far_below_is_compiled_once(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, is_module: bool
+) -> None:
+    strategy, graphs = mirrored(3), list[int]()
+    compiled = torch.compile(lambda x: (x + 1).sin(), backend=counting(graphs))
+    monkeypatch.setitem(globals(), "innermost", compiled)
+    with strategy.scope():
+        model = Deep()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x) if is_module else fourth(x)
+
+    for _ in range(3):
+        strategy.run(step, args=(uo.PerReplica(torch.ones(6).chunk(3)),))
+
+    assert len(graphs) == 1
+
+
 def test_another_shape_is_compiled_once(mirrored: Make) -> None:
     strategy, graphs = mirrored(3), list[int]()
     compiled = torch.compile(lambda x: (x + 1).sin(), backend=counting(graphs), dynamic=False)
