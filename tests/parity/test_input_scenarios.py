@@ -19,7 +19,7 @@ from unisono.input import (
     DistributedDataset,
     DistributedDatasetsFromFunction,
     fixed_sizes,
-    legacy_sizes,
+    tensorflow_sizes,
 )
 from unisono.reductions import Workers
 
@@ -168,7 +168,7 @@ SCENARIOS = [
     Scenario(
         133,
         "13 by 8 over 4",
-        lambda s: [legacy_sizes(len(batch), 4) for batch in batches(13, 8)],
+        lambda s: [tensorflow_sizes(len(batch), 4) for batch in batches(13, 8)],
         [(2, 2, 2, 2), (2, 2, 1, 0)],
     ),
     Scenario(

@@ -258,9 +258,9 @@ def wait_in_vain(store: Store, rank: int, size: int) -> list[Outcome]:
     with make(store, rank, size, "first", 2.0) as communicator:
         summed(communicator)
         if rank == 1:
-            store.wait(["failed"], timedelta(seconds=30))
+            store.wait(["0 has failed", "2 has failed"], timedelta(seconds=60))
         raised = outcome(lambda: summed(communicator))
-        store.set("failed", "")
+        store.set(f"{rank} has failed", "")
         return [raised]
 
 

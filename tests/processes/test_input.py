@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import unisono as uo
 from processes.harness import run_ranks, strategy_of
 from processes.ports import free_ports
-from unisono.input.dataset import DealtDataset
+from unisono.input.dataset import DistributedInput
 
 FILE_SIZES = 3, 8, 1, 5, 11
 
@@ -36,7 +36,7 @@ class Kind(NamedTuple):
         samples: Says what samples there are in all, by the number of workers.
     """
 
-    make: Callable[[uo.Strategy, int], DealtDataset]
+    make: Callable[[uo.Strategy, int], DistributedInput]
     samples: Callable[[int], Iterable[int]]
 
 
@@ -52,12 +52,12 @@ def numbers_of_all(num_workers: int) -> Iterable[int]:
     return itertools.chain.from_iterable(map(own_numbers, range(num_workers)))
 
 
-def shared(strategy: uo.Strategy, rank: int) -> DealtDataset:
+def shared(strategy: uo.Strategy, rank: int) -> DistributedInput:
     loader = DataLoader(numbers(0, 37), batch_size=10, shuffle=True)
     return strategy.experimental_distribute_dataset(loader)
 
 
-def by_file(strategy: uo.Strategy, rank: int) -> DealtDataset:
+def by_file(strategy: uo.Strategy, rank: int) -> DistributedInput:
     ends = itertools.accumulate(FILE_SIZES, initial=0)
     files: ConcatDataset[Any] = ConcatDataset([numbers(*pair) for pair in itertools.pairwise(ends)])
     loader = DataLoader(files, batch_size=7, shuffle=True)
@@ -65,14 +65,14 @@ def by_file(strategy: uo.Strategy, rank: int) -> DealtDataset:
     return strategy.experimental_distribute_dataset(loader, options)
 
 
-def not_sharded(strategy: uo.Strategy, rank: int) -> DealtDataset:
+def not_sharded(strategy: uo.Strategy, rank: int) -> DistributedInput:
     own = own_numbers(rank)
     loader = DataLoader(numbers(own.start, own.stop), batch_size=6, shuffle=True)
     options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.OFF)
     return strategy.experimental_distribute_dataset(loader, options)
 
 
-def by_function(strategy: uo.Strategy, rank: int) -> DealtDataset:
+def by_function(strategy: uo.Strategy, rank: int) -> DistributedInput:
     def make(context: uo.InputContext) -> Any:
         own = own_numbers(context.input_pipeline_id)
         return DataLoader(numbers(own.start, own.stop), batch_size=2, shuffle=True)
@@ -80,7 +80,7 @@ def by_function(strategy: uo.Strategy, rank: int) -> DealtDataset:
     return strategy.distribute_datasets_from_function(make)
 
 
-def for_the_last_alone(strategy: uo.Strategy, rank: int) -> DealtDataset:
+def for_the_last_alone(strategy: uo.Strategy, rank: int) -> DistributedInput:
     """The others never see a batch of their own."""
 
     def make(context: uo.InputContext) -> Any:

@@ -9,9 +9,7 @@ from unisono.costs.between_workers import (
     phases_of,
     step_bytes,
 )
-from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
-from unisono.costs.measured import Measured, errors_between, fitted, predicted_seconds
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
 from unisono.costs.rounds import Phase, busiest_share, line_of, num_steps, seconds_of
 from unisono.costs.schedules import schedule_line, schedule_seconds
@@ -23,25 +21,18 @@ __all__ = [
     "Cluster",
     "Line",
     "Link",
-    "Measured",
     "Phase",
-    "Sample",
     "Tuning",
     "algorithms_for",
     "best_bytes_per_pack",
     "busiest_share",
     "current_tuning",
-    "errors_between",
     "first_bytes_for_parts",
-    "fit_link",
-    "fit_memory",
-    "fitted",
     "hierarchical_for",
     "line_of",
     "num_steps",
     "one_step_pays",
     "phases_of",
-    "predicted_seconds",
     "read_tuning",
     "schedule_line",
     "schedule_seconds",

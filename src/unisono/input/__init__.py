@@ -1,24 +1,24 @@
-"""How one host's input is dealt to its replicas."""
+"""The input of a strategy, in four stages: source, split, place, prefetch."""
 
 from unisono.input.arrays import ArrayDataset, numpy_dataset
-from unisono.input.context import (
+from unisono.input.dataset import DistributedDataset
+from unisono.input.element_spec import TensorSpec
+from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
+from unisono.input.iterator import DistributedIterator, OptionalElement
+from unisono.input.options import (
     DEFAULT_INPUT_OPTIONS,
+    AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
 )
-from unisono.input.counts import counts_of
-from unisono.input.dataset import DistributedDataset
-from unisono.input.element_spec import TensorSpec
-from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
-from unisono.input.iterator import DistributedIterator, OptionalElement
-from unisono.input.sharding import (
-    AutoShardPolicy,
+from unisono.input.splits import (
+    counts_of,
     even_sizes,
     filled_slices,
     fixed_sizes,
-    legacy_sizes,
+    tensorflow_sizes,
 )
 
 __all__ = [
@@ -38,7 +38,7 @@ __all__ = [
     "even_sizes",
     "filled_slices",
     "fixed_sizes",
-    "legacy_sizes",
     "numpy_dataset",
+    "tensorflow_sizes",
     "values_from_function",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.layout import is_column
+from unisono.input.splits import is_column
 from unisono.kernels import check_layout
 from unisono.values import as_tensor, take_apart
 
@@ -30,7 +30,7 @@ class ArrayDataset(TensorDataset):
         if len(set(sizes.values())) != 1 or "no rows" in sizes.values():
             listed = ", ".join(f"{path} has {size}" for path, size in sizes.items()) or "nothing"
             raise UnsupportedError(
-                f"Arrays of one dataset must have one number of rows, got: {listed}."
+                f"All arrays of a dataset must have the same number of rows, got: {listed}."
             )
         super().__init__(*tensors)
 

@@ -10,30 +10,34 @@ from torch.utils.data import DataLoader
 
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.context import (
+from unisono.input.element_spec import specs_of
+from unisono.input.iterator import DistributedIterator
+from unisono.input.options import (
+    AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
     check_input_options,
 )
-from unisono.input.deals import OwnBatches, SharedBatches, WholeBatches
-from unisono.input.element_spec import specs_of
-from unisono.input.files import of_own_files
-from unisono.input.iterator import Deal, Dealt, DistributedIterator
-from unisono.input.passes import Pass, Progress
 from unisono.input.placement import Placement
-from unisono.input.readers import Readers, readers_of
-from unisono.input.samplers import check_share, of_all_samples
-from unisono.input.sharding import AutoShardPolicy
-from unisono.input.source import Source
-from unisono.input.sources import as_source
-from unisono.input.splitting import Splitter
+from unisono.input.sources import (
+    Epoch,
+    Progress,
+    Readers,
+    Source,
+    as_source,
+    check_share,
+    of_all_samples,
+    of_own_files,
+    readers_of,
+)
+from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
 from unisono.reductions import Workers
 from unisono.values import PerReplica
 
 
-class DealtDataset(Dealt):
-    """What all distributed datasets do: iterate, and save and resume in the middle of a pass.
+class DistributedInput:
+    """What all distributed datasets do: iterate, and save and resume in the middle of an epoch.
 
     Args:
         sources: What batches are drawn from, all of them at each step.
@@ -71,17 +75,17 @@ class DealtDataset(Dealt):
 
     @property
     def options(self) -> InputOptions:
-        """See `Dealt.options`."""
+        """How it is fetched."""
         return self._options
 
     @property
     def placement(self) -> Placement:
-        """See `Dealt.placement`."""
+        """Where the parts go."""
         return self._placement
 
     @property
     def is_wrapped(self) -> bool:
-        """See `Dealt.is_wrapped`."""
+        """Whether elements hold `PerReplica` values. They do unless there is only one replica."""
         return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
 
     @property
@@ -113,48 +117,50 @@ class DealtDataset(Dealt):
 
     @property
     def steps_per_batch(self) -> int:
-        """Over how many steps each batch is dealt."""
+        """Over how many steps each batch is split."""
         return 1
 
-    def deal(self, opened: Pass) -> Deal:
-        """Says how the batches of a pass are dealt."""
+    def split(self, epoch: Epoch) -> SplitEpoch:
+        """Says how the batches of an epoch are split over the replicas."""
         raise NotImplementedError
 
     def __iter__(self) -> DistributedIterator:
         pending, self._pending = self._pending, None
-        deal = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
-        iterator = DistributedIterator(self, deal)
+        split = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
+        iterator = DistributedIterator(self, split)
         self._latest = weakref.ref(iterator)
         return iterator
 
-    def begin(self) -> Deal:
-        """See `Dealt.begin`."""
+    def begin(self) -> SplitEpoch:
+        """Begins an epoch."""
         self._leave_latest()
-        return self._started(Pass.begin(self._sources, self._readers, self._progress.anew()))
+        return self._started(Epoch.begin(self._sources, self._readers, self._progress.anew()))
 
-    def resume(self, progress: Progress, *, refetch: bool) -> Deal:
-        """See `Dealt.resume`."""
+    def resume(self, progress: Progress, *, refetch: bool) -> SplitEpoch:
+        """Begins an epoch where another one was saved."""
         if progress.batches_per_step != self.batches_per_step:
             raise UnsupportedError(
-                f"The saved state is of {progress.batches_per_step} batches a step, this input "
-                f"takes {self.batches_per_step}. Resume with the same number of replicas."
+                f"The saved state is of an input with {progress.batches_per_step} batches per "
+                f"step, but this one takes {self.batches_per_step}. Resume with the same number of "
+                "replicas."
             )
         if progress.steps_per_batch != self.steps_per_batch:
             raise UnsupportedError(
-                f"The saved state is of {progress.steps_per_batch} steps a batch, this input "
-                f"makes {self.steps_per_batch}. Resume with the same policy and as many workers."
+                f"The saved state is of an input with {progress.steps_per_batch} steps per batch, "
+                f"but this one makes {self.steps_per_batch}. Resume with the same policy and the "
+                "same number of workers."
             )
         self._leave_latest()
-        return self._started(Pass.resume(self._sources, self._readers, progress, refetch=refetch))
+        return self._started(Epoch.resume(self._sources, self._readers, progress, refetch=refetch))
 
-    def _started(self, opened: Pass) -> Deal:
-        self._progress = opened.progress
-        return self.deal(opened)
+    def _started(self, epoch: Epoch) -> SplitEpoch:
+        self._progress = epoch.progress
+        return self.split(epoch)
 
     def _leave_latest(self) -> None:
-        """Stops an older pass from drawing where the next one is about to."""
+        """Stops an older epoch from drawing where the next one is about to."""
         latest = None if self._latest is None else self._latest()
-        if latest is not None and any(source.has_one_pass for source in self._sources):
+        if latest is not None and any(source.has_one_epoch for source in self._sources):
             latest.close()
 
     if TYPE_CHECKING:
@@ -176,18 +182,18 @@ class DealtDataset(Dealt):
             return getattr(loader, name)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far the latest pass is: its steps, and the random state that it began with.
+        """Returns how far the latest epoch is: its steps, and the random state that it began with.
 
         What was fetched ahead but not handed out does not count. `torch.save` takes it.
         """
         return (self._pending[0] if self._pending else self._progress).state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
-        """Makes the next pass go on where another one was saved.
+        """Makes the next epoch go on where another one was saved.
 
         The sampler's order is replayed, what was consumed is skipped, and the global random
         generators are left alone: with their state restored as well, and the same input, the
-        rest of the pass gives the same bits. Without workers a map-style `DataLoader` fetches
+        rest of the epoch gives the same bits. Without workers a map-style `DataLoader` fetches
         nothing to get there; other inputs are drawn and dropped.
 
         Args:
@@ -203,13 +209,13 @@ class DealtDataset(Dealt):
         """Returns how many batches each source gives, if that says how many steps there are."""
         if self._readers.are_apart:
             raise TypeError(
-                "Each worker has data of its own, so none knows how many steps there are before "
-                "all have come to their end."
+                "Each worker reads its own data, so the number of steps is known only when all of "
+                "them have reached the end. Iterate without `len()`."
             )
         return [len(source) for source in self._sources]
 
 
-class DistributedDataset(DealtDataset):
+class DistributedDataset(DistributedInput):
     """Global batches, each split over the replicas.
 
     Args:
@@ -232,12 +238,11 @@ class DistributedDataset(DealtDataset):
         options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
-                "A dataset is split over the replicas, so there is one a worker: "
-                f"{InputReplicationMode.PER_REPLICA} works with "
-                "`distribute_datasets_from_function` alone."
+                "There is one dataset per worker, and it is split over the replicas. Use "
+                f"`distribute_datasets_from_function` for {InputReplicationMode.PER_REPLICA}."
             )
-        if isinstance(source, Dealt):
-            raise UnsupportedError("This dataset is distributed already; iterate it as it is.")
+        if isinstance(source, DistributedInput):
+            raise UnsupportedError("This dataset is already distributed. Iterate over it directly.")
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
@@ -254,7 +259,7 @@ class DistributedDataset(DealtDataset):
 
     @property
     def steps_per_batch(self) -> int:
-        """See `DealtDataset.steps_per_batch`.
+        """See `DistributedInput.steps_per_batch`.
 
         A worker whose batches are its own makes parts for the replicas of all workers of each,
         and uses as many a step as it has replicas. So a step is of one global batch in all.
@@ -263,17 +268,17 @@ class DistributedDataset(DealtDataset):
 
     @property
     def static_batch_size(self) -> int | None:
-        """See `DealtDataset.static_batch_size`."""
+        """See `DistributedInput.static_batch_size`."""
         size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
         return None if size is None or size % num_replicas else size // num_replicas
 
-    def deal(self, opened: Pass) -> Deal:
-        """See `DealtDataset.deal`."""
-        splitter = Splitter(self.options, opened.sources[0].batch_size)
+    def split(self, epoch: Epoch) -> SplitEpoch:
+        """See `DistributedInput.split`."""
+        splitter = Splitter(self.options, epoch.sources[0].batch_size)
         if not self.is_wrapped:
-            return WholeBatches(opened, splitter)
+            return WholeBatches(epoch, splitter)
         kind = OwnBatches if self._is_fixed else SharedBatches
-        return kind(opened, splitter, len(self.placement.devices), self._context)
+        return kind(epoch, splitter, len(self.placement.devices), self._context)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

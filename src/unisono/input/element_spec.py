@@ -9,17 +9,20 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.context import InputOptions
-from unisono.input.layout import lay_out
-from unisono.input.loaders import LoaderSource
-from unisono.input.random_state import random_state, set_random_state
-from unisono.input.source import Source
-from unisono.input.sources import IterableSource
+from unisono.input.options import InputOptions
+from unisono.input.sources import (
+    IterableSource,
+    LoaderSource,
+    Source,
+    random_state,
+    set_random_state,
+)
+from unisono.input.splits import lay_out
 from unisono.values import Tree
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor of the input.
+    """The shape and dtype of a tensor of the input.
 
     Attributes:
         shape: Its shape, with None where the size may differ from step to step.
@@ -44,8 +47,8 @@ def specs_of(
     """
     if callable(options.split):
         raise UnsupportedError(
-            "Batches are split by a function of the program, so `element_spec` cannot know what "
-            "it makes. Take the first element, and read the shapes and dtypes of its tensors."
+            "`element_spec` is not known because your `split` function makes the parts. Take the "
+            "first element, and read the shapes and dtypes of its tensors."
         )
     before = random_state(())
     try:
@@ -76,6 +79,6 @@ def _example(source: Source) -> Any:
     if isinstance(source, IterableSource):
         return next(source.open())
     raise UnsupportedError(
-        "This input gives its batches once, so `element_spec` cannot look at one. Take the first "
-        "element, and read the shapes and dtypes of its tensors."
+        "`element_spec` is not known because this input gives its batches only once. Take the "
+        "first element, and read the shapes and dtypes of its tensors."
     )

@@ -8,30 +8,25 @@ from typing import Any, TypeAlias
 from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.context import (
+from unisono.input.dataset import DistributedInput
+from unisono.input.options import (
+    AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
     ValueContext,
     check_input_options,
 )
-from unisono.input.dataset import DealtDataset
-from unisono.input.iterator import Deal
-from unisono.input.passes import Pass
-from unisono.input.readers import readers_of
-from unisono.input.samplers import check_share
-from unisono.input.sharding import AutoShardPolicy
-from unisono.input.source import Source
-from unisono.input.sources import FunctionSource, as_source
-from unisono.input.splitting import MISSING, Parts, Splitter, grouped
+from unisono.input.sources import Epoch, FunctionSource, Source, as_source, check_share, readers_of
+from unisono.input.splits import BatchPerReplica, SplitEpoch, Splitter, grouped
 from unisono.reductions import Workers
 from unisono.values import take_apart
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
 
-class DistributedDatasetsFromFunction(DealtDataset):
-    """Batches of per-replica size that `dataset_fn` makes, dealt whole: one a replica and step.
+class DistributedDatasetsFromFunction(DistributedInput):
+    """Batches of per-replica size that `dataset_fn` makes, one for each replica and step.
 
     In the last step the replicas that are left without a batch get a sample of another one, which
     counts nothing. The step is dropped if the `DataLoader` drops incomplete batches, too. Of many
@@ -41,7 +36,7 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once a replica with `PER_REPLICA`.
+            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
         input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
         devices: The devices of this host's replicas.
         options: How batches are fetched.
@@ -61,8 +56,8 @@ class DistributedDatasetsFromFunction(DealtDataset):
         options = check_input_options(options)
         if options.auto_shard_policy is not AutoShardPolicy.AUTO:
             raise UnsupportedError(
-                "What a function makes is shared by the function, which is told which pipeline it "
-                f"makes: `auto_shard_policy` must be AUTO, got {options.auto_shard_policy.name}."
+                f"`auto_shard_policy` must be AUTO here, got {options.auto_shard_policy.name}. "
+                "Your function decides what each worker reads: shard by its `InputContext`."
             )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -78,12 +73,12 @@ class DistributedDatasetsFromFunction(DealtDataset):
 
     @property
     def batches_per_step(self) -> int:
-        """See `DealtDataset.batches_per_step`."""
+        """See `DistributedInput.batches_per_step`."""
         return self._batches_per_step
 
-    def deal(self, opened: Pass) -> Deal:
-        """See `DealtDataset.deal`."""
-        return _WholeSteps(opened, Splitter(self.options))
+    def split(self, epoch: Epoch) -> SplitEpoch:
+        """See `DistributedInput.split`."""
+        return BatchPerReplica(epoch, Splitter(self.options))
 
     def __len__(self) -> int:
         per_step = self.batches_per_step
@@ -92,26 +87,12 @@ class DistributedDatasetsFromFunction(DealtDataset):
         return max(-(-num_batches // per_step) for num_batches in self._num_batches())
 
 
-class _WholeSteps(Deal):
-    def draw(self) -> Parts:
-        per_step = self.opened.progress.batches_per_step
-        drawn = [next(batches, MISSING) for batches in self.opened.batches for _ in range(per_step)]
-        num_missing = sum(batch is MISSING for batch in drawn)
-        drops_rest = any(source.drops_rest for source in self.opened.sources)
-        if num_missing == len(drawn) or (num_missing and drops_rest):
-            raise StopIteration
-        parts = self.splitter.join(drawn)
-        if parts is None:
-            raise StopIteration
-        return parts
-
-
 def values_from_function(
     value_fn: Callable[[ValueContext], Any],
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
 ) -> Any:
-    """Calls `value_fn` once a replica and returns the structure with `PerReplica` leaves.
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
     Args:
         value_fn: Makes the value of a replica. It is used as it is, wherever it lives.
@@ -143,4 +124,4 @@ def _source(made: Any) -> Source:
     try:
         return as_source(made)
     except UnsupportedError as error:
-        raise UnsupportedError(f"`dataset_fn` returned no batches. {error}") from error
+        raise UnsupportedError(f"`dataset_fn` did not return batches. {error}") from error

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from unisono.devices import Device, cpu_slots, this_machine
-from unisono.input.splitting import Parts
+from unisono.input.splits import SplitBatch
 from unisono.values import map_leaves, tensors_of
 
 
 @dataclass(frozen=True)
-class Placed:
+class PlacedBatch:
     """One step's input on its devices, where the copies may still be under way.
 
     Attributes:
@@ -24,14 +24,14 @@ class Placed:
         copied: For each GPU, what it waits for before it may read.
     """
 
-    parts: Parts
+    parts: SplitBatch
     copied: dict[torch.device, torch.cuda.Event]
 
 
 class Placement:
     """Copies the part of each replica to its device.
 
-    What is on a GPU is copied from pinned memory and on a stream of its own, so that neither the
+    What is on a GPU is copied from pinned memory and on a separate stream, so that neither the
     host nor the GPU's other work waits for it. CPU devices share the host's memory: their parts
     stay where they are.
     """
@@ -43,10 +43,10 @@ class Placement:
         gpus = [target for target in dict.fromkeys(self._targets) if target.type == "cuda"]
         self._streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}
 
-    def place(self, parts: Parts) -> Placed:
+    def place(self, parts: SplitBatch) -> PlacedBatch:
         """Starts the copies. Any thread may do this."""
         if not self._streams:
-            return Placed(parts, {})
+            return PlacedBatch(parts, {})
         for stream in self._streams.values():
             _wait_for_gpu_tensors(stream, parts)
         leaves = [
@@ -57,7 +57,7 @@ class Placement:
             for leaf in parts.leaves
         ]
         copied = {gpu: stream.record_event() for gpu, stream in self._streams.items()}
-        return Placed(replace(parts, leaves=leaves), copied)
+        return PlacedBatch(replace(parts, leaves=leaves), copied)
 
     def _copied(self, component: Any, target: torch.device) -> Any:
         if isinstance(component, (list, tuple)):
@@ -70,7 +70,7 @@ class Placement:
         with torch.cuda.stream(self._streams[target]):
             return component.to(target, non_blocking=True)
 
-    def hand_out(self, placed: Placed) -> Parts:
+    def hand_out(self, placed: PlacedBatch) -> SplitBatch:
         """Makes what the caller does next on the GPUs wait for the copies."""
         for gpu, event in placed.copied.items():
             current = torch.cuda.current_stream(gpu)
@@ -83,7 +83,7 @@ class Placement:
         return placed.parts
 
 
-def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: Parts) -> None:
+def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: SplitBatch) -> None:
     """Input that was made on a GPU may still be in the making, on the stream of this thread."""
     made_on = {tensor.device for tensor in tensors_of(parts.leaves) if tensor.is_cuda}
     for gpu in made_on:

@@ -1,4 +1,4 @@
-"""Steps drawn ahead of use, on a thread of their own.
+"""Steps drawn ahead of use, on a separate thread.
 
 draw, draw, draw ...  ->  at most `size` steps  ->  next(), next() ...
 """
@@ -17,7 +17,7 @@ T = TypeVar("T")
 _PATIENCE_S = 10.0
 
 
-class Drawn(Iterator[T]):
+class Steps(Iterator[T]):
     """Draws each step when it is asked for.
 
     Args:
@@ -34,7 +34,7 @@ class Drawn(Iterator[T]):
         """Draws no more."""
 
 
-class ReadAhead(Drawn[T]):
+class Prefetcher(Steps[T]):
     """Draws the first step when it is asked for, and from then on up to `size` steps ahead.
 
     Steps come in order. An error that `draw` raises is raised by the `next` of its step, and
@@ -65,7 +65,7 @@ class ReadAhead(Drawn[T]):
             raise
 
     def close(self) -> None:
-        """See `Drawn.close`."""
+        """See `Steps.close`."""
         if self._buffer is not None:
             self._stop()
 
@@ -102,7 +102,7 @@ class _Buffer(Generic[T]):
             if error is not None:
                 raise error
         finally:
-            # The traceback holds this frame, and with the error in it the source: for ever.
+            # The traceback holds this frame, and with the error in it the source: forever.
             del error
         return step  # type: ignore[return-value]
 

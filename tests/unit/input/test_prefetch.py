@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 
 from unisono.devices import cpu_slots
 from unisono.input import DistributedDataset, InputOptions
-from unisono.input.prefetch import ReadAhead
-from unisono.input.sources import as_source
+from unisono.input.prefetch import Prefetcher
+from unisono.input.sources.kinds import as_source
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
@@ -44,7 +44,7 @@ class Counter:
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_exactly_as_many_steps_as_asked_are_drawn_ahead(size: int) -> None:
     counter = Counter()
-    steps = ReadAhead(counter, size)
+    steps = Prefetcher(counter, size)
 
     assert next(steps) == 1
     assert counter.reaches(1 + size)
@@ -56,7 +56,7 @@ def test_exactly_as_many_steps_as_asked_are_drawn_ahead(size: int) -> None:
 
 def test_nothing_is_drawn_before_the_first_step() -> None:
     counter = Counter()
-    steps = ReadAhead(counter, 2)
+    steps = Prefetcher(counter, 2)
 
     assert counter.num_drawn == 0
     assert input_threads() == []
@@ -65,14 +65,14 @@ def test_nothing_is_drawn_before_the_first_step() -> None:
 
 def test_steps_come_in_order() -> None:
     numbers = iter(range(200))
-    steps = ReadAhead(lambda: next(numbers), 3)
+    steps = Prefetcher(lambda: next(numbers), 3)
 
     assert list(steps) == list(range(200))
 
 
 def test_the_first_step_is_drawn_by_the_caller_and_the_others_by_one_thread() -> None:
     calls = iter([threading.current_thread] * 5)
-    first, *others = ReadAhead(lambda: next(calls)(), 2)
+    first, *others = Prefetcher(lambda: next(calls)(), 2)
 
     assert first is threading.current_thread()
     assert len(set(others)) == 1
@@ -80,13 +80,13 @@ def test_the_first_step_is_drawn_by_the_caller_and_the_others_by_one_thread() ->
 
 
 def test_the_thread_ends_with_the_last_step() -> None:
-    list(ReadAhead(iter(range(3)).__next__, 2))
+    list(Prefetcher(iter(range(3)).__next__, 2))
 
     assert input_threads() == []
 
 
 def test_the_thread_of_an_abandoned_reader_ends() -> None:
-    steps = ReadAhead(Counter(), 2)
+    steps = Prefetcher(Counter(), 2)
     next(steps)
     assert len(input_threads()) == 1
 
@@ -96,7 +96,7 @@ def test_the_thread_of_an_abandoned_reader_ends() -> None:
 
 
 def test_a_reader_in_a_reference_cycle_is_collected_with_its_thread() -> None:
-    cycle: list[object] = [ReadAhead(Counter(), 2)]
+    cycle: list[object] = [Prefetcher(Counter(), 2)]
     cycle.append(cycle)
     next(cycle[0])  # type: ignore[call-overload]
 
@@ -136,7 +136,7 @@ def test_a_reader_does_not_keep_the_interpreter_from_ending() -> None:
 def test_an_error_does_not_end_the_steps() -> None:
     outcomes: list[Callable[[], int]] = [lambda: 1, lambda: 1 // 0, lambda: 3]
     calls = iter(outcomes)
-    steps = ReadAhead(lambda: next(calls)(), 2)
+    steps = Prefetcher(lambda: next(calls)(), 2)
 
     assert next(steps) == 1
     with pytest.raises(ZeroDivisionError):

@@ -27,7 +27,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
 )
-from unisono.input.dataset import DealtDataset
+from unisono.input.dataset import DistributedInput
 from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
@@ -82,7 +82,7 @@ def from_function(source: Any) -> DistributedDatasetsFromFunction:
     return DistributedDatasetsFromFunction(lambda _: source, InputContext(1, 0, 2), cpu_slots(2))
 
 
-MAKERS: dict[str, Callable[[], DealtDataset]] = {
+MAKERS: dict[str, Callable[[], DistributedInput]] = {
     "in order": lambda: split_over_two(loader()),
     "shuffled": lambda: split_over_two(loader(shuffle=True)),
     "own generator": lambda: split_over_two(
@@ -108,7 +108,7 @@ MAKERS: dict[str, Callable[[], DealtDataset]] = {
 class Training:
     """A loop that draws random numbers itself, and can be saved in the middle of a pass."""
 
-    def __init__(self, dataset: DealtDataset) -> None:
+    def __init__(self, dataset: DistributedInput) -> None:
         self.dataset = dataset
         self.seen: list[Any] = []
         self.saved = b""
@@ -368,7 +368,9 @@ def test_an_input_that_is_shorter_than_the_saved_one_is_refused() -> None:
     resumed = split_over_two([torch.arange(2)] * 2)
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match="3 batches into the input, which has only 2"):
+    with pytest.raises(
+        UnsupportedError, match="3 batches into the input, but this input has only 2"
+    ):
         iter(resumed)
 
 
@@ -377,7 +379,7 @@ def test_a_state_of_other_generators_is_refused() -> None:
     resumed = split_over_two(loader())
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match=r"with 1 random generators .* has 1 with 0"):
+    with pytest.raises(UnsupportedError, match=r"with 1 random generators.* has 1 sources with 0"):
         iter(resumed)
 
 
@@ -386,13 +388,13 @@ def test_a_state_of_another_number_of_batches_a_step_is_refused() -> None:
     resumed = split_over_two(loader())
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match="2 batches a step, this input takes 1"):
+    with pytest.raises(UnsupportedError, match="2 batches per step, but this one takes 1"):
         iter(resumed)
 
 
 @pytest.mark.parametrize("wrong", [None, {}, {"num_steps": 3}], ids=str)
 def test_what_is_no_state_is_refused(wrong: Any) -> None:
-    with pytest.raises(UnsupportedError, match="state of an input holds"):
+    with pytest.raises(UnsupportedError, match="state of an input must have"):
         split_over_two(loader()).load_state_dict(wrong)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.devices import cpu_slots
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.input import InputOptions, counts_of
-from unisono.input.splitting import MISSING, Splitter
+from unisono.input.splits.splitter import MISSING, Splitter
 from unisono.values import PerReplica, select_replica
 
 
@@ -196,7 +196,7 @@ def test_a_sparse_batch_is_split_along_its_first_dimension() -> None:
 
 
 def test_batches_of_different_structure_are_not_joined() -> None:
-    with pytest.raises(ReplicaMismatchError, match=r"replica 1 holds \['b'\], .* 0 \['a'\]"):
+    with pytest.raises(ReplicaMismatchError, match=r"replica 1 holds \['b'\], .* 0 holds \['a'\]"):
         Splitter().join([{"a": 1}, {"b": 1}])
 
 

@@ -34,10 +34,17 @@ TYPES: dict[str, Any] = {
 }
 
 
-def manifests() -> list[dict[str, Any]]:
-    page = (ROOT / "docs" / "launchers.md").read_text()
-    (text,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+def manifests(source: str = "docs/launchers.md") -> list[dict[str, Any]]:
+    text = (ROOT / source).read_text()
+    if source.endswith(".md"):
+        (text,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     return list(yaml.safe_load_all(text))
+
+
+# The page, and the file to copy.
+each_source = pytest.mark.parametrize(
+    "source", ["docs/launchers.md", "examples/jobs/kubernetes.yaml"]
+)
 
 
 def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
@@ -70,8 +77,9 @@ def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     return found
 
 
-def test_the_manifest_of_the_documentation_keeps_to_the_schema() -> None:
-    for manifest in manifests():
+@each_source
+def test_the_manifest_of_the_documentation_keeps_to_the_schema(source: str) -> None:
+    for manifest in manifests(source):
         assert faults(manifest, SCHEMAS[manifest["kind"]], manifest["kind"]) == []
 
 
@@ -83,8 +91,9 @@ def test_the_schema_finds_faults() -> None:
     assert len(faults(job, SCHEMAS["Job"], "job")) == 3
 
 
-def test_the_manifest_of_the_documentation_describes_a_cluster() -> None:
-    service, job = manifests()
+@each_source
+def test_the_manifest_of_the_documentation_describes_a_cluster(source: str) -> None:
+    service, job = manifests(source)
     spec = job["spec"]
     pod = spec["template"]["spec"]
     variables = {one["name"]: one.get("value", "") for one in pod["containers"][0]["env"]}

@@ -1,0 +1,173 @@
+"""Workers that read data of their own are kept in step, and end together.
+
+worker 0   0 1   .     .        a worker that has no more gets samples that count nothing
+worker 1   0 1   2 3   4        until nobody has any
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.errors import CommunicationError
+from unisono.input.placement import PlacedBatch, Placement
+from unisono.input.prefetch import Steps
+from unisono.input.sources import Progress
+from unisono.input.splits import MISSING, Splitter, grouped
+from unisono.reductions import Workers
+from unisono.values import Tree, map_leaves
+
+
+class _State(enum.IntEnum):
+    """What a worker has for the next step."""
+
+    STEP = 0
+    # A step that must be replaced by an empty one, and cannot be.
+    WHOLE_STEP = 1
+    END = 2
+    # The end, and it does not know what a batch looks like.
+    END_UNSEEN = 3
+    FAILED = 4
+
+    @property
+    def is_step(self) -> bool:
+        return self in (_State.STEP, _State.WHOLE_STEP)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What all workers have for one step."""
+
+    states: list[_State]
+    counts: tuple[int, ...]
+
+    @property
+    def is_last(self) -> bool:
+        """Whether there is no step: nobody has one, or one is missing that cannot be empty."""
+        num_steps = sum(state.is_step for state in self.states)
+        is_missing = num_steps < len(self.states)
+        return num_steps == 0 or (is_missing and _State.WHOLE_STEP in self.states)
+
+
+class Lockstep(Steps[PlacedBatch]):
+    """The steps of this worker, one for each step of the others.
+
+    The workers tell each other what they have when the next step is asked for, on the thread that
+    asks: collectives are called in one order. A step for which nobody has a sample is left out.
+
+    Args:
+        steps: What this worker reads. It may be drawn ahead.
+        workers: All workers.
+        placement: Where batches go that count nothing.
+        progress: Counts the steps that are left out.
+        splitter: Makes them.
+    """
+
+    def __init__(
+        self,
+        steps: Steps[PlacedBatch],
+        workers: Workers,
+        placement: Placement,
+        progress: Progress,
+        splitter: Splitter,
+    ) -> None:
+        self._steps = steps
+        self._workers = workers
+        self._placement = placement
+        self._progress = progress
+        self._splitter = splitter
+        self._num_replicas = len(placement.devices)
+        self._has_ended = False
+        # What a replica gets in a step for which this worker has no samples.
+        self._spare: Any = MISSING
+        self._tree: Tree | None = None
+
+    def __next__(self) -> PlacedBatch:
+        while True:
+            placed = self._agreed()
+            if any(placed.parts.counts):
+                return placed
+            self._progress.num_steps += 1
+            self._progress.num_left_out += 1
+
+    def close(self) -> None:
+        """See `Steps.close`."""
+        self._steps.close()
+
+    def _agreed(self) -> PlacedBatch:
+        """Returns the next step of this worker, which counts nothing if only others have one."""
+        failure: Exception | None = None
+        placed: PlacedBatch | None = None
+        try:
+            placed = self._own()
+        except Exception as error:
+            failure = error
+        told = self._tell(placed, failure)
+        if _State.FAILED in told.states:
+            self._fail(failure, told)
+        if told.is_last:
+            raise StopIteration
+        if _State.END_UNSEEN in told.states:
+            self._show()
+        if placed is None:
+            spares = [self._splitter.spare(self._spare) for _ in range(self._num_replicas)]
+            placed = self._placement.place(grouped(spares, told.counts, self._tree))
+        return replace(placed, parts=replace(placed.parts, counts=told.counts))
+
+    def _own(self) -> PlacedBatch | None:
+        if self._has_ended:
+            return None
+        try:
+            placed = next(self._steps)
+        except StopIteration:
+            self._has_ended = True
+            return None
+        if self._spare is MISSING:
+            parts = self._placement.hand_out(placed)
+            self._spare, self._tree = self._splitter.spare(parts.part(0)), parts.tree
+        return placed
+
+    def _tell(self, placed: PlacedBatch | None, failure: Exception | None) -> _Round:
+        counts, is_counted = (0,) * self._num_replicas, True
+        if placed is not None:
+            counts, is_counted = placed.parts.counts, placed.parts.is_counted
+        own = torch.tensor([self._state(placed, failure), is_counted, *counts])
+        rows = [row.tolist() for row in self._workers.gather(own)]
+        counts = tuple(count for row in rows for count in row[2:])
+        if not all(row[1] for row in rows):
+            counts = tuple(min(count, 1) for count in counts)
+        return _Round([_State(row[0]) for row in rows], counts)
+
+    def _state(self, placed: PlacedBatch | None, failure: Exception | None) -> _State:
+        if failure is not None:
+            return _State.FAILED
+        if placed is None:
+            return _State.END_UNSEEN if self._spare is MISSING else _State.END
+        return _State.WHOLE_STEP if self._spare is MISSING else _State.STEP
+
+    def _fail(self, failure: Exception | None, told: _Round) -> None:
+        """Raises on every worker if one cannot read: the others would wait for it in vain."""
+        reasons = self._workers.gather_objects(None if failure is None else repr(failure))
+        if failure is not None:
+            raise failure
+        ranks = [rank for rank, reason in enumerate(reasons) if reason is not None]
+        listed = ", ".join(f"worker {rank} raised {reasons[rank]}" for rank in ranks)
+        raise CommunicationError(
+            f"Other workers failed to read their input: {listed}. Check their logs.", ranks
+        )
+
+    def _show(self) -> None:
+        """Shows those who have never seen a batch what one looks like."""
+        # In a tuple, because None may be a batch, too.
+        own = None if self._spare is MISSING else (map_leaves(_on_host, self._spare),)
+        shown = self._workers.gather_objects(own)
+        if self._spare is MISSING:
+            (self._spare,) = next(batch for batch in shown if batch is not None)
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,179 @@
+"""One epoch over the sources of a host: begun, or resumed where another was saved."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from unisono.arguments import check_int, in_words
+from unisono.errors import UnsupportedError
+from unisono.input.sources.random_state import RandomState, check_random_states, replayed
+from unisono.input.sources.readers import Readers
+from unisono.input.sources.source import Source
+
+
+@dataclass
+class Progress:
+    """How far an epoch is, and what it takes to get there again.
+
+    Attributes:
+        num_steps: Steps used. What was fetched ahead does not count.
+        num_left_out: Those of them that were not handed out, because no worker had a sample.
+        batches_per_step: Batches that each source gives a step.
+        steps_per_batch: Steps over which each batch is split.
+        batch_size: The size of a full batch, where the split depends on it.
+        at_start: The random generators before the sources were opened, of each worker that reads
+            its own data; None when no epoch is under way, because none was begun or the last
+            one came to its end.
+        at_first: The same, before the first batch was drawn.
+        was_running: Which sources kept something from an earlier epoch.
+    """
+
+    num_steps: int = 0
+    num_left_out: int = 0
+    batches_per_step: int = 1
+    steps_per_batch: int = 1
+    batch_size: int | None = None
+    at_start: tuple[RandomState, ...] | None = None
+    at_first: tuple[RandomState, ...] | None = None
+    was_running: tuple[bool, ...] = ()
+
+    def anew(self) -> Progress:
+        """Returns the progress of an epoch that is not begun."""
+        return Progress(
+            batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
+        )
+
+    @property
+    def num_consumed(self) -> int:
+        """How many batches of each source are used up."""
+        return self.num_steps // self.steps_per_batch * self.batches_per_step
+
+    @property
+    def is_amid_batch(self) -> bool:
+        """Whether the next batch was drawn and used in part."""
+        return self.num_steps % self.steps_per_batch > 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what `from_state_dict` reads."""
+        if self.at_start is None:
+            return asdict(self.anew())
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @classmethod
+    def from_state_dict(cls, state: Mapping[str, Any]) -> Progress:
+        """Reads what `state_dict` returned.
+
+        Raises:
+            UnsupportedError: If it is something else, or damaged.
+        """
+        names = {field.name for field in fields(cls)}
+        if not isinstance(state, Mapping) or set(state) != names:
+            found = in_words(list(state) if isinstance(state, Mapping) else state)
+            raise UnsupportedError(
+                f"The state of an input must have the keys {sorted(names)}, got {found}. Load what "
+                "its `state_dict()` returned."
+            )
+        for name in ("num_steps", "num_left_out"):
+            check_int(name, state[name], least=0)
+        for name in ("batches_per_step", "steps_per_batch"):
+            check_int(name, state[name], least=1)
+        if state["batch_size"] is not None:
+            check_int("batch_size", state["batch_size"], least=1)
+        running = state["was_running"]
+        if not isinstance(running, (list, tuple)) or not all(type(one) is bool for one in running):
+            raise UnsupportedError(f"`was_running` must be a tuple of bools, got {running!r}.")
+        for name in ("at_start", "at_first"):
+            if state[name] is not None:
+                check_random_states(name, state[name])
+        return cls(**state)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Sources that are being iterated, and how far they are."""
+
+    sources: Sequence[Source]
+    batches: Sequence[Iterator[Any]]
+    progress: Progress
+    readers: Readers
+
+    @classmethod
+    def begin(cls, sources: Sequence[Source], readers: Readers, progress: Progress) -> Epoch:
+        """Opens the sources as plain iteration would, with a progress that is new."""
+        generators = _generators(sources)
+        readers.prepare(generators)
+        progress.at_start = readers.states(generators)
+        progress.was_running = tuple(source.is_running for source in sources)
+        return cls(sources, [source.open() for source in sources], progress, readers)
+
+    @classmethod
+    def resume(
+        cls, sources: Sequence[Source], readers: Readers, progress: Progress, *, refetch: bool
+    ) -> Epoch:
+        """Opens the sources as they were opened then, and skips what was consumed.
+
+        The global random generators are left where they are: what they were when the state was
+        saved is not a matter of the input.
+        """
+        assert progress.at_start is not None
+        generators = _generators(sources)
+        readers.prepare(generators)
+        at_start = readers.own(progress.at_start)
+        _check(progress, at_start, sources, generators)
+        with replayed(at_start, generators):
+            for source, was_running in zip(sources, progress.was_running, strict=True):
+                if was_running and not source.is_running:
+                    source.start()
+        num_consumed = progress.num_consumed
+        with replayed(at_start, generators):
+            opened = [source.reopen(num_consumed, refetch=refetch) for source in sources]
+        batches = [batches for batches, _ in opened]
+        if progress.at_first is not None:
+            with replayed(readers.own(progress.at_first), generators):
+                num_found = max(skip() for _, skip in opened)
+                if progress.is_amid_batch:
+                    batches = [_with_next_drawn(one) for one in batches]
+            # Other workers may have more, so that this one was at its end before.
+            if not readers.are_apart:
+                _check_length(progress, num_found)
+        return cls(sources, batches, progress, readers)
+
+    def note_first_draw(self) -> None:
+        """Remembers the random generators, from which many a sampler draws only now."""
+        if self.progress.at_first is None:
+            self.progress.at_first = self.readers.states(_generators(self.sources))
+
+
+def _generators(sources: Sequence[Source]) -> list[Any]:
+    return list(dict.fromkeys(own for source in sources for own in source.generators))
+
+
+def _with_next_drawn(batches: Iterator[Any]) -> Iterator[Any]:
+    return itertools.chain(list(itertools.islice(batches, 1)), batches)
+
+
+def _check_length(progress: Progress, num_found: int) -> None:
+    """Raises unless there was a batch in each step; the last step may have lacked some."""
+    if num_found <= progress.num_consumed - progress.batches_per_step:
+        raise UnsupportedError(
+            f"The saved state is {progress.num_consumed} batches into the input, but this input "
+            f"has only {num_found}. Resume with the same dataset."
+        )
+
+
+def _check(
+    progress: Progress,
+    at_start: RandomState,
+    sources: Sequence[Source],
+    generators: Sequence[Any],
+) -> None:
+    then = len(progress.was_running), len(at_start["generators"])
+    now = len(sources), len(generators)
+    if then != now:
+        raise UnsupportedError(
+            f"The saved state is of {then[0]} sources with {then[1]} random generators, but this "
+            f"input has {now[0]} sources with {now[1]}. Resume with the same dataset and samplers."
+        )

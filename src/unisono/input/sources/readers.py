@@ -1,0 +1,73 @@
+"""Who reads the input: workers that all read the same batches, or each its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from unisono.communicators import IdentityCommunicator
+from unisono.errors import UnsupportedError
+from unisono.input.sources.random_state import RandomState, random_state, set_random_state
+from unisono.reductions import Workers
+
+
+class Readers:
+    """Workers that all read the same batches, each to keep its part; or a worker that is alone.
+
+    Args:
+        workers: All workers; None means that there is no other.
+    """
+
+    are_apart = False
+
+    def __init__(self, workers: Workers | None = None) -> None:
+        self.workers = workers or Workers(IdentityCommunicator())
+
+    def prepare(self, generators: Sequence[torch.Generator]) -> None:
+        """Makes all workers shuffle alike: they take over the random generators of the chief."""
+        if self.workers.are_many:
+            of_chief = self.workers.gather_objects(random_state(generators))[0]
+            set_random_state(of_chief, generators)
+
+    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
+        """Returns the random generators of all workers, as far as they may differ."""
+        return (random_state(generators),)
+
+    def own(self, states: Sequence[RandomState]) -> RandomState:
+        """Returns the state of this worker among those that `states` returned, then or now."""
+        if len(states) != 1:
+            raise UnsupportedError(
+                f"In the saved state {len(states)} workers read different data, but here all "
+                "workers read the same data. Resume with the same dataset and policy."
+            )
+        return states[0]
+
+
+class ReadersApart(Readers):
+    """Many workers, each with its own data."""
+
+    are_apart = True
+
+    def prepare(self, generators: Sequence[torch.Generator]) -> None:
+        """See `Readers.prepare`: everybody shuffles its own data as it likes."""
+
+    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
+        """See `Readers.states`. All are saved, so that what one worker saves serves all."""
+        return tuple(self.workers.gather_objects(random_state(generators)))
+
+    def own(self, states: Sequence[RandomState]) -> RandomState:
+        """See `Readers.own`."""
+        communicator = self.workers.communicator
+        if len(states) != communicator.size:
+            raise UnsupportedError(
+                f"In the saved state {len(states)} workers read different data, but this job has "
+                f"{communicator.size} workers. Resume with {len(states)} workers."
+            )
+        return states[communicator.rank]
+
+
+def readers_of(workers: Workers | None, *, own_data: bool) -> Readers:
+    """Says how the workers read: the same batches, or each its own."""
+    are_many = workers is not None and workers.are_many
+    return ReadersApart(workers) if own_data and are_many else Readers(workers)

@@ -1,0 +1,318 @@
+"""How a batch is laid out: its leaves, and along which dimension of each the samples lie.
+
+A list or tuple without a tensor in it, such as names or token lists, is a *column*: one leaf with
+one entry per sample. A list or tuple of tuples, or a tuple of lists, is not one column but several.
+Lists with a tensor per sample, such as images of different sizes, are columns where that is
+certain.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unisono.arguments import in_words
+from unisono.errors import UnsupportedError
+from unisono.values import DistributedValues, Tree, as_tensor, opened, take_apart
+
+Dims: TypeAlias = list[int | None]
+IsLeaf: TypeAlias = Callable[[Any, int], bool]
+
+# What torch has a dtype for: bool, signed, unsigned, float and complex.
+_NUMERIC = "biufc"
+_LAYOUTS = (torch.strided, torch.sparse_coo)
+_WAYS_OUT = (
+    "Pad them in `collate_fn`, name the dimension with `InputOptions(batch_dim=...)`, or split "
+    "batches yourself with `InputOptions(split=...)`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A batch taken apart.
+
+    Attributes:
+        tree: Its structure.
+        leaves: Its leaves; arrays of numbers are tensors now.
+        dims: For each leaf the dimension of its samples; None if every replica gets all of it.
+    """
+
+    tree: Tree
+    leaves: list[Any]
+    dims: Dims
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """How many samples each leaf holds that holds samples, by the name of the leaf."""
+        named = zip(self.tree.paths, self.leaves, self.dims, strict=True)
+        return {
+            path or "the batch": _length(leaf, dim) for path, leaf, dim in named if dim is not None
+        }
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples the batch holds; None if its leaves do not agree on that."""
+        sizes = set(self.sizes.values())
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def part(self, share: slice) -> list[Any]:
+        """Returns the leaves of some samples: views of the batch."""
+        return [
+            leaf if dim is None else _samples_of(leaf, dim, share)
+            for leaf, dim in zip(self.leaves, self.dims, strict=True)
+        ]
+
+
+def _samples_of(leaf: Any, dim: int, share: slice) -> Any:
+    if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
+        return leaf.narrow_copy(dim, share.start, share.stop - share.start)
+    return leaf[(slice(None),) * dim + (share,)] if dim else leaf[share]
+
+
+def _length(leaf: Any, dim: int) -> int:
+    if isinstance(leaf, Tensor):
+        # Not of its shape: a nested tensor has none.
+        return leaf.size(dim)
+    return int(leaf.shape[dim]) if isinstance(leaf, np.ndarray) else len(leaf)
+
+
+def lay_out(batch: Any, batch_dim: Any = None) -> Layout:
+    """Takes a batch apart, with the samples along `batch_dim` or else the first dimension."""
+    layout = _layout(batch, is_column)
+    if batch_dim is None:
+        return layout
+    wanted = _spread(layout.tree, batch, batch_dim)
+    named = zip(layout.tree.paths, layout.leaves, layout.dims, wanted, strict=True)
+    dims = [None if dim is None else _checked(path, leaf, own) for path, leaf, dim, own in named]
+    return dataclasses.replace(layout, dims=dims)
+
+
+class Reader:
+    """Finds out how batches are laid out.
+
+    Args:
+        batch_dim: What `InputOptions` say of it.
+        batch_size: The size of a full batch, if the source says so.
+    """
+
+    def __init__(self, batch_dim: Any = None, batch_size: int | None = None) -> None:
+        self._batch_dim = batch_dim
+        self._batch_size = batch_size
+        # Which lists of a batch had an entry per sample; then those of the others have, too.
+        self._lists: IsLeaf | None = None
+
+    def read(self, batch: Any) -> Layout:
+        """Returns the layout of a batch that is to be split. Its leaves agree on the samples."""
+        layout = lay_out(batch, self._batch_dim)
+        if self._batch_dim is None and not self._has_certain_rows(batch, layout):
+            lists = self._with_lists(batch)
+            if lists is not None:
+                return lists
+        _check_leaves(layout)
+        return layout
+
+    def count(self, batch: Any) -> int | None:
+        """Returns how many samples a batch holds, or None if its leaves do not agree on that."""
+        layout = lay_out(batch, self._batch_dim)
+        images = _images(batch)
+        if self._batch_dim is None and (layout.num_samples is None or images):
+            is_leaf = is_list if images is batch else is_inner_list
+            layout = _layout(batch, is_leaf)
+        return layout.num_samples
+
+    def some_of(self, batch: Any, share: slice) -> Any:
+        """Returns some samples of a batch that need not be split, if it is plain where they lie."""
+        layout = lay_out(batch, self._batch_dim)
+        if layout.num_samples is None or (self._batch_dim is None and _images(batch)):
+            return batch
+        return layout.tree.build(layout.part(share))
+
+    def _has_certain_rows(self, batch: Any, layout: Layout) -> bool:
+        """Whether the first dimension of every tensor is that of the samples."""
+        num_samples = layout.num_samples
+        if num_samples is None or self._lists is not None:
+            return False
+        images = _images(batch)
+        if num_samples == self._batch_size or not images:
+            return True
+        if len(images) == self._batch_size:
+            return False
+        if len({image.shape for image in images}) > 1 and num_samples <= _MOST_CHANNELS:
+            raise UnsupportedError(
+                f"A list of {len(images)} tensors of different sizes can be read in two ways: one "
+                f"sample per tensor, or {num_samples} samples in the first dimension of each. Use "
+                "`InputOptions(split=...)` with a function that splits the list for the first, and "
+                "`InputOptions(batch_dim=0)` for the second."
+            )
+        return True
+
+    def _with_lists(self, batch: Any) -> Layout | None:
+        """Reads lists as one entry per sample, if the batch makes certain that they are."""
+        for is_leaf in (self._lists,) if self._lists else (is_inner_list, is_list):
+            layout = _layout(batch, is_leaf)
+            if layout.num_samples is None:
+                continue
+            is_known = is_leaf is self._lists or layout.num_samples == self._batch_size
+            if is_known or (is_leaf is is_inner_list and any(map(_has_records, layout.leaves))):
+                self._lists = is_leaf
+                return layout
+        return None
+
+
+# An image has up to four: red, green, blue and how opaque it is.
+_MOST_CHANNELS = 4
+_IMAGE_DIMS = 3
+
+
+def _images(batch: Any) -> Sequence[Tensor]:
+    """Returns a list in `batch` that may hold one image per sample."""
+    return next(filter(_are_images, [batch, *_children(batch)]), ())
+
+
+def _are_images(value: Any) -> bool:
+    """Whether this is a list that may hold one image per sample."""
+    if not isinstance(value, (list, tuple)) or len(value) < 2:
+        return False
+    return (
+        all(isinstance(one, Tensor) and one.dim() == _IMAGE_DIMS for one in value)
+        and len({one.dtype for one in value}) == 1
+    )
+
+
+def _has_records(leaf: Any) -> bool:
+    """Whether this is a list with something named per sample, such as the boxes of an image."""
+    return isinstance(leaf, (list, tuple)) and all(
+        isinstance(one, Mapping) or dataclasses.is_dataclass(one) for one in leaf
+    )
+
+
+def _children(value: Any) -> Iterable[Any]:
+    container = opened(value)
+    return () if container is None else container.children
+
+
+def taken_apart(batch: Any, is_leaf: IsLeaf) -> tuple[Tree, list[Any]]:
+    """Takes a batch apart; arrays of numbers become tensors that share their memory."""
+    tree, leaves = take_apart(batch, is_leaf)
+    return tree, [
+        as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMERIC else leaf
+        for leaf in leaves
+    ]
+
+
+def _layout(batch: Any, is_leaf: IsLeaf) -> Layout:
+    tree, leaves = taken_apart(batch, is_leaf)
+    return Layout(tree, leaves, [0 if _has_samples(leaf) else None for leaf in leaves])
+
+
+def _has_samples(leaf: Any) -> bool:
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return leaf.ndim > 0
+    return isinstance(leaf, list) or type(leaf) is tuple
+
+
+def _spread(tree: Tree, batch: Any, batch_dim: Any) -> Dims:
+    """Returns what a structure of dimensions says of each leaf; one may stand for many leaves."""
+    found: Dims = []
+
+    def visit(value: Any, wanted: Any, path: str, depth: int) -> None:
+        container = None if is_column(value, depth) else opened(value)
+        if wanted is None or isinstance(wanted, int):
+            leaves = [value] if container is None else take_apart(value, is_column)[1]
+            found.extend([wanted] * len(leaves))
+            return
+        inner = opened(wanted)
+        if container is None or inner is None or inner.names != container.names:
+            raise UnsupportedError(
+                f"`batch_dim` must be an int, None or a structure like the batch, got {wanted!r} "
+                f"for {path or 'a batch'} of type {type(value).__name__}."
+            )
+        triples = zip(container.children, inner.children, container.names, strict=True)
+        for child, own, name in triples:
+            visit(child, own, path + name, depth + 1)
+
+    visit(batch, batch_dim, "", 0)
+    assert len(found) == len(tree.paths)
+    return found
+
+
+def _checked(path: str, leaf: Any, dim: int | None) -> int | None:
+    if dim is None or isinstance(leaf, (list, tuple)):
+        return None if dim is None else 0
+    if not -leaf.ndim <= dim < leaf.ndim:
+        raise UnsupportedError(
+            f"`batch_dim` is {dim}, but {path or 'the batch'} has the shape {tuple(leaf.shape)}. "
+            "Give each tensor its own dimension, in the structure of the batch, for example "
+            "`batch_dim=(1, 0)`; None copies a tensor to every replica."
+        )
+    return int(dim % leaf.ndim)
+
+
+def _check_leaves(layout: Layout) -> None:
+    """Raises unless all leaves with samples agree on their number."""
+    for path, leaf, dim in zip(layout.tree.paths, layout.leaves, layout.dims, strict=True):
+        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout not in _LAYOUTS):
+            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+            raise UnsupportedError(
+                f"Cannot split {path or 'a batch'}, {kind}, over the replicas. Make batches of "
+                "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
+                "`collate_fn`."
+            )
+        if dim is None and isinstance(leaf, Sized) and not _is_given_whole(leaf):
+            raise UnsupportedError(
+                f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
+                "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
+                "dataclasses, or split them yourself with `InputOptions(split=...)`."
+            )
+    if not layout.sizes:
+        leaf = layout.leaves[0] if layout.leaves else "nothing"
+        raise UnsupportedError(
+            f"Cannot split {in_words(leaf)} over the replicas: it has no batch dimension. Wrap the "
+            "dataset in a `DataLoader` with the global batch size, or split batches yourself with "
+            "`InputOptions(split=...)`."
+        )
+    if layout.num_samples is None:
+        listed = ", ".join(f"{path} has {size}" for path, size in layout.sizes.items())
+        raise UnsupportedError(
+            "All tensors, arrays and lists of a batch must have the same number of samples in "
+            f"their batch dimension, got: {listed}. {_WAYS_OUT}"
+        )
+
+
+def _is_given_whole(leaf: Any) -> bool:
+    return isinstance(leaf, (str, bytes, numbers.Number, Tensor, np.ndarray, np.generic))
+
+
+def is_list(value: Any, depth: int) -> bool:
+    """Whether this is a list or tuple without names."""
+    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+
+
+def is_inner_list(value: Any, depth: int) -> bool:
+    """Whether this is a list or tuple inside a batch, and not the batch itself."""
+    return depth > 0 and is_list(value, depth)
+
+
+def is_column(value: Any, depth: int) -> bool:
+    """Whether this is a list or tuple without tensors, and with one entry per sample."""
+    if not is_list(value, depth):
+        return False
+    if all(item is None for item in value) or _holds_tensors(value):
+        return False
+    if all(isinstance(item, tuple) for item in value):
+        return False
+    return isinstance(value, list) or not all(isinstance(item, (list, tuple)) for item in value)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, (Tensor, np.ndarray, DistributedValues)):
+        return True
+    if isinstance(value, (str, bytes, numbers.Number)) or value is None:
+        return False
+    return any(map(_holds_tensors, _children(value)))

@@ -1,0 +1,237 @@
+"""One host batch becomes a part for each replica: views of it, along its batch dimension."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from unisono.devices import Device
+from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.input.options import DEFAULT_INPUT_OPTIONS, InputOptions
+from unisono.input.splits.layout import (
+    Layout,
+    Reader,
+    is_column,
+    is_inner_list,
+    is_list,
+    lay_out,
+    taken_apart,
+)
+from unisono.input.splits.sizes import even_sizes, slices_of, tensorflow_sizes
+from unisono.values import PerReplica, Tree, map_leaves
+
+Slices: TypeAlias = Callable[[int], Sequence[slice]]
+
+# The batch of a replica for which there is none.
+MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class SplitBatch:
+    """The input of one step.
+
+    Attributes:
+        tree: The structure.
+        leaves: For each leaf its parts, by replica id.
+        counts: How many samples each replica got: of all workers if they share the batch. A
+            replica that got none has a part all the same. Empty if they are not counted.
+        is_counted: Whether the counts are those of samples; otherwise each part counts as one.
+    """
+
+    tree: Tree
+    leaves: list[tuple[Any, ...]]
+    counts: tuple[int, ...]
+    is_counted: bool = True
+
+    def of(self, replicas: slice) -> SplitBatch:
+        """Returns what some of the replicas got."""
+        return replace(
+            self, leaves=[leaf[replicas] for leaf in self.leaves], counts=self.counts[replicas]
+        )
+
+    def part(self, replica_id: int) -> Any:
+        """Returns what one replica got."""
+        return self.tree.build([leaf[replica_id] for leaf in self.leaves])
+
+    def distributed(self, devices: tuple[Device, ...]) -> Any:
+        """Returns the structure with a `PerReplica` for every leaf but None."""
+
+        def joined(part: tuple[Any, ...]) -> Any:
+            if all(component is None for component in part):
+                return None
+            return PerReplica.placed(part, devices, self.counts or None, is_input=True)
+
+        return self.tree.build([joined(part) for part in self.leaves])
+
+
+class Splitter:
+    """Splits batches as the options say.
+
+    A replica without samples gets a copy of a sample of the batch, which counts nothing: some
+    models cannot take an empty batch. As TensorFlow splits, it gets an empty part.
+
+    Args:
+        options: The options of the input.
+        batch_size: The size of a full batch, if the source says so.
+
+    Attributes:
+        leaves_empty: Whether a part without samples is left empty.
+    """
+
+    def __init__(
+        self, options: InputOptions = DEFAULT_INPUT_OPTIONS, batch_size: int | None = None
+    ) -> None:
+        self._given = options.split if callable(options.split) else None
+        self._count_samples = options.count_samples
+        self.leaves_empty = options.split == "tensorflow"
+        self._sizes = tensorflow_sizes if self.leaves_empty else even_sizes
+        self._batch_dim = options.batch_dim
+        self._reader = Reader(options.batch_dim, batch_size)
+
+    def whole(self, batch: Any) -> SplitBatch:
+        """Gives all of `batch` to the one replica there is."""
+        if self._given is not None:
+            return self.split(batch, 1)
+        layout = lay_out(batch, self._batch_dim)
+        num_samples = 1 if layout.num_samples is None else layout.num_samples
+        return SplitBatch(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
+
+    def split(
+        self,
+        batch: Any,
+        num_parts: int,
+        own: slice = slice(None),
+        slices: Slices | None = None,
+    ) -> SplitBatch:
+        """Splits `batch` over the replicas of all workers.
+
+        Leaves without a batch dimension, such as numbers, text and None, are given to every
+        replica.
+
+        Args:
+            batch: A host batch.
+            num_parts: The number of replicas.
+            own: The replicas of this worker. The parts are theirs, the counts those of all.
+            slices: Returns the samples of each replica for a number of samples. None leaves that to
+                the options.
+        """
+        if self._given is not None:
+            parts = self._split_by_user(self._given(batch, num_parts), num_parts)
+            return replace(parts.of(own), counts=parts.counts)
+        layout = self._reader.read(batch)
+        num_samples = layout.num_samples or 0
+        shares = slices(num_samples) if slices else slices_of(self._sizes(num_samples, num_parts))
+        counts = tuple(share.stop - share.start for share in shares)
+        parts_of = [self._part(layout, share) for share in shares[own]]
+        return SplitBatch(layout.tree, list(zip(*parts_of, strict=True)), counts)
+
+    def _part(self, layout: Layout, share: slice) -> list[Any]:
+        if share.start < share.stop or self.leaves_empty or not layout.num_samples:
+            return layout.part(share)
+        return [_copied(leaf) for leaf in layout.part(slice(0, 1))]
+
+    def _split_by_user(self, made: Any, num_parts: int) -> SplitBatch:
+        if not isinstance(made, (list, tuple)) or len(made) != num_parts:
+            found = f"{len(made)} parts" if isinstance(made, (list, tuple)) else repr(type(made))
+            raise UnsupportedError(
+                f"The `split` of `InputOptions` must return a list of {num_parts} parts, one per "
+                f"replica of all workers, got {found}. Return None for a replica without samples."
+            )
+        if all(part is None for part in made):
+            raise UnsupportedError(
+                "The `split` of `InputOptions` returned only None. Give at least one replica a "
+                "part."
+            )
+        parts = self.join([MISSING if part is None else part for part in made])
+        if parts is None or not parts.is_counted:
+            raise UnsupportedError(
+                "The number of samples in each part that `split` returned is not known, so neither "
+                "is the weight of each replica's loss. Give `InputOptions` a function "
+                "`count_samples` that returns the number of samples of one part."
+            )
+        return parts
+
+    def join(self, batches: Sequence[Any]) -> SplitBatch | None:
+        """Gives each replica its own whole batch; all must have one structure.
+
+        A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
+        and there is no such thing, it returns None.
+        """
+        found = [0 if batch is MISSING else self._count(batch) for batch in batches]
+        is_counted = None not in found
+        counts = tuple(n if is_counted and n is not None else int(n != 0) for n in found)
+        pairs = list(zip(batches, counts, strict=True))
+        # The first with samples, if there is one.
+        some, num_samples = max((p for p in pairs if p[0] is not MISSING), key=lambda p: p[1] > 0)
+        can_lend = num_samples > 0 and not self.leaves_empty
+        filled = [
+            self.spare(some) if batch is MISSING or (n == 0 and can_lend) else batch
+            for batch, n in pairs
+        ]
+        if any(batch is MISSING for batch in filled):
+            return None
+        return replace(grouped(filled, counts), is_counted=is_counted)
+
+    def _count(self, batch: Any) -> int | None:
+        if self._count_samples is None:
+            return self._reader.count(batch)
+        count = self._count_samples(batch)
+        if not isinstance(count, int) or count < 0:
+            raise UnsupportedError(
+                "The `count_samples` of `InputOptions` must return the number of samples of a "
+                f"batch, got {count!r}."
+            )
+        return count
+
+    def spare(self, batch: Any) -> Any:
+        """Returns what a replica without samples gets where others get `batch`.
+
+        It is a copy of a sample or, if it is not plain where the samples lie, of the batch. Where
+        it has to be empty and cannot be, it is `MISSING`.
+        """
+        if not self.leaves_empty:
+            return _copied(self._reader.some_of(batch, slice(0, 1)))
+        layout = lay_out(batch, self._batch_dim)
+        if not layout.sizes:
+            return MISSING
+        return _copied(layout.tree.build(layout.part(slice(0, 0))))
+
+
+def _copied(structure: Any) -> Any:
+    """Returns a structure that shares no memory: replicas may change their input in place."""
+    return map_leaves(_clone, structure)
+
+
+def _clone(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+
+
+def grouped(
+    batches: Sequence[Any], counts: tuple[int, ...] = (), tree: Tree | None = None
+) -> SplitBatch:
+    """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
+    if tree is not None:
+        leaves = [tree.leaves_of(batch) for batch in batches]
+        return SplitBatch(tree, list(zip(*leaves, strict=True)), counts)
+    # Lists with an entry per sample may have different lengths.
+    for is_leaf in (is_column, is_inner_list, is_list):
+        apart = [taken_apart(batch, is_leaf) for batch in batches]
+        first = apart[0][0]
+        if all(tree.paths == first.paths for tree, _ in apart):
+            return SplitBatch(
+                first, list(zip(*(leaves for _, leaves in apart), strict=True)), counts
+            )
+    trees = [taken_apart(batch, is_column)[0] for batch in batches]
+    other = next(i for i, tree in enumerate(trees) if tree.paths != trees[0].paths)
+    raise ReplicaMismatchError(
+        f"The batch of replica {other} holds {_listed(trees[other])}, but the batch of replica 0 "
+        f"holds {_listed(trees[0])}. Give all batches the same structure."
+    )
+
+
+def _listed(tree: Tree) -> str:
+    return ", ".join(path or "one leaf" for path in tree.paths) or "nothing"

@@ -1,0 +1,110 @@
+"""How the batches of an epoch become the steps of one worker."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from unisono.input.options import InputContext
+from unisono.input.sources import Epoch
+from unisono.input.splits.sizes import filled_slices, fixed_sizes, slices_of
+from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter
+
+
+class SplitEpoch(ABC):
+    """One epoch, whose batches are split over the replicas step by step.
+
+    Args:
+        epoch: The epoch.
+        splitter: Makes the parts of the replicas.
+    """
+
+    def __init__(self, epoch: Epoch, splitter: Splitter) -> None:
+        self.epoch = epoch
+        self.splitter = splitter
+
+    @abstractmethod
+    def draw(self) -> SplitBatch:
+        """Draws the batches of the next step and splits them. Raises `StopIteration` at the end."""
+
+
+class WholeBatches(SplitEpoch):
+    """Each batch is that of the one replica there is."""
+
+    def draw(self) -> SplitBatch:
+        """See `SplitEpoch.draw`."""
+        return self.splitter.whole(next(self.epoch.batches[0]))
+
+
+class SharedBatches(SplitEpoch):
+    """All workers draw the same batches, and each keeps the parts of its replicas."""
+
+    def __init__(
+        self, epoch: Epoch, splitter: Splitter, num_replicas: int, context: InputContext
+    ) -> None:
+        super().__init__(epoch, splitter)
+        first = context.input_pipeline_id * num_replicas
+        self._own = slice(first, first + num_replicas)
+        self._num_parts = context.num_input_pipelines * num_replicas
+
+    def draw(self) -> SplitBatch:
+        """See `SplitEpoch.draw`."""
+        return self.splitter.split(next(self.epoch.batches[0]), self._num_parts, self._own)
+
+
+class OwnBatches(SplitEpoch):
+    """A worker's own batches, each of which lasts for as many steps as there are workers.
+
+    As TensorFlow splits, all batches are split as a full one is, and a shorter one fills its parts
+    in order. The first batch of the first epoch says what a full one is, unless the source does.
+    """
+
+    def __init__(
+        self, epoch: Epoch, splitter: Splitter, num_replicas: int, context: InputContext
+    ) -> None:
+        super().__init__(epoch, splitter)
+        self._num_replicas = num_replicas
+        self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
+        progress = epoch.progress
+        if progress.batch_size is None:
+            progress.batch_size = epoch.sources[0].batch_size
+        # An epoch may be resumed in the middle of a batch.
+        self._to_skip = progress.num_steps % progress.steps_per_batch
+        self._left: list[SplitBatch] = []
+
+    def _slices(self, num_samples: int) -> tuple[slice, ...]:
+        if not self.splitter.leaves_empty:
+            return slices_of(fixed_sizes(num_samples, *self._place))
+        progress = self.epoch.progress
+        progress.batch_size = progress.batch_size or num_samples
+        full = max(progress.batch_size, num_samples)
+        return filled_slices(num_samples, fixed_sizes(full, *self._place))
+
+    def draw(self) -> SplitBatch:
+        """See `SplitEpoch.draw`."""
+        if not self._left:
+            step, num_workers = self._num_replicas, self._place[0]
+            num_parts = step * num_workers
+            batch = next(self.epoch.batches[0])
+            parts = self.splitter.split(batch, num_parts, slices=self._slices)
+            firsts = range(0, num_parts, step)
+            self._left = [parts.of(slice(first, first + step)) for first in firsts]
+            del self._left[: self._to_skip]
+            self._to_skip = 0
+        return self._left.pop(0)
+
+
+class BatchPerReplica(SplitEpoch):
+    """Each replica gets a whole batch; in the last step some may have to do without."""
+
+    def draw(self) -> SplitBatch:
+        """See `SplitEpoch.draw`."""
+        per_step = self.epoch.progress.batches_per_step
+        drawn = [next(batches, MISSING) for batches in self.epoch.batches for _ in range(per_step)]
+        num_missing = sum(batch is MISSING for batch in drawn)
+        drops_rest = any(source.drops_rest for source in self.epoch.sources)
+        if num_missing == len(drawn) or (num_missing and drops_rest):
+            raise StopIteration
+        parts = self.splitter.join(drawn)
+        if parts is None:
+            raise StopIteration
+        return parts
