@@ -124,6 +124,8 @@ def _inner(thing: Any) -> Iterable[Any]:
         return (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
     if isinstance(thing, nn.Module):
         return {type(one).forward for one in thing.modules()}
+    if not isinstance(thing, types.FunctionType):
+        return ()
     if (thing.__module__ or "").partition(".")[0] in ("torch", _PACKAGE):
         return ()
     cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())

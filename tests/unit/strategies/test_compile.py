@@ -1,6 +1,9 @@
 """`torch.compile` of the model, of the step, and of both."""
 
 import copy
+import importlib
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -157,6 +160,14 @@ def test_what_is_compiled_far_below_is_compiled_once(
         strategy.run(step, args=(uo.PerReplica(torch.ones(6).chunk(3)),))
 
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("step", [threading.get_ident, Counter(a=1).copy, Counter])
+def test_a_step_need_not_be_a_function(mirrored: Make, step: Callable[[], Any]) -> None:
+    # The compiler is loaded, so that the strategy looks for what it may compile.
+    importlib.import_module("torch._dynamo.convert_frame")
+
+    mirrored(2).run(step)
 
 
 def test_another_shape_is_compiled_once(mirrored: Make) -> None:
