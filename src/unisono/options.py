@@ -59,13 +59,20 @@ class VariableAggregation(enum.Enum):
 class CommunicationImplementation(enum.Enum):
     """The library that runs a collective between workers.
 
-    `AUTO` takes shared memory inside a host and TCP between hosts. `RING` is Gloo alone, between
-    all workers. `NCCL` is for GPU tensors, one GPU a worker.
+    `AUTO` takes shared memory inside a host and Gloo between hosts, or MPI where an MPI launcher
+    started the workers and mpi4py is installed. For GPU tensors it takes NCCL if every worker has
+    its own GPUs. `RING` is Gloo alone, between all workers. `NCCL` takes NCCL for GPU tensors
+    in any case. `TCP` takes Unisono's own TCP connections between hosts: they can be encrypted,
+    and small messages take less time on them.
+
+    NCCL adds in its own order. With `RING` and `TCP` GPU tensors travel through host memory,
+    so the same replicas give the same bits at every layout.
     """
 
     AUTO = "AUTO"
     RING = "RING"
     NCCL = "NCCL"
+    TCP = "TCP"
 
     @classmethod
     def _missing_(cls, value: object) -> CommunicationImplementation:

@@ -10,8 +10,9 @@ LINK_NAMES = {
     "memory": "sums in one memory",
     "devices": "copies between devices",
     "inside": "processes of a host, shared memory",
-    "loopback": "processes of a host, TCP",
-    "between": "hosts, TCP",
+    "loopback": "processes of a host, Gloo",
+    "between": "hosts, Gloo",
+    "tcp": "hosts, TCP",
 }
 
 

@@ -17,7 +17,7 @@ from unisono.communicators.nccl import NcclCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.staging import StagedCommunicator
 from unisono.kernels import tree_reduce
-from unisono.options import ReduceOp
+from unisono.options import CommunicationImplementation, ReduceOp
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:.*use of fork")]
 
@@ -99,3 +99,28 @@ def through_nccl(store: Store, rank: int, size: int) -> list[str]:
 @pytest.mark.parametrize("size", [2, 3])
 def test_nccl_carries_gpu_tensors_between_processes(size: int) -> None:
     assert run_ranks(size, through_nccl, timeout=110) == [[]] * size
+
+
+def chosen(store: Store, rank: int, size: int) -> list[str]:
+    # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
+    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    names: list[str] = []
+    for implementation, gpu in [("AUTO", f"gpu {rank}"), ("AUTO", "gpu"), ("TCP", f"gpu {rank}")]:
+        with connect(
+            PrefixStore(f"{implementation} {len(names)}", store),
+            rank,
+            size,
+            timeout_seconds=60,
+            implementation=CommunicationImplementation(implementation),
+            gpus=[gpu],
+        ) as communicator:
+            total = torch.ones(3, device="cuda")
+            communicator.all_reduce(ReduceOp.SUM, [total])
+            assert total.tolist() == [size] * 3
+            communicator.barrier()
+            names.append(communicator.name.split(" ")[0])
+    return names
+
+
+def test_nccl_is_chosen_where_every_rank_has_gpus_of_its_own() -> None:
+    assert run_ranks(2, chosen, timeout=110) == [["NCCL", "shared", "shared"]] * 2

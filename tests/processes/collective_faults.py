@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import math
+import os
 import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+import trustme
 from torch._C._distributed_c10d import PrefixStore
 
 from processes.crew import Desk
@@ -20,6 +24,7 @@ from unisono.options import CommunicationImplementation, ReduceOp
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _ROOTED = ("broadcast", "gather")
 _KINDS = (*_REDUCTIONS, *_ROOTED, "all_gather", "barrier")
+_TLS, _FILES = "GLOO_DEVICE_TRANSPORT", ("PKEY", "CERT", "CA_FILE")
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 
 
@@ -70,10 +75,27 @@ def _unequal(fault: Fault, call: Call, rng: random.Random, size: int) -> tuple[C
     return right, wrong[fault]
 
 
-def suffer(
-    desk: Desk, injection: Injection, rank: int, implementation: CommunicationImplementation
-) -> Report | None:
+class Engine(NamedTuple):
+    """What carries collectives, and the environment that it needs."""
+
+    implementation: CommunicationImplementation
+    environ: tuple[tuple[str, str], ...] = ()
+
+
+def encrypted(folder: Path) -> tuple[tuple[str, str], ...]:
+    """Makes keys, and returns the environment of processes that encrypt what they send."""
+    authority = trustme.CA()
+    one = authority.issue_cert("host.test")
+    one.private_key_pem.write_to_path(folder / "PKEY")
+    one.cert_chain_pems[0].write_to_path(folder / "CERT")
+    authority.cert_pem.write_to_path(folder / "CA_FILE")
+    files = {f"{_TLS}_TCP_TLS_{which}": str(folder / which) for which in _FILES}
+    return ((_TLS, "TCP_TLS"), *files.items())
+
+
+def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Report | None:
     """Makes collectives until a failure ends them."""
+    os.environ.update(engine.environ)
     made: list[Communicator] = []
     is_culprit = rank == injection.culprit
 
@@ -84,8 +106,8 @@ def suffer(
             PrefixStore(injection.name, desk.store),
             rank,
             injection.size,
-            timeout_seconds=injection.seconds,
-            implementation=implementation,
+            timeout_seconds=injection.seconds_before,
+            implementation=engine.implementation,
         )
         made.append(communicator)
         _check_sum(communicator)
@@ -117,6 +139,7 @@ def _go_on(
         chosen = call
         if step == injection.step:
             end = time.monotonic() + injection.seconds + 20
+            communicator.set_timeout(injection.seconds)
             if injection.fault in UNEQUAL:
                 right, wrong = _unequal(injection.fault, call, rng, injection.size)
                 chosen = wrong if is_culprit else right

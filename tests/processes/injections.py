@@ -79,7 +79,7 @@ class Injection:
         step: After how many rounds.
         delay: For a signal, how many seconds after the step; with 0, at that very line.
         seed: Of everything that all ranks draw alike.
-        seconds: How long to wait for others.
+        seconds: How long to wait for others once the failure has come.
     """
 
     name: str
@@ -107,6 +107,11 @@ class Injection:
         deadline = time.monotonic() + self.seconds + 30
         while not desk.store.check([self.end]) and time.monotonic() < deadline:
             time.sleep(0.05)
+
+    @property
+    def seconds_before(self) -> float:
+        """How long to wait for others that a busy machine slows down, before the failure."""
+        return 30.0 if self.fault in (Fault.STOPPED, Fault.LATE) else self.seconds
 
     @property
     def end(self) -> str:

@@ -15,7 +15,7 @@ from unisono.communicators.watch import Watch
 Make = Callable[[Store, int, int], Communicator]
 
 
-def hierarchical(inside: Make, num_hosts: int, *, seconds: float) -> Make:
+def hierarchical(inside: Make, num_hosts: int, backend: str, *, seconds: float) -> Make:
     """Makes as many hosts of one, with what `inside` makes on each of them."""
 
     def make(store: Store, rank: int, size: int) -> Communicator:
@@ -26,6 +26,7 @@ def hierarchical(inside: Make, num_hosts: int, *, seconds: float) -> Make:
             PrefixStore(f"between {position}", store),
             host,
             num_hosts,
+            backend=backend,
             timeout_seconds=seconds,
             watch=watch,
             speaks_for=layout.hosts,

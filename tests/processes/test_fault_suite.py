@@ -6,15 +6,17 @@ prints its seed; `UNISONO_FAULT_SEED` repeats a run that has failed.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
-from processes.collective_faults import suffer
+from processes.collective_faults import Engine, encrypted, suffer
 from processes.crew import Crew
 from processes.injections import UNEQUAL, Fault, Injection, draw, inject
 from processes.ports import free_port
@@ -23,6 +25,7 @@ from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
+TCP = CommunicationImplementation.TCP
 NUM_FAULTS = int(os.environ.get("UNISONO_FAULTS", "50"))
 # One seed where every run must tell the same of a change; a longer run draws another each time.
 _USUAL_SEED = 372356407
@@ -102,22 +105,34 @@ def test_shared_memory_at_random_moments(rng: random.Random) -> None:
     drawn = faults(rng, 0.4, {**USUAL, Fault.KILLED: 0.25})
     with crews_of(2, 3, 5, 2, 3) as crews:
         given = shared_out(rng, drawn, crews, seconds=1.5)
-        assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, AUTO)) == len(drawn)
+        one_engine = Engine(AUTO)
+        assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, one_engine)) == len(
+            drawn
+        )
 
 
-def test_gloo_at_random_moments(rng: random.Random) -> None:
+def over_networks(crews: Sequence[Crew], rng: random.Random, flat: Engine, folder: Path) -> None:
+    """Lets crews suffer failures, over Gloo, TCP and encrypted TCP in turn."""
+    tls = Engine(TCP, encrypted(folder))
+    engines = dict(zip(crews, itertools.cycle([flat, Engine(TCP), tls]), strict=False))
     drawn = faults(rng, 0.2, USUAL)
-    with crews_of(2, 3, 3, 2, 3) as crews:
-        given = shared_out(rng, drawn, crews, seconds=4.0)
-        assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, RING)) == len(drawn)
+    given = shared_out(rng, drawn, crews, seconds=4.0)
+    assert together(given, lambda crew, one: inject(crew, one, suffer, 4.0, engines[crew])) == len(
+        drawn
+    )
+
+
+def test_networks_at_random_moments(rng: random.Random, tmp_path: Path) -> None:
+    with crews_of(2, 3, 3, 3, 2) as crews:
+        over_networks(crews, rng, Engine(RING), tmp_path)
 
 
 @needs_native
-def test_shared_memory_inside_two_hosts_at_random_moments(rng: random.Random) -> None:
-    drawn = faults(rng, 0.2, USUAL)
+def test_shared_memory_inside_two_hosts_at_random_moments(
+    rng: random.Random, tmp_path: Path
+) -> None:
     with crews_of(4, 4, 4, num_hosts=2) as crews:
-        given = shared_out(rng, drawn, crews, seconds=4.0)
-        assert together(given, lambda crew, one: inject(crew, one, suffer, 4.0, AUTO)) == len(drawn)
+        over_networks(crews, rng, Engine(AUTO), tmp_path)
 
 
 def test_training_at_random_moments(rng: random.Random) -> None:
@@ -130,5 +145,5 @@ def test_training_at_random_moments(rng: random.Random) -> None:
     with crews_of(2, 3, 2, 2, 3) as crews:
         kinds = [(2, AUTO), (1, AUTO), (1, RING), (2, AUTO), (1, AUTO)]
         jobs = dict(zip(crews, kinds, strict=True))
-        given = shared_out(rng, drawn, crews, seconds=4.0)
+        given = shared_out(rng, drawn, crews, seconds=6.0)
         assert together(given, run) == len(drawn)

@@ -25,6 +25,7 @@ from unisono.options import CommunicationImplementation, ReduceOp
 from unisono.testing.namespaces import run
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
+TCP = CommunicationImplementation.TCP
 # What a busy machine may take where nobody has to wait for the end of a timeout.
 SECONDS_TO_NOTICE = 10.0
 EVERY_TENTH = slice(0, None, 10)
@@ -66,7 +67,7 @@ def collectives(
         return communicator.name, failed
 
 
-@pytest.mark.parametrize("implementation", [AUTO, RING])
+@pytest.mark.parametrize("implementation", [AUTO, RING, TCP])
 @pytest.mark.parametrize(("size", "num_hosts"), [(4, 2), (3, 3)])
 def test_collectives_between_hosts_have_the_bits_of_the_tree(
     implementation: CommunicationImplementation, size: int, num_hosts: int
@@ -75,9 +76,9 @@ def test_collectives_between_hosts_have_the_bits_of_the_tree(
         hosts.slow_down("1gbit")
         results = run_ranks(size, collectives, hosts.names, implementation, timeout=90)
 
-    name = "TCP" if implementation is AUTO else "torch.distributed with gloo"
-    if implementation is AUTO and size > num_hosts and native_core().kernel is not None:
-        name = "shared memory inside 2 hosts, TCP between them"
+    name = "TCP" if implementation is TCP else "Gloo"
+    if implementation is not RING and size > num_hosts and native_core().kernel is not None:
+        name = f"shared memory inside 2 hosts, {name} between them"
     assert results == [(name, [])] * size
 
 
@@ -110,7 +111,7 @@ def lose_the_network(
     return raised, ranks, seconds, seconds_to_close, left
 
 
-@pytest.mark.parametrize("implementation", [AUTO, RING])
+@pytest.mark.parametrize("implementation", [AUTO, TCP])
 def test_a_cut_cable_is_told_on_both_sides(
     two_hosts: Hosts, implementation: CommunicationImplementation
 ) -> None:

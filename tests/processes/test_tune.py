@@ -105,7 +105,7 @@ def test_hosts_are_measured_by_their_first_ranks() -> None:
     assert (
         {one.link for one in first}
         == {one.link for one in third}
-        == {"loopback", "between", *INSIDE}
+        == {"loopback", "between", "tcp", *INSIDE}
     )
     assert {one.link for one in second} == {one.link for one in fourth} == {"loopback", *INSIDE}
     memory = [Measured("memory", 1, size, size / 1e10) for size in (1 << 10, 1 << 20)]

@@ -115,6 +115,6 @@ def test_the_way_between_hosts_is_the_faster_one_by_the_links() -> None:
     with make_hosts(2) as hosts:
         results = run_ranks(4, between_hosts, hosts.names, tunings, timeout=60)
 
-    by_host = "shared memory inside 2 hosts, TCP between them"
-    alike = "TCP"
+    by_host = "shared memory inside 2 hosts, Gloo between them"
+    alike = "Gloo"
     assert results == [[(by_host, [1111.0]), (alike, [1111.0])]] * 4

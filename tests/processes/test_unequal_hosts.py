@@ -76,7 +76,8 @@ CASES: dict[str, tuple[Call, str, Call, str]] = {
 
 
 def fail(store: Store, rank: int, size: int, num_hosts: int, names: list[str]) -> list[Outcome]:
-    make = hierarchical(shared_memory, num_hosts, seconds=SECONDS)
+    backend = "gloo" if num_hosts == 2 else "tcp"
+    make = hierarchical(shared_memory, num_hosts, backend, seconds=SECONDS)
     results = []
     for name in names:
         first, _, second, _ = CASES[name]

@@ -92,7 +92,7 @@ def train(desk: Desk, injection: Injection, rank: int, job: Job) -> Report | Non
     def body() -> None:
         if rank == injection.culprit and injection.fault is Fault.KILLED_AT_START:
             injection.strike(desk)
-        strategy = job.join(rank, injection.size, injection.seconds)
+        strategy = job.join(rank, injection.size, injection.seconds_before)
         made.append(strategy)
         _go_on(desk, injection, strategy, is_culprit=rank == injection.culprit)
 
@@ -140,6 +140,7 @@ def _go_on(
             other = None
             if now == injection.step:
                 end = time.monotonic() + injection.seconds + 20
+                strategy.extended.workers.communicator.set_timeout(injection.seconds)
             if is_culprit and is_unequal and now == injection.step:
                 injection.strike(desk)
                 other = _other_value(injection.fault)

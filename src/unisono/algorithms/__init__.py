@@ -3,6 +3,7 @@
 from unisono.algorithms.doubling import doubling, halving
 from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread
 from unisono.algorithms.execution import run
+from unisono.algorithms.messages import Message, Node, Turn, children, turns_of
 from unisono.algorithms.one_device import one_device
 from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan
 from unisono.algorithms.ring import ring
@@ -15,6 +16,8 @@ __all__ = [
     "Combine",
     "Copy",
     "Gather",
+    "Message",
+    "Node",
     "Plan",
     "Round",
     "Rounds",
@@ -22,7 +25,9 @@ __all__ = [
     "Send",
     "Spread",
     "Step",
+    "Turn",
     "all_gather",
+    "children",
     "doubling",
     "exchange",
     "gather",
@@ -36,5 +41,6 @@ __all__ = [
     "run",
     "spread",
     "tree",
+    "turns_of",
     "two_level",
 ]

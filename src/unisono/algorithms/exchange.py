@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from unisono.algorithms.rounds import Round, Rounds, Send, at
+from unisono.algorithms.rounds import Round, Rounds, Send, at, part_of_receiver, part_of_sender
 
 
 def exchange(num_ranks: int) -> Rounds:
@@ -20,9 +20,12 @@ def exchange(num_ranks: int) -> Rounds:
     if num_ranks == 1:
         return Rounds(1, ())
     part = Fraction(1, num_ranks)
+    gather = Send(range(num_ranks), range(1, num_ranks), part, part_of_receiver)
+    spread = Send(range(num_ranks), range(1, num_ranks), part, part_of_sender)
     return Rounds(
         num_ranks,
-        (Round(_to_all(num_ranks, part), (num_ranks + 1) * part), Round(_to_all(num_ranks, part))),
+        (Round((gather,), (num_ranks + 1) * part), Round((spread,))),
+        num_parts=num_ranks,
     )
 
 

@@ -18,11 +18,21 @@ def ring(num_ranks: int) -> Rounds:
     if num_ranks == 1:
         return Rounds(1, ())
     part = Fraction(1, num_ranks)
-    to_the_next = (Send(range(num_ranks), at(1), part),)
+    gather = Send(range(num_ranks), at(1), part, _gathered)
+    spread = Send(range(num_ranks), at(1), part, _spread)
     return Rounds(
         num_ranks,
         (
-            Round(to_the_next, pairwise_sum(part), times=num_ranks - 1),
-            Round(to_the_next, times=num_ranks - 1),
+            Round((gather,), pairwise_sum(part), times=num_ranks - 1),
+            Round((spread,), times=num_ranks - 1),
         ),
+        num_parts=num_ranks,
     )
+
+
+def _gathered(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
+    return at((sender - turn - 1) % num_ranks)
+
+
+def _spread(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
+    return at((sender - turn) % num_ranks)

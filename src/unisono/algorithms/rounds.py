@@ -3,25 +3,56 @@
 All messages of a round are under way at once; the next round begins when they have come. Ranks are
 counted from 0 to `num_ranks` - 1 and in a circle: the rank after the last is 0.
 
-    Send(senders, offsets, share)   each sender sends `share` of the tensor so many ranks further
-    Round(sends, combined, times)   such sends at once, and the sum of what came; so many times
+    Send(senders, offsets, share, parts)   each sender sends what it holds of some parts of the
+                                           tensor so many ranks further; it is `share` of the tensor
+    Round(sends, combined, times)          such sends at once, and the sum of what came; so many
+                                           times
 
-Rounds that are alike are written once, so that 4096 ranks take no more room than four.
+Rounds that are alike are written once, so that 4096 ranks take no more room than four. The cost
+model prices rounds, and `unisono.algorithms.messages` says what each rank sends when it runs them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
+
+# Given a sender, a receiver, how often the round was run before and the number of ranks: the parts
+# that are sent.
+Parts: TypeAlias = Callable[[int, int, int, int], range]
+
+
+def the_only_part(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
+    """For algorithms that do not divide the tensor."""
+    return range(1)
+
+
+def part_of_receiver(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
+    """For algorithms in which each rank adds up one part."""
+    return range(receiver, receiver + 1)
+
+
+def part_of_sender(sender: int, receiver: int, turn: int, num_ranks: int) -> range:
+    """For algorithms in which each rank has the result of one part."""
+    return range(sender, sender + 1)
 
 
 class Send(NamedTuple):
-    """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on."""
+    """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on.
+
+    Attributes:
+        senders: The ranks that send.
+        offsets: How much further on the receivers are.
+        share: How much each receiver gets.
+        parts: Which parts of the tensor these are.
+    """
 
     senders: tuple[int, ...] | range
     offsets: range
     share: Fraction
+    parts: Parts = the_only_part
 
 
 class Round(NamedTuple):
@@ -40,10 +71,17 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """An algorithm among `num_ranks` ranks."""
+    """An algorithm among `num_ranks` ranks.
+
+    Attributes:
+        num_ranks: How many ranks there are.
+        rounds: What they send each other.
+        num_parts: Into how many parts the tensor is divided.
+    """
 
     num_ranks: int
     rounds: tuple[Round, ...]
+    num_parts: int = 1
 
     @property
     def num_steps(self) -> int:

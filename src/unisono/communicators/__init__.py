@@ -1,12 +1,13 @@
 """Ways for workers to talk to each other."""
 
+from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
 from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.job_store import JobStore
-from unisono.communicators.selection import Carrier, choose_carrier
+from unisono.communicators.nccl import gpu_identity
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -26,16 +27,19 @@ __all__ = [
     "JOB_TOKEN",
     "STORE_ERRORS",
     "Carrier",
+    "Choice",
     "Communicator",
     "Countdown",
+    "Engine",
     "IdentityCommunicator",
     "JobStore",
     "Layout",
     "TracedCommunicator",
     "all_reduce_sparse",
-    "choose_carrier",
+    "choose",
     "connect",
     "coordinator_store",
+    "gpu_identity",
     "have_come",
     "in_thread",
     "own_op",

@@ -66,7 +66,7 @@ def address_towards(peer: tuple[str, int] | None) -> str:
 def reachable(own: str, all_addresses: Sequence[str]) -> str:
     """Returns an address that others reach, where `own` is one that only this host does.
 
-    Beside the coordinator the way to it is the loopback, which is of no use to another host.
+    On the host of the coordinator that is the loopback, which other hosts cannot reach.
     """
     outside = [address for address in all_addresses if not _is_loopback(address)]
     return address_towards((outside[0], 1)) if outside and _is_loopback(own) else own

@@ -1,19 +1,23 @@
-"""What carries the collectives of a job, by links that were measured, and what that will cost.
+"""What carries the collectives of a job, why, and what that will cost.
 
-Where the links were measured (`unisono tune`), hosts with as many ranks have what is predicted to
-be faster, and the sizes at which communicators go another way are those of the links. Otherwise it
-is what `choose_carrier` says.
+    one rank                             nothing
+    all ranks on one host                shared memory
+    several hosts with equal ranks       shared memory inside a host, an engine between hosts
+    otherwise, or without a native core  an engine between all ranks
+
+If the links were measured (`unisono tune`), hosts with equal numbers of ranks use what is predicted
+to be faster, and the links set the sizes at which communicators change their algorithm.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from unisono.communicators.hosts import Layout
-from unisono.communicators.selection import Carrier, choose_carrier
 from unisono.costs import (
     BYTES_PER_PACK,
-    STEP_BYTES,
+    USUAL_LINK,
     Cluster,
     Line,
     Link,
@@ -22,12 +26,31 @@ from unisono.costs import (
     hierarchical_for,
     line_of,
     phases_of,
-    step_bytes,
 )
 from unisono.options import CommunicationImplementation
 
 # From here on every rank carries its part between hosts; below, the first rank carries all.
 PARTS_BYTES = 1 << 20
+
+
+class Carrier(Enum):
+    """What carries collectives between ranks."""
+
+    NOTHING = "nothing"
+    SHARED_MEMORY = "shared memory"
+    HIERARCHICAL = "shared memory inside a host, an engine between hosts"
+    FLAT = "an engine between all ranks"
+
+
+class Engine(Enum):
+    """What carries messages between hosts."""
+
+    GLOO = "gloo"
+    TCP = "tcp"
+    MPI = "mpi"
+
+    def __str__(self) -> str:
+        return self.value.upper() if self is not Engine.GLOO else "Gloo"
 
 
 @dataclass(frozen=True)
@@ -37,24 +60,33 @@ class Choice:
     Attributes:
         carrier: What carries collectives.
         why: The reason, in words.
+        engine: What carries messages between hosts, or between all ranks.
         cost: What an all-reduce is predicted to cost; None if that is not known.
         parts_bytes: From how many bytes on every rank of a host carries its part.
-        step_bytes: How many bytes more one step may send than two.
+        link: The constants that decide between algorithms.
     """
 
     carrier: Carrier
     why: str
+    engine: Engine = Engine.GLOO
     cost: Line | None = None
     parts_bytes: int = PARTS_BYTES
-    step_bytes: int = STEP_BYTES
+    link: Link = USUAL_LINK
+
+    def __str__(self) -> str:
+        if self.carrier is Carrier.HIERARCHICAL:
+            return f"shared memory inside a host, {self.engine} between"
+        return str(self.engine) if self.carrier is Carrier.FLAT else self.carrier.value
 
 
 def choose(
     layout: Layout,
     *,
     has_native_core: bool,
-    implementation: CommunicationImplementation,
-    tuning: Tuning | None,
+    implementation: CommunicationImplementation = CommunicationImplementation.AUTO,
+    is_encrypted: bool = False,
+    has_mpi: bool = False,
+    tuning: Tuning | None = None,
 ) -> Choice:
     """Chooses for ranks on given hosts.
 
@@ -62,18 +94,44 @@ def choose(
         layout: Where the ranks are.
         has_native_core: Whether every rank has the native core, which memory is shared through.
         implementation: What was asked for.
+        is_encrypted: Whether connections are to be encrypted, which TCP connections can be.
+        has_mpi: Whether MPI has started all ranks, and all have mpi4py.
         tuning: The constants of the links, the same on all ranks.
     """
-    carrier, why = choose_carrier(
-        layout, has_native_core=has_native_core, implementation=implementation
-    )
-    if carrier is Carrier.HIERARCHICAL:
-        flat = _flat(Carrier.TCP, layout, why, tuning)
-        return _faster(_hierarchical(layout, why, tuning), flat, layout)
-    if carrier in (Carrier.TCP, Carrier.GLOO):
-        return _flat(carrier, layout, why, tuning)
-    inside = None if tuning is None else tuning.inside
-    return Choice(carrier, why, _cost("exchange", layout, inside, inside, tuning))
+    if layout.size == 1:
+        return Choice(Carrier.NOTHING, "one rank has nobody to talk to")
+    if implementation is CommunicationImplementation.RING:
+        return _flat(Engine.GLOO, layout, "asked for", tuning)
+    engine = Engine.GLOO
+    why = ""
+    if implementation is CommunicationImplementation.TCP:
+        engine, why = Engine.TCP, "; TCP was asked for"
+    elif is_encrypted:
+        engine, why = Engine.TCP, "; TCP can be encrypted"
+    elif has_mpi:
+        engine, why = Engine.MPI, "; MPI has started all ranks"
+    elif tuning is not None and _is_faster(tuning.tcp, tuning.between):
+        engine, why = Engine.TCP, "; TCP was measured to be faster than Gloo"
+    if not has_native_core:
+        return _flat(engine, layout, f"not every rank has a native core{why}", tuning)
+    if len(layout.hosts) == 1:
+        inside = None if tuning is None else tuning.inside
+        cost = _cost("exchange", layout, inside, inside, tuning)
+        return Choice(Carrier.SHARED_MEMORY, "all ranks are on one host", cost=cost)
+    if len(layout.hosts) == layout.size:
+        return _flat(engine, layout, f"no two ranks share a host{why}", tuning)
+    if layout.is_regular:
+        why = f"ranks by host are {layout}{why}"
+        flat = _flat(engine, layout, why, tuning)
+        return _faster(_hierarchical(engine, layout, why, tuning), flat, layout)
+    told = f"ranks by host are {layout}, which is not as many on each, one host after the other"
+    return _flat(engine, layout, f"{told}{why}", tuning)
+
+
+def _is_faster(one: Link | None, other: Link | None) -> bool:
+    if one is None or other is None:
+        return False
+    return one.seconds(1, BYTES_PER_PACK) < other.seconds(1, BYTES_PER_PACK)
 
 
 def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:
@@ -90,32 +148,36 @@ def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:
     return replace(flat, why=why)
 
 
-def _hierarchical(layout: Layout, why: str, tuning: Tuning | None) -> Choice:
-    if tuning is None or tuning.inside is None or tuning.between is None:
-        return Choice(Carrier.HIERARCHICAL, why)
-    cluster = _cluster(layout, tuning.inside, tuning.between, tuning)
+def _between(engine: Engine, tuning: Tuning | None) -> Link | None:
+    if tuning is None:
+        return None
+    return tuning.tcp or tuning.between if engine is Engine.TCP else tuning.between
+
+
+def _hierarchical(engine: Engine, layout: Layout, why: str, tuning: Tuning | None) -> Choice:
+    between = _between(engine, tuning)
+    if tuning is None or tuning.inside is None or between is None:
+        return Choice(Carrier.HIERARCHICAL, why, engine)
+    cluster = _cluster(layout, tuning.inside, between, tuning)
     shape = cluster.num_hosts, cluster.ranks_per_host
     return Choice(
         Carrier.HIERARCHICAL,
         why,
-        _cost(hierarchical_for(*shape), layout, tuning.inside, tuning.between, tuning),
+        engine,
+        _cost(hierarchical_for(*shape), layout, tuning.inside, between, tuning),
         parts_bytes=first_bytes_for_parts(cluster),
-        step_bytes=step_bytes(tuning.between),
+        link=between,
     )
 
 
-def _flat(carrier: Carrier, layout: Layout, why: str, tuning: Tuning | None) -> Choice:
+def _flat(engine: Engine, layout: Layout, why: str, tuning: Tuning | None) -> Choice:
     if tuning is None:
-        return Choice(carrier, why)
-    slowest = tuning.loopback if len(layout.hosts) == 1 else tuning.between
+        return Choice(Carrier.FLAT, why, engine)
+    slowest = tuning.loopback if len(layout.hosts) == 1 else _between(engine, tuning)
     # Two ranks swap all they have, which is as much as parts and sums, in one step.
     algorithm = "one step" if layout.size == 2 else "exchange"
-    return Choice(
-        carrier,
-        why,
-        _cost(algorithm, layout, tuning.loopback or slowest, slowest, tuning),
-        step_bytes=STEP_BYTES if slowest is None else step_bytes(slowest),
-    )
+    cost = _cost(algorithm, layout, tuning.loopback or slowest, slowest, tuning)
+    return Choice(Carrier.FLAT, why, engine, cost, link=slowest or USUAL_LINK)
 
 
 def _cost(

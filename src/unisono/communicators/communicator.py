@@ -22,11 +22,11 @@ class Communicator(ABC):
     """Ranks 0 to `size - 1` that call the same collectives in the same order.
 
     A collective ends on every rank with the same bits, or raises a `CommunicationError` that names
-    the ranks at fault. After that the communicator is of no more use but to be closed.
+    the ranks at fault. After that the communicator can only be closed.
 
     Sums follow the order of the whole library, a tree over neighbours (`unisono.kernels.tree`), so
     they do not depend on who carries them. A rank may bring several terms: the terms of rank 0 come
-    first, then those of rank 1, and so on. Every rank brings as many.
+    first, then those of rank 1, and so on. Every rank brings the same number.
 
     Tensors are dense; an implementation says in `takes` which memories it serves.
 
@@ -110,7 +110,7 @@ class Communicator(ABC):
         """Returns when every rank has called it."""
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
+        """Returns bytes from which collectives need not copy. All ranks ask for the same number."""
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     @contextmanager

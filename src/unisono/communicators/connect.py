@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
 
 import torch
+from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.choice import Choice, choose
+from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.identity import IdentityCommunicator
-from unisono.communicators.nccl import NcclCommunicator
+from unisono.communicators.limits import check_limits, own_limits
+from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
+from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
-from unisono.communicators.selection import Carrier
 from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
+from unisono.communicators.tls import encryption
 from unisono.communicators.watch import Watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
 from unisono.options import CommunicationImplementation
 
 _GRACE_SECONDS = 2.0
-_BACKENDS = {Carrier.TCP: "tcp", Carrier.GLOO: "gloo"}
 _log = logging.getLogger(__name__)
 
 
@@ -41,10 +45,13 @@ def connect(
     host: str | None = None,
     joining_seconds: float | None = None,
     tuning: Tuning | None = None,
+    gpus: Sequence[str] = (),
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
-    `choose` says what that is. GPU tensors travel through host memory, or with `NCCL` through NCCL.
+    `choose` says what that is. GPU tensors travel through NCCL with `NCCL`, and with `AUTO` if
+    every rank has its own GPUs. NCCL adds in its own order. Otherwise GPU tensors travel through
+    host memory, and sums have the order of the tree.
 
     Args:
         store: Where the ranks meet. One store, or one prefix of it, serves one call.
@@ -56,19 +63,28 @@ def connect(
         joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
             given.
         tuning: The constants of the links if they were measured, the same on all ranks.
+        gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
     """
     if size == 1:
         return IdentityCommunicator()
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     left = Countdown(timeout if joining_seconds is None else joining_seconds, least=_GRACE_SECONDS)
-    layout, have_memory = _survey(store, rank, size, implementation, left.seconds())
-    choice = choose(
-        layout, has_native_core=have_memory, implementation=implementation, tuning=tuning
-    )
+    survey = _survey(store, rank, size, implementation, gpus, left.seconds())
+    layout = survey.layout
+    choice = _chosen(survey, implementation, tuning)
+    if choice.engine is Engine.MPI and choice.carrier in (Carrier.HIERARCHICAL, Carrier.FLAT):
+        # Only now: to start MPI takes time, and all processes.
+        seconds = left.seconds()
+        numbers, why = mpi_ranks(PrefixStore("mpi", store), rank, size, timeout_seconds=seconds)
+        if not numbers:
+            choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
+            _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
+    check_limits(survey.limits, choice)
     chosen = _Link(store, rank, size, timeout, host, left).connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
-    if implementation is CommunicationImplementation.NCCL:
+    is_auto = implementation is CommunicationImplementation.AUTO
+    if implementation is CommunicationImplementation.NCCL or (is_auto and survey.has_own_gpus):
         chosen = NcclCommunicator(chosen, store, timeout_seconds=timeout)
     else:
         chosen.cost = choice.cost
@@ -76,26 +92,66 @@ def connect(
     return chosen
 
 
+def _chosen(
+    survey: _Survey, implementation: CommunicationImplementation, tuning: Tuning | None
+) -> Choice:
+    return choose(
+        survey.layout,
+        has_native_core=survey.has_native_core,
+        implementation=implementation,
+        is_encrypted=survey.is_encrypted,
+        has_mpi=survey.has_mpi,
+        tuning=tuning,
+    )
+
+
+class _Survey(NamedTuple):
+    """Where the ranks are, and what all of them have."""
+
+    layout: Layout
+    has_native_core: bool
+    has_mpi: bool
+    is_encrypted: bool
+    has_own_gpus: bool
+    limits: Sequence[Mapping[str, Any]]
+
+
 def _survey(
     store: Store,
     rank: int,
     size: int,
     implementation: CommunicationImplementation,
+    gpus: Sequence[str],
     timeout_seconds: float,
-) -> tuple[Layout, bool]:
-    """Returns where the ranks are, and whether all of them can share memory."""
-    core = "native" if can_share_memory(size) else "torch"
-    own = f"{implementation.value}/{core}/{host_identity()}"
+) -> _Survey:
+    own = {
+        "wanted": implementation.value,
+        "host": host_identity(),
+        "core": can_share_memory(size),
+        "mpi": is_launched_by_mpi(),
+        "tls": encryption() is not None,
+        "gpus": list(gpus) if distributed.is_nccl_available() else [],
+        "limits": own_limits(size),
+    }
     prefixed = PrefixStore("survey", store)
-    said = say_to_all(prefixed, rank, size, own, timeout_seconds=timeout_seconds)
-    wanted, cores, identities = zip(*(text.split("/", 2) for text in said), strict=True)
+    texts = say_to_all(prefixed, rank, size, json.dumps(own), timeout_seconds=timeout_seconds)
+    said = [json.loads(text) for text in texts]
+    wanted = [one["wanted"] for one in said]
     if odd := [other for other in range(size) if wanted[other] != implementation.value]:
         raise JobMismatchError(
-            f"All ranks must ask for one implementation, got {list(wanted)} by rank. Give every "
+            f"All ranks must ask for one implementation, got {wanted} by rank. Give every "
             "worker the same `CommunicationOptions`.",
             odd,
         )
-    return Layout.of(identities), set(cores) == {"native"}
+    return _Survey(
+        Layout.of([one["host"] for one in said]),
+        all(one["core"] for one in said),
+        all(one["mpi"] for one in said),
+        # If some rank does not encrypt, the ranks find out when they connect.
+        any(one["tls"] for one in said),
+        have_own_gpus([one["gpus"] for one in said]),
+        [one["limits"] for one in said],
+    )
 
 
 class _Link:
@@ -121,7 +177,7 @@ class _Link:
         """Makes what was chosen."""
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)
-        if choice.carrier in _BACKENDS:
+        if choice.carrier is Carrier.FLAT:
             return self._flat(choice)
         return SharedMemoryCommunicator(
             self._store,
@@ -137,15 +193,15 @@ class _Link:
             PrefixStore("flat", self._store),
             self._rank,
             self._size,
-            backend=_BACKENDS[choice.carrier],
+            backend=choice.engine.value,
             timeout_seconds=self._timeout_seconds,
             host=self._host,
-            step_bytes=choice.step_bytes,
+            constants=choice.link,
             joining_seconds=self._left.seconds(),
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
-        """Shared memory inside a host, and TCP between ranks of one position on each."""
+        """Shared memory inside a host, and an engine between ranks of one position on each."""
         number, position = layout.place(self._rank)
         peers = [ranks[position] for ranks in layout.hosts]
         with ExitStack() as made:
@@ -173,12 +229,13 @@ class _Link:
                     PrefixStore(f"position {position}", self._store),
                     number,
                     len(layout.hosts),
+                    backend=choice.engine.value,
                     timeout_seconds=self._timeout_seconds,
                     host=self._host,
                     watch=watch,
                     speaks_for=layout.hosts,
                     ranks=peers,
-                    step_bytes=choice.step_bytes,
+                    constants=choice.link,
                     joining_seconds=self._left.seconds(),
                 )
             made.pop_all()

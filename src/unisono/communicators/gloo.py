@@ -1,13 +1,10 @@
-"""Private process groups of torch.distributed: how they are made, and how they end."""
+"""Gloo, through process groups of torch.distributed that belong to Unisono alone."""
 
 from __future__ import annotations
 
 import functools
 import os
-import threading
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, wait
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -18,13 +15,11 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
-from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.stores import Countdown, have_come, translated_store_errors
-from unisono.errors import UnsupportedError, WorkerTimeoutError
+from unisono.communicators.stores import Countdown, connected
+from unisono.errors import UnsupportedError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
 GRACE_SECONDS = 2.0
-_LOOK_SECONDS = 0.1
 # How many times its timeout Gloo takes to give up a rank that has answered and then fallen silent.
 _GLOO_PATIENCE = 5
 # A tag that no other message has.
@@ -45,7 +40,7 @@ def make_gloo_group(
     joining_seconds: float | None = None,
     num_threads: int = 4,
 ) -> Any:
-    """Returns a group of its own, apart from torch's default one.
+    """Returns a new group, apart from torch's default one.
 
     The network is that of `own_address`. `GLOO_DEVICE_TRANSPORT=TCP_TLS`, with
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
@@ -62,7 +57,7 @@ def make_gloo_group(
     options._threads = num_threads
     patient = _PatientStore(PrefixStore("gloo", store), left)
     make = functools.partial(group, patient, rank, size, options)
-    made = _connected(PrefixStore("ends", store), rank, size, make, left.seconds())
+    made = connected(PrefixStore("ends", store), rank, size, "Gloo", make, left.seconds())
     _device_of[made] = device
     made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
     return made
@@ -88,44 +83,6 @@ class _PatientStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits for all keys."""
         self._store.wait(list(keys), timedelta(seconds=self._left.seconds()))
-
-
-def _connected(store: Store, rank: int, size: int, make: Callable[[], Any], seconds: float) -> Any:
-    """Returns the group that `make` connects, or raises an error that names the missing ranks.
-
-    Gloo does not hear Ctrl-C while it connects. It names one rank at most, which often has itself
-    waited in vain for another. So a thread connects, and every rank says through the store that it
-    has connected or given up. Missing ranks say neither.
-    """
-    outcome: Future[Any] = Future()
-
-    def connect() -> None:
-        try:
-            outcome.set_result(make())
-        except RuntimeError as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=connect, name="unisono gloo", daemon=True).start()
-    deadline = time.monotonic() + seconds
-    with translated_store_errors():
-        while not wait([outcome], _LOOK_SECONDS).done:
-            if time.monotonic() > deadline or store.check(["given up"]):
-                break
-        why = outcome.exception() if outcome.done() else None
-        store.set(f"{rank}", "")
-        if outcome.done() and why is None:
-            return outcome.result()
-        store.set("given up", "")
-        others = [other for other in range(size) if other != rank]
-        have_come(store, [f"{other}" for other in others], GRACE_SECONDS)
-        missing = [other for other in others if not store.check([f"{other}"])]
-    raise WorkerTimeoutError(
-        f"Rank {rank} waited up to {seconds:.3g} s for {ranks_in_words(missing or others)} of "
-        f"{size} to connect through Gloo{f' ({why})' if why else ''}. All ranks had announced "
-        "themselves before. Look at the logs of the missing ranks, and at the network and firewall "
-        "between the hosts.",
-        missing,
-    ) from why
 
 
 def _device(address: str) -> Any:
@@ -154,22 +111,6 @@ def _make_device(address: str) -> Any:
             "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
             "send unencrypted."
         ) from error
-
-
-def make_mpi_group(rank: int, size: int) -> Any:
-    """Returns the group of all processes that MPI has started, if torch knows MPI."""
-    if not distributed.is_mpi_available():
-        raise UnsupportedError(
-            f"The backend 'mpi' needs a torch that was built with MPI; torch {torch.__version__} "
-            "was not. Workers started by mpirun can talk through 'gloo' or 'nccl'."
-        )
-    group: Any = distributed.ProcessGroupMPI.create([])
-    if (group.rank(), group.size()) != (rank, size):
-        raise UnsupportedError(
-            f"MPI counts this process as rank {group.rank()} of {group.size()}, the cluster as "
-            f"rank {rank} of {size}. Start the workers with mpirun in the order of the cluster."
-        )
-    return group
 
 
 def break_connections(group: Any) -> None:

@@ -13,7 +13,7 @@ from unisono.errors import UnequalCollectivesError, UnsupportedError
 from unisono.kernels import check_replicas, result_dtype
 from unisono.options import ReduceOp
 
-# Every header takes as many bytes, so that it can be received before it is known.
+# A fixed size, so that a header can be received before its content is known.
 HEADER_BYTES = 512
 # Kinds of collectives in which every rank may bring another shape.
 UNEVEN = ("all_gather", "gather")

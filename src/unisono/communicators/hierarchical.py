@@ -19,22 +19,31 @@ from torch import Tensor
 
 from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import Header, check_agreement, ranks_in_words
+from unisono.communicators.headers import (
+    HEADER_BYTES,
+    Header,
+    check_agreement,
+    ranks_in_words,
+)
 from unisono.communicators.hosts import Layout
+from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
+from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError, UnequalCollectivesError
 from unisono.kernels import wide_dtype
 from unisono.options import ReduceOp
 
-# A large tensor is reduced in about as many chunks, each worth the while of a host.
+# A large tensor is reduced in about this number of chunks, each large enough to be efficient.
 _CHUNKS = 4
 _LEAST_CHUNK_BYTES = 4 << 20
 _MOST_CHUNK_BYTES = 16 << 20
+# Up to here a further copy inside a host costs less than a further step.
+_PACKED_BYTES = 64 << 10
 
 
 class HierarchicalCommunicator(Communicator):
-    """Ranks on several hosts, each with as many ranks, which follow each other.
+    """Ranks on several hosts, all with the same number of ranks, which follow each other.
 
     Args:
         inside: Connects the ranks of this host, in order.
@@ -97,27 +106,62 @@ class HierarchicalCommunicator(Communicator):
         flat = [term.detach().view(-1) for term in terms]
         if op is ReduceOp.MEAN and count is None:
             count = self.size * len(terms)
-        with self._collective(header):
-            if not _is_power_of_two(self._inside.size * len(terms)):
-                self._reduce_one_by_one(op, flat, count)
+        is_small = len(flat) * flat[0].nbytes <= _PACKED_BYTES
+        with self._collective(header, agrees=not is_small):
+            if is_small:
+                self._reduce_small(header, op, flat, count)
+            elif not _is_power_of_two(self._inside.size * len(terms)):
+                self._reduce_one_by_one(op, flat, self._inside.gather(torch.stack(flat)), count)
             else:
                 self._reduce_by_host(op, flat, count)
+
+    def _reduce_small(
+        self, header: Header, op: ReduceOp, terms: list[Tensor], count: int | None
+    ) -> None:
+        """Lets the headers and the terms of a host travel together."""
+        prefix = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        gathered = self._inside.all_gather(torch.cat([prefix, *map(as_bytes, terms)]))
+        self._check(gathered)
+        if self._inside.rank > 0:
+            self._inside.broadcast(terms[0])
+            return
+        dtype, shape = terms[0].dtype, (len(terms), len(terms[0]))
+        brought = [one[HEADER_BYTES:].view(dtype).view(shape) for one in gathered]
+        if not _is_power_of_two(len(brought) * len(terms)):
+            self._reduce_one_by_one(op, terms, brought, count)
+            return
+        total = torch.empty(shape[1], dtype=wide_dtype(dtype))
+        all_terms = [term.to(total.dtype) for one in brought for term in one]
+        combine_into(_of_sums(op), all_terms, [total], None)
+        self._between.all_reduce(op, [total], count)
+        terms[0].copy_(total)
+        self._inside.broadcast(terms[0])
+
+    def _reduce_one_by_one(
+        self,
+        op: ReduceOp,
+        terms: list[Tensor],
+        gathered: Sequence[Tensor] | None,
+        count: int | None,
+    ) -> None:
+        """Lets the first rank of each host carry all terms of the host between hosts."""
+        if gathered is not None:
+            all_terms = [term for of_rank in gathered for term in of_rank]
+            self._between.all_reduce(op, all_terms, count)
+            terms[0].copy_(all_terms[0])
+        self._inside.broadcast(terms[0])
 
     def _reduce_by_host(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         sums = [term.to(wide_dtype(term.dtype)) for term in terms]
         if sums[0].nbytes < self._parts_bytes:
-            self._reduce_by_leaders(op, sums, count)
+            self._inside.all_reduce(_of_sums(op), sums)
+            if self._inside.rank == 0:
+                self._between.all_reduce(op, sums[:1], count)
+            self._inside.broadcast(sums[0])
         else:
             self._reduce_by_parts(op, sums, count)
         if sums[0] is not terms[0]:
             terms[0].copy_(sums[0])
-
-    def _reduce_by_leaders(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        """Lets the first rank of each host carry all between hosts."""
-        self._inside.all_reduce(_of_sums(op), terms)
-        if self._inside.rank == 0:
-            self._between.all_reduce(op, terms[:1], count)
-        self._inside.broadcast(terms[0])
 
     def _reduce_by_parts(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         """Lets every rank carry its part. A host adds up one chunk while others are under way."""
@@ -131,14 +175,6 @@ class HierarchicalCommunicator(Communicator):
         reduced = self._between.all_reduce_pieces(op, own_parts(), count)
         for (chunk, *_), _ in zip(chunks, reduced, strict=True):
             self._inside.share_parts(chunk)
-
-    def _reduce_one_by_one(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
-        gathered = self._inside.gather(torch.stack(terms))
-        if gathered is not None:
-            all_terms = [term for of_rank in gathered for term in of_rank]
-            self._between.all_reduce(op, all_terms, count)
-            terms[0].copy_(all_terms[0])
-        self._inside.broadcast(terms[0])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, by rank."""
@@ -202,11 +238,18 @@ class HierarchicalCommunicator(Communicator):
         self._between.close()
 
     @contextmanager
-    def _collective(self, header: Header) -> Iterator[None]:
+    def _collective(self, header: Header, *, agrees: bool = True) -> Iterator[None]:
+        """Surrounds a collective, which begins with a look at whether the ranks of a host agree.
+
+        Args:
+            header: What is called.
+            agrees: Whether they agree here. Otherwise their headers travel with the first data.
+        """
         self._sequence += 1
         with self._watch.collective(header):
             try:
-                self._agree(header)
+                if agrees:
+                    self._agree(header)
                 yield
             except CommunicationError as error:
                 # Told before the others see this rank leave, so that they know why.
@@ -221,14 +264,17 @@ class HierarchicalCommunicator(Communicator):
         The parts below see flat tensors, of a wider dtype, and could not tell. Whether the hosts
         agree is found out where they meet: the first ranks, at least, do so in every collective.
         """
-        encoded = header.encode()
-        given = torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
-        raw = [one.numpy().tobytes() for one in self._inside.all_gather(given)]
-        if all(other == encoded for other in raw):
+        given = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
+        self._check(self._inside.all_gather(given))
+
+    def _check(self, gathered: Sequence[Tensor]) -> None:
+        # Ranks that call something else may have sent data with their header.
+        encoded = [one[:HEADER_BYTES].numpy().tobytes() for one in gathered]
+        if all(other == encoded[0] for other in encoded):
             return
         ranks = self._layout.hosts[self._between.rank]
         try:
-            check_agreement(dict(zip(ranks, map(Header.decode, raw), strict=True)))
+            check_agreement(dict(zip(ranks, map(Header.decode, encoded), strict=True)))
         except UnequalCollectivesError as error:
             raise self._watch.published(error) from None
 

@@ -15,7 +15,7 @@ def host_identity() -> str:
     """Returns a text that two processes share if they can share memory.
 
     That takes one boot of one kernel, one user, the same namespaces and the same /dev/shm.
-    Containers and network namespaces of one machine count as hosts of their own.
+    Containers and network namespaces of one machine count as separate hosts.
     """
     if (boot := boot_id()) is None:
         return f"{platform.node()} {uuid.getnode()} {user()}"
@@ -45,7 +45,7 @@ class Layout:
 
     @property
     def is_regular(self) -> bool:
-        """Whether every host has as many ranks, and ranks of one host follow each other."""
+        """Whether all hosts have the same number of ranks, which follow each other."""
         in_order = [rank for host in self.hosts for rank in host]
         return in_order == list(range(self.size)) and len(set(map(len, self.hosts))) == 1
 

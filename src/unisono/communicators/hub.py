@@ -57,7 +57,7 @@ def is_unreachable(error: OSError | None) -> bool:
 
 
 def error_of(kind: str, text: str, ranks: Iterable[int]) -> CommunicationError:
-    """Returns an error as it was told."""
+    """Returns an error that a rank has sent."""
     error: CommunicationError = getattr(errors, kind)(text, ranks)
     return error
 
@@ -147,7 +147,7 @@ class Hub:
         if not one.is_closed:
             one.is_cut_off = is_unreachable(error)
             one.has_ended = not one.is_cut_off
-            # Whoever waits for a process that has ended finds its connection broken. A rank that
+            # A rank that waits for a process that has ended finds its connection broken. One that
             # only ends without a goodbye, after the last collective, is no failure.
             if one.is_cut_off:
                 self._find(partial(self._lost, [rank]))
@@ -156,7 +156,7 @@ class Hub:
     # How a cause becomes an error.
 
     def _find(self, cause: Callable[[], CommunicationError], *, asks: bool = True) -> None:
-        """Takes the first cause, and asks all ranks what they do before it is told."""
+        """Takes the first cause, and asks all ranks what they do before it sends it."""
         if self._cause is not None:
             return
         self._cause = cause

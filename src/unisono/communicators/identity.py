@@ -62,7 +62,7 @@ class IdentityCommunicator(Communicator):
         """Does nothing: there is nobody to wait for."""
 
     def check_health(self) -> None:
-        """Returns: whoever asks is alive."""
+        """Returns: the one rank is alive."""
 
     def close(self) -> None:
         """Has nothing to give back."""

@@ -1,6 +1,6 @@
 """How ranks come to be connected, each to each, over TCP.
 
-Every rank listens, and says through the store where, with a secret of its own. It calls the ranks
+Every rank listens, and says through the store where, with its own secret. It calls the ranks
 before it, and waits for those after it to call. Both ends of a connection prove that they know the
 secret of the one who was called, and the token of the job if there is one. Nobody listens any more
 once all are connected.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
+from unisono.communicators.connection import Connection
 from unisono.communicators.greeting import (
     JOB_TOKEN,
     Guest,
@@ -29,7 +30,7 @@ from unisono.communicators.greeting import (
     welcome,
 )
 from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.mesh import Mesh
 from unisono.communicators.sockets import keep_alive, listening
 from unisono.communicators.stores import say_to_all
 from unisono.communicators.tls import Encryption, encryption

@@ -1,4 +1,4 @@
-"""GPU tensors through NCCL, one GPU a rank; everything else through another communicator."""
+"""GPU tensors through NCCL, one GPU per rank; everything else through another communicator."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.delegating import DelegatingCommunicator
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, store_for_threads
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
@@ -21,10 +22,10 @@ from unisono.options import ReduceOp
 _LOOK_SECONDS = 1.0
 
 
-class NcclCommunicator(Communicator):
+class NcclCommunicator(DelegatingCommunicator):
     """NCCL for GPU tensors, and `on_host` for host tensors and to agree on what is called.
 
-    NCCL adds in an order of its own, so sums of floating point numbers may differ in the last bits
+    NCCL adds in its own order, so sums of floating point numbers may differ in the last bits
     from those of other communicators; they are the same on all ranks. Sums of half precision are
     rounded at every step. What NCCL has no number for goes through `on_host`.
 
@@ -46,8 +47,8 @@ class NcclCommunicator(Communicator):
                 f"NCCL needs a GPU and a torch that was built with it; torch {torch.__version__} "
                 f"sees {torch.cuda.device_count()} GPUs. Use the implementation AUTO or RING."
             )
-        super().__init__(on_host.rank, on_host.size)
-        self._on_host = on_host
+        super().__init__(on_host)
+        self.cost = None
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._sequence = 0
         make: Any = distributed.ProcessGroupNCCL
@@ -60,16 +61,12 @@ class NcclCommunicator(Communicator):
     @property
     def name(self) -> str:
         """In words, what carries the collectives."""
-        return f"NCCL for GPU tensors, {self._on_host.name} for others"
-
-    def takes(self, device: torch.device) -> bool:
-        """Host memory and GPUs."""
-        return self._on_host.takes(device)
+        return f"NCCL for GPU tensors, {self._carrier.name} for others"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank."""
         if not _nccl_adds(terms[0]):
-            return self._on_host.all_reduce(op, terms, count)
+            return self._carrier.all_reduce(op, terms, count)
         header = Header.of_terms("all_reduce", self._sequence + 1, op, terms, count)
         self._agree(header)
         total = self._sum_of_own(op, terms)
@@ -91,7 +88,7 @@ class NcclCommunicator(Communicator):
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, by rank."""
         if not tensor.is_cuda:
-            return self._on_host.all_gather(tensor)
+            return self._carrier.all_gather(tensor)
         own = tensor.detach().contiguous()
         header = Header.of_tensor("all_gather", self._sequence + 1, own)
         headers = self._agree(header)
@@ -102,39 +99,27 @@ class NcclCommunicator(Communicator):
                 self._broadcast(header, one, root)
         return gathered
 
-    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
-        return self._on_host.gather(tensor, root)
-
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)
         if not tensor.is_cuda:
-            return self._on_host.broadcast(tensor, root)
+            return self._carrier.broadcast(tensor, root)
         header = Header.of_tensor("broadcast", self._sequence + 1, tensor, root)
         self._agree(header)
         return self._broadcast(header, tensor.detach(), root)
-
-    def barrier(self) -> None:
-        """Returns when every rank has called it."""
-        self._on_host.barrier()
 
     def set_timeout(self, seconds: float) -> None:
         """Says how long collectives may take, and wait for others before they begin."""
         self._timeout_seconds = seconds
         self._group._set_default_timeout(timedelta(seconds=seconds))
-        self._on_host.set_timeout(seconds)
-
-    def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
-        self._on_host.check_health()
+        self._carrier.set_timeout(seconds)
 
     def close(self) -> None:
         """Leaves, and gives back memory, connections and threads. May be called twice."""
         if self._group is not None:
             self._group.abort()
             self._group = None
-        self._on_host.close()
+        self._carrier.close()
 
     def _agree(self, header: Header) -> list[Header]:
         """Returns the headers of all ranks: NCCL must not begin where they differ."""
@@ -142,7 +127,7 @@ class NcclCommunicator(Communicator):
             raise CommunicationError(f"{header} was called on a communicator that is closed.")
         self._sequence += 1
         own = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        told = self._on_host.all_gather(own)
+        told = self._carrier.all_gather(own)
         headers = [Header.decode(one[:HEADER_BYTES].numpy().tobytes()) for one in told]
         check_agreement(dict(enumerate(headers)))
         return headers
@@ -165,7 +150,7 @@ class NcclCommunicator(Communicator):
                     "Look at the GPUs and the network; raise `timeout_seconds` if they are slow."
                 )
             if time.monotonic() > look:
-                self._on_host.check_health()
+                self._carrier.check_health()
                 look = time.monotonic() + _LOOK_SECONDS
             time.sleep(0)
         work.wait()
@@ -175,6 +160,17 @@ class NcclCommunicator(Communicator):
         own = terms[0].detach().clone() if len(terms) == 1 else tree_reduce(sum_op, terms)
         # A mean of half precision is divided before it is rounded.
         return own.to(wide_dtype(own.dtype)) if op is ReduceOp.MEAN else own
+
+
+def gpu_identity(device: torch.device) -> str:
+    """Returns what tells a GPU from all others, on any host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def have_own_gpus(by_rank: Sequence[Sequence[str]]) -> bool:
+    """Whether every rank has GPUs, and no two ranks use the same one."""
+    used = [gpu for gpus in by_rank for gpu in set(gpus)]
+    return all(by_rank) and len(set(used)) == len(used)
 
 
 def _nccl_adds(tensor: Tensor) -> bool:

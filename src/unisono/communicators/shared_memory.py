@@ -50,10 +50,10 @@ _ERRORS: dict[str, type[CommunicationError]] = {
 class SharedMemoryCommunicator(Communicator):
     """Ranks that are processes of one host and share memory.
 
-    Every rank makes it at the same time. A rank that ends is noticed within two seconds, one that
-    does not come within `timeout_seconds`; then the communicator ends on all ranks with the same
-    error. It belongs to the process that made it, not to forked children. Threads of a process may
-    share it: it does one collective after the other.
+    Every rank makes it at the same time. The others find a rank that ends within two seconds, and
+    one that does not come within `timeout_seconds`; then the communicator ends on all ranks with
+    the same error. It belongs to the process that made it, not to forked children. Threads of a
+    process may share it: it does one collective after the other.
 
     Tensors that are contiguous are read and written in place. Others are copied first, and the
     result is copied back.
@@ -64,7 +64,7 @@ class SharedMemoryCommunicator(Communicator):
         size: How many ranks there are.
         timeout_seconds: How long to wait for other ranks in each collective.
         key: Under which the ranks look for each other in the store. Communicators that are made at
-            the same time need keys of their own.
+            the same time need different keys.
         joining_seconds: How long to wait for other ranks here; `timeout_seconds` if not given.
     """
 
@@ -194,10 +194,10 @@ class SharedMemoryCommunicator(Communicator):
         self._group.barrier()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives need not copy. Every rank must ask for as many.
+        """Returns bytes from which collectives need not copy. All ranks ask for the same number.
 
         They are given back with the last tensor and the communicator, not before. Where a rank has
-        no more memory to share, all ranks get memory of their own, from which collectives copy.
+        no more memory to share, all ranks get separate memory, from which collectives copy.
         """
         if num_bytes * self.size > _HOST_BYTES:
             raise MemoryError(

@@ -18,7 +18,7 @@ from unisono.values.sparse import check_sparse_op, concatenate, with_parts
 def all_reduce_sparse(
     communicator: Communicator, op: ReduceOp, tensor: Tensor, count: int | None = None
 ) -> Tensor:
-    """Returns the sum or mean of sparse COO tensors, one a rank, with as many rows as each has.
+    """Returns the sum or mean of sparse COO tensors, one per rank, with any number of rows.
 
     Indices and values are put end to end in the order of the ranks and duplicates are kept; made
     dense, the result equals the dense reduction.

@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -20,6 +21,9 @@ from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
 
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS = 300.0
+_LOOK_SECONDS = 0.1
+# How long a rank that gives up waits for others to say that they do, too.
+_GRACE_SECONDS = 2.0
 # What a store raises that cannot be reached, or does not answer.
 STORE_ERRORS = (DistNetworkError, DistStoreError)
 
@@ -92,6 +96,46 @@ def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
     return True
+
+
+def connected(
+    store: Store, rank: int, size: int, engine: str, make: Callable[[], _T], seconds: float
+) -> _T:
+    """Returns what `make` connects all ranks with, or raises an error that names the missing ones.
+
+    Engines do not hear Ctrl-C while they connect. They name one rank at most, which often has
+    itself waited in vain for another. So a thread connects, and every rank says through the store
+    that it has connected or given up. Missing ranks say neither.
+    """
+    outcome: Future[_T] = Future()
+
+    def connect() -> None:
+        try:
+            outcome.set_result(make())
+        except RuntimeError as error:
+            outcome.set_exception(error)
+
+    threading.Thread(target=connect, name=f"unisono {engine.lower()}", daemon=True).start()
+    deadline = time.monotonic() + seconds
+    with translated_store_errors():
+        while not wait([outcome], _LOOK_SECONDS).done:
+            if time.monotonic() > deadline or store.check(["given up"]):
+                break
+        why = outcome.exception() if outcome.done() else None
+        store.set(f"{rank}", "")
+        if outcome.done() and why is None:
+            return outcome.result()
+        store.set("given up", "")
+        others = [other for other in range(size) if other != rank]
+        have_come(store, [f"{other}" for other in others], _GRACE_SECONDS)
+        missing = [other for other in others if not store.check([f"{other}"])]
+    raise WorkerTimeoutError(
+        f"Rank {rank} waited up to {seconds:.3g} s for {ranks_in_words(missing or others)} of "
+        f"{size} to connect through {engine}{f' ({why})' if why else ''}. All ranks had announced "
+        "themselves before. Look at the logs of the missing ranks, and at the network and firewall "
+        "between the hosts.",
+        missing,
+    ) from why
 
 
 @contextmanager

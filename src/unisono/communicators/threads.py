@@ -24,7 +24,7 @@ Work = Callable[[list[Sequence[Tensor]]], list[Any]]
 
 
 def make_threads(size: int, *, timeout_seconds: float = 300.0) -> list[ThreadCommunicator]:
-    """Returns the communicators of `size` ranks, each to be used by a thread of its own."""
+    """Returns the communicators of `size` ranks, each to be used by one thread."""
     table = _Table(size, timeout_seconds)
     return [ThreadCommunicator(table, rank) for rank in range(size)]
 

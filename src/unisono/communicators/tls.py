@@ -5,7 +5,7 @@
     GLOO_DEVICE_TRANSPORT_TCP_TLS_CERT      its certificate
     GLOO_DEVICE_TRANSPORT_TCP_TLS_CA_FILE   the authority that has signed those of all hosts
 
-Both ends show a certificate. Which host it was made for is not looked at: whoever has one that the
+Both ends show a certificate. Host names are not verified: every process with a certificate that the
 authority has signed belongs to the job.
 """
 
@@ -18,7 +18,8 @@ from typing import NamedTuple
 from unisono.errors import UnsupportedError
 
 _TRANSPORT = "GLOO_DEVICE_TRANSPORT"
-_FILES = ("PKEY", "CERT", "CA_FILE")
+_TRANSPORTS = ("TCP", "TCP_TLS", "UV")
+_NAMES = tuple(f"{_TRANSPORT}_TCP_TLS_{which}" for which in ("PKEY", "CERT", "CA_FILE"))
 
 
 class Encryption(NamedTuple):
@@ -30,15 +31,30 @@ class Encryption(NamedTuple):
 
 def encryption() -> Encryption | None:
     """Returns what the environment asks for, or None if it asks for none."""
-    if os.environ.get(_TRANSPORT) != "TCP_TLS":
+    wanted = os.environ.get(_TRANSPORT, "TCP")
+    if wanted not in _TRANSPORTS:
+        raise UnsupportedError(
+            f"{_TRANSPORT} is {wanted!r}. It must be 'TCP_TLS' to encrypt what is sent, or unset "
+            "to send it unencrypted."
+        )
+    if misspelt := [name for name in os.environ if _is_misspelt(name)]:
+        raise UnsupportedError(
+            f"There is no setting {' or '.join(sorted(misspelt))}. Those of encryption are "
+            f"{_TRANSPORT}=TCP_TLS and {', '.join(_NAMES)}."
+        )
+    if wanted != "TCP_TLS":
+        if given := [name for name in _NAMES if os.environ.get(name)]:
+            raise UnsupportedError(
+                f"{given[0]} is set, but {_TRANSPORT} is not 'TCP_TLS', so nothing would be "
+                f"encrypted. Set {_TRANSPORT}=TCP_TLS, or unset {' and '.join(given)}."
+            )
         return None
-    names = [f"{_TRANSPORT}_TCP_TLS_{which}" for which in _FILES]
-    if missing := [name for name in names if not os.environ.get(name)]:
+    if missing := [name for name in _NAMES if not os.environ.get(name)]:
         raise UnsupportedError(
             f"{_TRANSPORT} is 'TCP_TLS', which needs {' and '.join(missing)} too. Give the files, "
             f"or unset {_TRANSPORT} to send unencrypted."
         )
-    key, certificate, authority = (os.environ[name] for name in names)
+    key, certificate, authority = (os.environ[name] for name in _NAMES)
     try:
         return Encryption(
             _context(ssl.PROTOCOL_TLS_SERVER, key, certificate, authority),
@@ -47,9 +63,13 @@ def encryption() -> Encryption | None:
     except OSError as error:
         raise UnsupportedError(
             f"The key {key!r}, the certificate {certificate!r} and the authority {authority!r} of "
-            f"{names[0]} and the like could not be used together: {error}. They must be PEM files, "
-            "the key without a password."
+            f"{_NAMES[0]} and the like could not be used together: {error}. They must be PEM "
+            "files, the key without a password."
         ) from error
+
+
+def _is_misspelt(name: str) -> bool:
+    return name.startswith("GLOO_DEVICE") and name not in (_TRANSPORT, *_NAMES)
 
 
 def _context(protocol: int, key: str, certificate: str, authority: str) -> ssl.SSLContext:

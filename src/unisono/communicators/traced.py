@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.delegating import DelegatingCommunicator
 from unisono.options import ReduceOp
 from unisono.tracing import Span, span
 
 
-class TracedCommunicator(Communicator):
+class TracedCommunicator(DelegatingCommunicator):
     """Another communicator, whose collectives are recorded while somebody records.
 
     Args:
@@ -21,80 +21,52 @@ class TracedCommunicator(Communicator):
     """
 
     def __init__(self, carrier: Communicator, group: int) -> None:
-        super().__init__(carrier.rank, carrier.size)
-        self.cost = carrier.cost
-        self.timeout_seconds = carrier.timeout_seconds
-        self._carrier = carrier
+        super().__init__(carrier)
         self._group = group
         # Counted when nobody records too: workers may start to record at different times.
         self._number = 0
 
-    @property
-    def name(self) -> str:
-        """In words, what carries the collectives."""
-        return self._carrier.name
-
-    def takes(self, device: torch.device) -> bool:
-        """What the carrier takes."""
-        return self._carrier.takes(device)
-
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank."""
         with self._span("all_reduce", terms, op):
-            self._carrier.all_reduce(op, terms, count)
+            super().all_reduce(op, terms, count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
         """Combines all terms, and returns the part of this rank in the flattened result."""
         with self._span("reduce_scatter", terms, op):
-            return self._carrier.reduce_scatter(op, terms, count)
+            return super().reduce_scatter(op, terms, count)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Returns the tensors of all ranks, by rank."""
         with self._span("all_gather", (tensor,)):
-            return self._carrier.all_gather(tensor)
+            return super().all_gather(tensor)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
         """Returns the tensors of all ranks on `root`, and None elsewhere."""
         with self._span("gather", (tensor,)):
-            return self._carrier.gather(tensor, root)
+            return super().gather(tensor, root)
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
         """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         with self._span("all_to_all", (tensor,)):
-            return self._carrier.all_to_all(tensor)
+            return super().all_to_all(tensor)
 
     def share_parts(self, tensor: Tensor) -> None:
         """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
         with self._span("share_parts", (tensor,)):
-            self._carrier.share_parts(tensor)
+            super().share_parts(tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""
         with self._span("broadcast", (tensor,)):
-            self._carrier.broadcast(tensor, root)
+            super().broadcast(tensor, root)
 
     def barrier(self) -> None:
         """Returns when every rank has called it."""
         with self._span("barrier", ()):
-            self._carrier.barrier()
-
-    def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives need not copy. Every rank must ask for as many."""
-        return self._carrier.allocate(num_bytes)
-
-    def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives of the carrier may wait."""
-        self._carrier.set_timeout(seconds)
-
-    def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
-        self._carrier.check_health()
-
-    def close(self) -> None:
-        """Leaves, and gives back memory, connections and threads. May be called twice."""
-        self._carrier.close()
+            super().barrier()
 
     def _span(self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None = None) -> Span:
         self._number += 1

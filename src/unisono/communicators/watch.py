@@ -23,7 +23,7 @@ from unisono.communicators.joining import join_star
 from unisono.communicators.lines import Lines
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
-# A collective that takes longer is told to the hub.
+# The rank reports a collective that takes longer to the hub.
 PATIENCE_SECONDS = 0.5
 # How often a long wait looks for news; also how long Ctrl-C may wait.
 _SLICE_SECONDS = 0.1
@@ -71,6 +71,7 @@ class Watch:
         self._hub_closed_after: int | None = None
         self._is_well = False
         self._is_closed = False
+        self._has_failed = False
         self._news = threading.Condition()
         sockets = join_star(
             store,
@@ -121,6 +122,7 @@ class Watch:
         """Surrounds a collective: says that this rank is in it, and tells others if it fails."""
         self.raise_failure()
         self.sequence, self.doing = header.sequence, header
+        self._deadline = time.monotonic() + self.timeout_seconds
         try:
             with self.published_errors():
                 yield
@@ -128,7 +130,7 @@ class Watch:
             raise
         except BaseException as error:
             left = f"Rank {self._rank} left {header} with {type(error).__name__}."
-            # Not for long: whoever has pressed Ctrl-C wants to leave.
+            # Not for long: a user who has pressed Ctrl-C wants to leave.
             self._deadline = 0.0
             self.published(WorkerLostError(left, [self._rank]))
             raise
@@ -137,7 +139,7 @@ class Watch:
 
     @contextmanager
     def published_errors(self) -> Iterator[None]:
-        """Tells all ranks of a `CommunicationError`, and raises the first that was told."""
+        """Tells all ranks of a `CommunicationError`, and raises the first that a rank reported."""
         try:
             yield
         except CommunicationError as error:
@@ -148,12 +150,17 @@ class Watch:
         """The error of all ranks, if there is one."""
         return self._failure
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether there is such an error, or was one before this was closed."""
+        return self._has_failed or self._failure is not None
+
     def published(self, error: CommunicationError) -> CommunicationError:
         """Tells all ranks of `error`, and returns the first error that a rank has told."""
         return self._decided(error, "failed", type(error).__name__, str(error), error.ranks)
 
     def raise_failure(self) -> None:
-        """Raises the first error that was told, if there is one."""
+        """Raises the first error that a rank reported, if there is one."""
         if self._failure is not None:
             raise self._failure
 
@@ -181,6 +188,7 @@ class Watch:
         if self._hub is not None:
             self._hub.close(self.sequence)
         # An error holds the frames that it went through, and so all that a step has used.
+        self._has_failed = self.has_failed
         self._failure = self._end_of_hub = None
 
     # What the main thread makes of what was heard.

@@ -1,13 +1,13 @@
 """What algorithms cost: constants, what they come to, and the file that keeps them."""
 
 from unisono.costs.between_workers import (
-    STEP_BYTES,
+    USUAL_LINK,
     algorithms_for,
+    fastest_flat,
     first_bytes_for_parts,
     hierarchical_for,
-    one_step_pays,
     phases_of,
-    step_bytes,
+    rounds_of,
 )
 from unisono.costs.links import Cluster, Line, Link
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
@@ -17,7 +17,7 @@ from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_pat
 
 __all__ = [
     "BYTES_PER_PACK",
-    "STEP_BYTES",
+    "USUAL_LINK",
     "Cluster",
     "Line",
     "Link",
@@ -27,16 +27,16 @@ __all__ = [
     "best_bytes_per_pack",
     "busiest_share",
     "current_tuning",
+    "fastest_flat",
     "first_bytes_for_parts",
     "hierarchical_for",
     "line_of",
     "num_steps",
-    "one_step_pays",
     "phases_of",
     "read_tuning",
+    "rounds_of",
     "schedule_line",
     "schedule_seconds",
     "seconds_of",
-    "step_bytes",
     "tuning_path",
 ]

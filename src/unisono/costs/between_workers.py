@@ -12,6 +12,7 @@ import functools
 from fractions import Fraction
 
 from unisono.algorithms import (
+    Rounds,
     all_gather,
     doubling,
     exchange,
@@ -23,11 +24,15 @@ from unisono.algorithms import (
     tree,
 )
 from unisono.costs.links import Cluster, Link
-from unisono.costs.rounds import Phase, line_of
+from unisono.costs.rounds import Phase, line_of, seconds_of
 from unisono.errors import UnsupportedError
 
-# Without constants: what one step may send more than two. Below, a step costs more than that.
-STEP_BYTES = 64 << 10
+# A guess where nothing was measured: a step costs as much as 64 KB.
+USUAL_LINK = Link(latency=64e-6, bandwidth=1.024e9)
+# Up to here every rank hears from all others in each collective, so an error names those at fault.
+_FEW_RANKS = 8
+# Sums are fast beside a link; their rate hardly changes what is best.
+_SUM_RATE = 1e10
 _FLAT = {
     "one step": one_step,
     "exchange": exchange,
@@ -86,18 +91,29 @@ def _by_host(num_hosts: int, ranks_per_host: int) -> list[str]:
     return ["leaders", "parts"] if is_branch else ["terms"]
 
 
-def one_step_pays(num_ranks: int, num_bytes: int, step_bytes: float) -> bool:
-    """Whether to send all to everybody in one step rather than parts and sums in two.
+def rounds_of(algorithm: str, num_ranks: int) -> Rounds:
+    """Returns a flat algorithm among so many ranks."""
+    return _FLAT[algorithm](num_ranks)
 
-    The one step sends (P - 1) (P - 2) / P of the tensor more. It pays as long as a step costs more
-    than these bytes: `step_bytes` is the latency of a step times the bandwidth.
+
+def fastest_flat(num_ranks: int, num_bytes: int, link: Link) -> str:
+    """Returns the algorithm that ranks run for a tensor of so many bytes.
+
+    All ranks decide alike: the constants of the link are the same on all of them.
     """
-    return num_bytes * (num_ranks - 1) * (num_ranks - 2) // num_ranks <= step_bytes
+    # The decision changes at few sizes; a power of two stands for all up to the next.
+    return _fastest_flat(num_ranks, num_bytes.bit_length(), link)
 
 
-def step_bytes(link: Link) -> int:
-    """Returns how many bytes a link carries in the time that a step takes."""
-    return int(link.latency * link.bandwidth)
+@functools.lru_cache(maxsize=1024)
+def _fastest_flat(num_ranks: int, num_bits: int, link: Link) -> str:
+    cluster = Cluster(num_ranks, 1, link, link, _SUM_RATE)
+    small = "one step" if num_ranks <= _FEW_RANKS else "doubling"
+    seconds = {
+        name: seconds_of(phases_of(name, num_ranks, 1), cluster, (1 << num_bits) - 1)
+        for name in (small, "exchange")
+    }
+    return min(seconds, key=lambda name: seconds[name])
 
 
 def first_bytes_for_parts(cluster: Cluster) -> int:

@@ -4,8 +4,8 @@ A link that carries m messages and n bytes at once is busy for
 
     latency + (m - 1) overhead + n / bandwidth
 
-The latency is paid once: messages of one round are under way together. Whoever sends many of them
-still needs the overhead for each further one.
+The latency is paid once: messages of one round are under way together. A rank that sends many of
+them still needs the overhead for each further one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Link:
 
     Args:
         latency: Seconds from the beginning of a message to its end, if it is empty.
-        bandwidth: Bytes a second.
+        bandwidth: Bytes per second.
         overhead: Seconds for each further message of a round; a fifth of the latency if not given.
     """
 
@@ -63,7 +63,7 @@ class Cluster:
         ranks_per_host: How many ranks each has.
         inside: The link that each rank has inside its host.
         between: The link that each host has to the others, which its ranks share.
-        memory_rate: Bytes a second that a rank reads and writes when it adds up.
+        memory_rate: Bytes per second that a rank reads and writes when it adds up.
     """
 
     num_hosts: int

@@ -1,6 +1,6 @@
 """What rounds of messages cost in a cluster.
 
-A round is over when its busiest link is free. Inside a host every rank has a link of its own; what
+A round is over when its busiest link is free. Inside a host every rank has its own link; what
 leaves a host goes over the one link that the host has. Both send and receive at the same time.
 """
 

@@ -19,7 +19,7 @@ from unisono.errors import TuningError
 from unisono.system import processor
 
 TUNING = "UNISONO_TUNING"
-_FORMAT = 1
+_FORMAT = 2
 _log = logging.getLogger("unisono")
 
 
@@ -31,12 +31,13 @@ class Tuning:
         memory: A sum inside one memory: to begin it, and bytes read and written a second.
         devices: A copy between the devices of one process.
         inside: Between processes of one host, through shared memory.
-        loopback: Between processes of one host, through TCP.
-        between: Between hosts, through TCP.
-        sum_rate: Bytes a second that a process reads and writes when it adds up for others.
+        loopback: Between processes of one host, through Gloo.
+        between: Between hosts, through Gloo.
+        sum_rate: Bytes per second that a process reads and writes when it adds up for others.
         machine: What was measured.
         date: When.
         version: By which version of Unisono.
+        tcp: Between hosts, through TCP connections of Unisono's own.
     """
 
     memory: Link
@@ -48,6 +49,7 @@ class Tuning:
     machine: Mapping[str, Any]
     date: str
     version: str
+    tcp: Link | None = None
 
     def to_text(self) -> str:
         """Returns the content of the file."""
@@ -82,7 +84,7 @@ class Tuning:
             ) from error
 
 
-LINKS = ("memory", "devices", "inside", "loopback", "between")
+LINKS = ("memory", "devices", "inside", "loopback", "between", "tcp")
 
 
 def tuning_path() -> Path:

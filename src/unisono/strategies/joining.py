@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
@@ -21,12 +21,13 @@ from unisono.communicators import (
     JobStore,
     TracedCommunicator,
     connect,
+    gpu_identity,
     have_come,
     slice_of,
     translated_store_errors,
 )
 from unisono.costs import Tuning, current_tuning
-from unisono.devices import Device, cpu_slots, default_devices, resolve
+from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import WorkerTimeoutError
 from unisono.options import CommunicationOptions
 from unisono.system import check_connections
@@ -57,7 +58,7 @@ _LEAST_SECONDS = 2.0
 
 
 def join(
-    membership: Membership, num_replicas: int, options: CommunicationOptions
+    membership: Membership, devices: Sequence[Device], options: CommunicationOptions
 ) -> tuple[Communicator, Tuning | None]:
     """Meets all workers of the job, and returns what connects them, and the constants of rank 0.
 
@@ -70,7 +71,7 @@ def join(
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
     with translated_store_errors(), _joined(membership, timeout) as joined:
-        card = WorkerCard.of(membership, num_replicas)
+        card = WorkerCard.of(membership, len(devices))
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
         own = _meeting(joined.store, number)
         meet(_door(own), card, left.seconds())
@@ -84,6 +85,11 @@ def join(
             # All have just met, so who does not come now has ended since.
             joining_seconds=left.seconds(),
             tuning=tuning,
+            gpus=[
+                gpu_identity(gpu)
+                for gpu in map(this_machine().torch_device, devices)
+                if gpu.type == "cuda"
+            ],
         )
     join_workers(membership.rank, membership.size)
     communicator = TracedCommunicator(connected, group=number)

@@ -211,7 +211,7 @@ class _Maker:
         if config.timeout_seconds is not None:
             options = replace(options, timeout_seconds=config.timeout_seconds)
         devices = self._visible(membership, config)
-        communicator, tuning = join(membership, len(devices), options)
+        communicator, tuning = join(membership, devices, options)
         return MultiWorkerExtended(
             self,
             resolver,

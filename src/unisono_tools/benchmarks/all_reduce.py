@@ -8,10 +8,12 @@ medians: how many times our time the others need.
 
 plain       our communicator on tensors from anywhere
 in place    the same on tensors of `communicator.allocate`, where a strategy keeps its gradients
+TCP         between hosts, the same with the implementation `TCP`
+MPI         between hosts, the same in processes that mpirun has started; flat MPI as below
 Gloo        torch.distributed.all_reduce; through loopback, or between hosts
 DDP bucket  the way of gradients through DDP's reducer, over Gloo: divided into buckets of 25 MB,
             all reduced at the same time, copied back
-MPI         mpi4py's Allreduce with MPI.IN_PLACE
+flat MPI    mpi4py's Allreduce with MPI.IN_PLACE
 floor       all ranks at the same time read and write their own bytes once and wait for nobody.
             All-reduce must do as much: 1.0 means that nothing is left to win
 """
@@ -28,6 +30,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import TCPStore
@@ -44,8 +47,22 @@ if TYPE_CHECKING:
 
 SIZES = tuple(2**power for power in range(6, 29, 2))
 QUICK_SIZES = (2**6, 2**12, 2**16, 2**20, 2**24)
+SIZES_BETWEEN_HOSTS = (2**6, 2**12, 2**16, 2**20, 2**22, 2**24, 2**26)
 RANKS = (2, 4, 8)
-OURS = {"plain": "unisono", "in place": "unisono in place"}
+OURS = {
+    "plain": "unisono",
+    "in place": "unisono in place",
+    "plain, TCP": "unisono TCP",
+    "in place, TCP": "unisono TCP in place",
+    "plain, MPI": "unisono MPI",
+    "in place, MPI": "unisono MPI in place",
+}
+# The columns of the table between hosts, and the rows whose numbers they have.
+_ENGINES = {
+    f"{engine}, {where}": f"{where}{'' if engine == 'Gloo' else f', {engine}'}"
+    for engine in ("Gloo", "TCP", "MPI")
+    for where in ("plain", "in place")
+}
 # A turn reduces this many bytes again and again, so that the time to begin it does not count.
 BYTES_PER_TURN = 16 * 2**20
 # Sums of sums grow by the number of ranks with every call, and must stay within float32.
@@ -57,22 +74,22 @@ class AllReduceSweep:
     """All-reduce of float32 between the processes of this host, or of network namespaces.
 
     Attributes:
-        sizes: The bytes of one rank.
+        sizes: The bytes of one rank; all up to 256 MB if not given, fewer between hosts.
         ranks: The numbers of processes; by default 2, 4 and 8, or two on each of several hosts.
         seconds: The time of one measurement.
         bind: Whether each of our ranks keeps to one core in its turns.
         mpi: An interpreter that has mpi4py.
-        mpirun: The command that starts MPI processes, up to `-n`.
+        mpirun: The command that starts MPI processes, up to `-n`; by default the one beside `mpi`.
         hosts: How many network namespaces share the ranks; 1 is this host as it is.
         rate: What a namespace may send, such as 1gbit.
     """
 
-    sizes: Sequence[int] = SIZES
+    sizes: Sequence[int] = ()
     ranks: Sequence[int] = ()
     seconds: float = 4.0
     bind: bool = False
     mpi: str | None = None
-    mpirun: str = "mpirun"
+    mpirun: str | None = None
     hosts: int = 1
     rate: str | None = None
     name: str = "all-reduce"
@@ -80,6 +97,9 @@ class AllReduceSweep:
     def __post_init__(self) -> None:
         if not self.ranks:
             object.__setattr__(self, "ranks", (2 * self.hosts,) if self.hosts > 1 else RANKS)
+        if not self.sizes:
+            sizes = SIZES_BETWEEN_HOSTS if self.hosts > 1 else SIZES
+            object.__setattr__(self, "sizes", sizes)
         if bad := [size for size in self.sizes if size < 4 or size % 4]:
             raise ValueError(f"Sizes must be multiples of 4 bytes, got {bad}.")
         if min(self.ranks) < 2 or any(size % self.hosts for size in self.ranks):
@@ -87,8 +107,6 @@ class AllReduceSweep:
                 f"Ranks must be 2 or more, and the same number on each of {self.hosts} hosts, got "
                 f"{list(self.ranks)}."
             )
-        if self.hosts > 1 and self.mpi:
-            raise ValueError("MPI does not take part between hosts: leave out --mpi or --hosts.")
         if self.hosts == 1 and self.rate:
             raise ValueError("--rate limits the link between hosts: give --hosts 2 as well.")
 
@@ -100,9 +118,24 @@ class AllReduceSweep:
     @property
     def left_out(self) -> Sequence[str]:
         """See `Sweep`."""
-        if self.hosts > 1:
-            return ["MPI and the floor (they take part on one host)"]
         return [] if self.mpi else ["MPI (give --mpi PYTHON)"]
+
+    def summary(self, rows: Sequence[Row]) -> str:
+        """See `Sweep`. Between hosts, a table of the engines, as Markdown."""
+        if self.hosts == 1:
+            return ""
+        ratios = {(row.num_bytes, row.case["memory"]): row.ratios for row in rows}
+        engines = [name for name, memory in _ENGINES.items() if (self.sizes[0], memory) in ratios]
+        lines = [["size", *engines, *(["flat MPI"] if self.mpi else [])]]
+        lines.append(["---"] * len(lines[0]))
+        for num_bytes in self.sizes:
+            found = [ratios[num_bytes, _ENGINES[name]]["Gloo"] for name in engines]
+            if self.mpi:
+                own = ratios[num_bytes, "plain"]
+                found.append(own["Gloo"] / own["flat MPI"])
+            lines.append([spell_bytes(num_bytes), *(f"{one:.3g}" for one in found)])
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return f"How many times as long torch's Gloo between all ranks takes:\n\n{table}"
 
     def measurements(self) -> Generator[Sequence[Row], None, None]:
         """See `Sweep`."""
@@ -122,10 +155,13 @@ class AllReduceSweep:
         """Starts the ranks, and ends them."""
         with ExitStack() as stack:
             crews: list[Crew | Mpi] = []
-            if self.mpi:
-                mpi = Mpi(size, shlex.split(self.mpirun), self.mpi)
-                crews.append(stack.enter_context(closing(mpi)))
             store = _meeting_point(hosts)
+            if self.mpi:
+                beside = Path(self.mpi).with_name("mpirun")
+                mpirun = self.mpirun or str(beside if beside.exists() else "mpirun")
+                arguments = (store.host, store.port, max(self.sizes)) if hosts else ()
+                mpi = Mpi(size, shlex.split(mpirun), self.mpi, hosts, arguments)
+                crews.append(stack.enter_context(closing(mpi)))
             names = hosts.names if hosts else []
             settings = ((store.host, store.port), max(self.sizes), names)
             ours = Crew("torch", size, partial(work, bind=self.bind), *settings)
@@ -196,7 +232,7 @@ def _store(address: str) -> TCPStore:
 
 
 def _rows(num_bytes: int, size: int, series: dict[str, Series]) -> list[Row]:
-    """The rows of one size: one for plain tensors, one for those in shared memory."""
+    """The rows of one size: for plain tensors and those in shared memory, by engine."""
     others = {name: times for name, times in series.items() if name not in OURS.values()}
 
     def rates(seconds: float) -> dict[str, float]:
@@ -212,15 +248,17 @@ def _rows(num_bytes: int, size: int, series: dict[str, Series]) -> list[Row]:
             rates,
         )
         for memory, name in OURS.items()
+        if name in series
     ]
 
 
 def _lines(rows: Sequence[Row]) -> dict[str, list[tuple[int, float]]]:
     """Bytes and microseconds of all competitors, ours by their memory."""
-    lines: dict[str, list[tuple[int, float]]] = {f"unisono, {memory}": [] for memory in OURS}
+    lines: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         micros = row.seconds["p50"] * 1e6
-        lines[f"unisono, {row.case['memory']}"].append((row.num_bytes, micros))
+        ours = lines.setdefault(f"unisono, {row.case['memory']}", [])
+        ours.append((row.num_bytes, micros))
         if row.case["memory"] == "plain":
             for name, ratio in row.ratios.items():
                 lines.setdefault(name, []).append((row.num_bytes, ratio * micros))

@@ -116,6 +116,10 @@ class ReduceSweep:
             lambda seconds: {"GB/s": moved / seconds / 1e9},
         )
 
+    def summary(self, rows: Sequence[Row]) -> str:
+        """See `Sweep`."""
+        return ""
+
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
         """Draws the speed relative to the add chain, a line per number of replicas."""
         figure.set_size_inches(10, 4)

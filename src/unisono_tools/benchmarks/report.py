@@ -51,6 +51,8 @@ def print_table(sweep: Sweep, rows: Sequence[Row], console: Console) -> None:
         console.print(table)
         columns = columns[count:]
     console.print(_caption(sweep))
+    if summary := sweep.summary(rows):
+        console.print(f"\n{summary}")
 
 
 # A heading, and a cell per row.

@@ -94,6 +94,9 @@ class Sweep(Protocol):
             UnsupportedError: if this machine cannot do what is asked.
         """
 
+    def summary(self, rows: Sequence[Row]) -> str:
+        """Returns a text to print below the table, or nothing."""
+
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
         """Draws the rows into an empty figure."""
 

@@ -148,6 +148,10 @@ class StepSweep:
             lambda seconds: {"samples/s": num_samples / seconds},
         )
 
+    def summary(self, rows: Sequence[Row]) -> str:
+        """See `Sweep`."""
+        return ""
+
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
         """Draws the ratios as bars; longer than 1 is slower than Unisono."""
         figure.set_size_inches(9, 4)

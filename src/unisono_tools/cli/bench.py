@@ -134,13 +134,17 @@ def reduce(
 @_sizes_option
 @click.option("--ranks", metavar="R...", type=int, multiple=True, help="Processes. Default: 2 4 8.")
 @click.option("--bind", is_flag=True, help="Bind each rank of Unisono to one core.")
-@click.option("--mpi", metavar="PYTHON", help="A Python that has mpi4py.")
+@click.option(
+    "--mpi",
+    metavar="PYTHON",
+    default=lambda: sys.executable if find_spec("mpi4py") else None,
+    help="A Python that has mpi4py. Default: this one, if it has.",
+)
 @click.option(
     "--mpirun",
     metavar="COMMAND",
-    default="mpirun",
-    show_default=True,
-    help='MPI launcher; use "mpirun --oversubscribe" for more ranks than cores.',
+    help='MPI launcher; use "mpirun --oversubscribe" for more ranks than cores. Default: the one '
+    "beside the interpreter.",
 )
 @click.option(
     "--hosts",
@@ -156,14 +160,14 @@ def all_reduce(*, quick: bool, sizes: tuple[int, ...], **options: Any) -> Sweep:
 
     Uses shared memory and, with --hosts, the network between simulated hosts. Compares with Gloo,
     DDP buckets, MPI and the memory bandwidth, and checks every result. Takes about ten minutes, or
-    two with --quick.
+    two with --quick. With --hosts, the table compares Gloo, TCP and MPI between hosts.
 
     MPI's launcher binds its processes to cores if there are enough; --bind does the same for
     Unisono. Gloo always uses all cores, because it needs a second thread.
     """
-    from unisono_tools.benchmarks.all_reduce import QUICK_SIZES, SIZES, AllReduceSweep
+    from unisono_tools.benchmarks.all_reduce import QUICK_SIZES, AllReduceSweep
 
-    return AllReduceSweep(sizes or (QUICK_SIZES if quick else SIZES), **options)
+    return AllReduceSweep(sizes or (QUICK_SIZES if quick else ()), **options)
 
 
 @bench.command(cls=ListCommand)

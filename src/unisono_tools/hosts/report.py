@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -225,7 +226,7 @@ def _carrier(hosts: str, tuning: Tuning | None, *, has_native_core: bool) -> Cho
         reason += f"; {BYTES_PER_PACK >> 20} MiB are predicted to take {seconds}, as tuned"
     elif tuning is not None:
         reason += "; the links between hosts are not tuned"
-    return Chosen(choice.carrier.value, reason)
+    return Chosen(str(choice), reason)
 
 
 def _tuned() -> Tuned:
@@ -285,10 +286,20 @@ def _engines() -> dict[str, Engine]:
         FREE_THREADS: _free_threads(),
         NATIVE: Engine(core.kernel is not None, core.status),
         "GPU kernels": _gpu_kernels(),
-        NCCL: _backend("for replicas on different GPUs", is_found=distributed.is_nccl_available()),
-        "Gloo": _backend("used on request", is_found=distributed.is_gloo_available()),
-        "MPI": _backend("used on request", is_found=distributed.is_mpi_available()),
+        NCCL: _backend(
+            "for GPUs that are all different; adds in its own order",
+            is_found=distributed.is_nccl_available(),
+        ),
+        "Gloo": _backend(
+            "between hosts; adds in the order of the tree", is_found=distributed.is_gloo_available()
+        ),
+        "MPI": _mpi(),
     }
+
+
+def _mpi() -> Engine:
+    is_found = importlib.util.find_spec("mpi4py") is not None
+    return Engine(is_found, "where mpirun starts the workers" if is_found else "needs mpi4py")
 
 
 def _free_threads() -> Engine:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from unisono.costs.between_workers import STEP_BYTES, one_step_pays, phases_of
+from unisono.costs.between_workers import USUAL_LINK, fastest_flat, phases_of
 from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, seconds_of
 from unisono_tools.tuning.fitting import Sample, fit_link, fit_memory, least_sum_rate, never_less
@@ -98,6 +98,10 @@ def predicted_seconds(one: Measured, link: Link, sum_rate: float) -> float:
 
 def _phases(one: Measured) -> tuple[Phase, ...]:
     """Returns what the communicator over this link does with such a tensor."""
-    through_network = one.link != "inside"
-    is_one_step = through_network and one_step_pays(one.num_ranks, one.num_bytes, STEP_BYTES)
-    return phases_of("one step" if is_one_step else "exchange", 1, one.num_ranks)
+    if one.link == "inside":
+        return phases_of("exchange", 1, one.num_ranks)
+    # What is measured is not known before, so that ranks have decided by the usual constants.
+    name = (
+        "one step" if one.num_ranks == 2 else fastest_flat(one.num_ranks, one.num_bytes, USUAL_LINK)
+    )
+    return phases_of(name, 1, one.num_ranks)

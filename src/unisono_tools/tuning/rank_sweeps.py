@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -45,7 +46,8 @@ def rank_sweeps(
         yield from _group(f"{number}/inside", store, position, inside, sizes, seconds)
     yield from _group(f"{number}/loopback", store, position, inside, sizes, seconds)
     if position == 0:
-        yield from _group("all/between", store, number, len(layout.hosts), sizes, seconds)
+        for link in ("between", "tcp"):
+            yield from _group(f"all/{link}", store, number, len(layout.hosts), sizes, seconds)
     _leave(store, rank, size)
 
 
@@ -71,7 +73,8 @@ def _group(
     for count in sorted({2, size} if size > 1 else set()):
         if rank >= count:
             continue
-        make = connect if link == "inside" else NetworkCommunicator
+        backend = "tcp" if link == "tcp" else "gloo"
+        make = connect if link == "inside" else partial(NetworkCommunicator, backend=backend)
         prefixed = PrefixStore(f"{name}/{count}", store)
         with make(prefixed, rank, count, timeout_seconds=_PATIENCE_SECONDS) as communicator:
             yield from all_reduce_sweep(link, communicator, sizes, seconds)

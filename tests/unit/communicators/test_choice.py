@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from unisono.communicators import Carrier
-from unisono.communicators.choice import PARTS_BYTES, Choice, choose
+from unisono.communicators.choice import PARTS_BYTES, Carrier, Choice, Engine, choose
 from unisono.communicators.hosts import Layout
-from unisono.costs import STEP_BYTES, Link, Tuning, best_bytes_per_pack
+from unisono.costs import USUAL_LINK, Link, Tuning, best_bytes_per_pack
 from unisono.options import CommunicationImplementation
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
+NCCL, TCP = CommunicationImplementation.NCCL, CommunicationImplementation.TCP
 FAST, SLOW = Link(1e-6, 2e10), Link(1e-4, 1e9)
 ONE_HOST = Layout(((0, 1, 2, 3),))
 TWO_HOSTS = Layout(((0, 1), (2, 3)))
@@ -20,9 +20,12 @@ APART = Layout(((0,), (1,), (2,)))
 
 
 def tuned(
-    inside: Link | None = FAST, between: Link | None = SLOW, loopback: Link | None = FAST
+    inside: Link | None = FAST,
+    between: Link | None = SLOW,
+    loopback: Link | None = FAST,
+    tcp: Link | None = None,
 ) -> Tuning:
-    return Tuning(FAST, FAST, inside, loopback, between, 2e10, {}, "2026-11-15", "0.1.0")
+    return Tuning(FAST, FAST, inside, loopback, between, 2e10, {}, "2026-11-15", "0.1.0", tcp)
 
 
 def chosen(
@@ -41,9 +44,70 @@ CARRIERS = {
     ONE_HOST: Carrier.SHARED_MEMORY,
     TWO_HOSTS: Carrier.HIERARCHICAL,
     THREES: Carrier.HIERARCHICAL,
-    UNEVEN: Carrier.TCP,
-    APART: Carrier.TCP,
+    UNEVEN: Carrier.FLAT,
+    APART: Carrier.FLAT,
 }
+UNLIKE = ", which is not as many on each, one host after the other"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "carrier", "reason"),
+    [
+        ("a", Carrier.NOTHING, "one rank has nobody to talk to"),
+        ("aaa", Carrier.SHARED_MEMORY, "all ranks are on one host"),
+        ("aabb", Carrier.HIERARCHICAL, "ranks by host are 0, 1 | 2, 3"),
+        ("aaabbb", Carrier.HIERARCHICAL, "ranks by host are 0, 1, 2 | 3, 4, 5"),
+        ("ab", Carrier.FLAT, "no two ranks share a host"),
+        ("aab", Carrier.FLAT, f"0, 1 | 2{UNLIKE}"),
+        ("abab", Carrier.FLAT, f"0, 2 | 1, 3{UNLIKE}"),
+    ],
+)
+def test_where_the_ranks_are_decides(hosts: str, carrier: Carrier, reason: str) -> None:
+    layout = Layout.of(hosts)
+
+    for implementation in (AUTO, NCCL):
+        choice = chosen(layout, None, implementation)
+        assert (choice.carrier, choice.engine) == (carrier, Engine.GLOO)
+        assert choice.why.endswith(reason)
+    if layout.size > 1:
+        asked = chosen(layout, None, TCP)
+        assert (asked.carrier, asked.engine) == (
+            carrier,
+            Engine.GLOO if carrier is Carrier.SHARED_MEMORY else Engine.TCP,
+        )
+
+
+def test_tcp_is_taken_where_it_is_encrypted_or_measured_to_be_faster() -> None:
+    choice = choose(TWO_HOSTS, has_native_core=True, is_encrypted=True)
+    assert (choice.engine, str(choice)) == (
+        Engine.TCP,
+        "shared memory inside a host, TCP between",
+    )
+    assert "encrypted" in choice.why
+
+    assert chosen(TWO_HOSTS, tuned(tcp=FAST)).engine is Engine.TCP
+    assert chosen(TWO_HOSTS, tuned(tcp=Link(1e-4, 9e8))).engine is Engine.GLOO
+
+
+def test_mpi_is_taken_where_it_started_all_ranks_unless_something_else_is_asked_for() -> None:
+    def engine(
+        implementation: CommunicationImplementation, *, is_encrypted: bool = False
+    ) -> Engine:
+        return choose(
+            APART,
+            has_native_core=True,
+            implementation=implementation,
+            is_encrypted=is_encrypted,
+            has_mpi=True,
+        ).engine
+
+    assert [engine(AUTO), engine(NCCL), engine(RING), engine(TCP)] == [
+        Engine.MPI,
+        Engine.MPI,
+        Engine.GLOO,
+        Engine.TCP,
+    ]
+    assert engine(AUTO, is_encrypted=True) is Engine.TCP
 
 
 @pytest.mark.parametrize(("layout", "carrier"), CARRIERS.items())
@@ -51,9 +115,9 @@ def test_untuned_ranks_by_host_decide(layout: Layout, carrier: Carrier) -> None:
     choice = chosen(layout, None)
 
     assert choice == Choice(carrier, choice.why)
-    assert (choice.parts_bytes, choice.step_bytes) == (PARTS_BYTES, STEP_BYTES)
-    assert chosen(layout, None, RING).carrier is Carrier.GLOO
-    assert chosen(layout, None, has_native_core=False).carrier is Carrier.TCP
+    assert (choice.parts_bytes, choice.link) == (PARTS_BYTES, USUAL_LINK)
+    assert chosen(layout, None, RING) == Choice(Carrier.FLAT, "asked for")
+    assert chosen(layout, None, has_native_core=False).carrier is Carrier.FLAT
 
 
 @pytest.mark.parametrize("layout", CARRIERS)
@@ -71,21 +135,21 @@ def test_a_slow_link_between_hosts_is_used_by_host() -> None:
 def test_a_slow_way_inside_hosts_makes_all_ranks_alike() -> None:
     choice = chosen(TWO_HOSTS, tuned(inside=SLOW, between=FAST))
 
-    assert choice.carrier is Carrier.TCP
+    assert choice.carrier is Carrier.FLAT
     assert "0, 1 | 2, 3, and for 4 MiB the links as tuned promise" in choice.why
 
 
 def test_hosts_of_three_bring_all_terms_which_is_dear() -> None:
     # Each host would send three times as much as the exchange of all ranks does.
-    assert chosen(THREES, tuned()).carrier is Carrier.TCP
+    assert chosen(THREES, tuned()).carrier is Carrier.FLAT
 
 
 def test_thresholds_are_those_of_the_links() -> None:
     slow, slower = (chosen(TWO_HOSTS, tuned(between=Link(a, 1e9))) for a in (1e-4, 1e-3))
 
-    assert (slow.step_bytes, slower.step_bytes) == (100_000, 1_000_000)
+    assert (slow.link, slower.link) == (Link(1e-4, 1e9), Link(1e-3, 1e9))
     assert slow.parts_bytes != PARTS_BYTES
-    assert chosen(ONE_HOST, tuned(loopback=SLOW), RING).step_bytes == 100_000
+    assert chosen(ONE_HOST, tuned(loopback=SLOW), RING).link == SLOW
 
 
 @pytest.mark.parametrize("layout", [ONE_HOST, TWO_HOSTS, APART])

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -20,7 +21,9 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
-from unisono.communicators.gloo import break_connections, make_gloo_group, make_mpi_group
+from unisono.communicators.gloo import break_connections, make_gloo_group
+from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.kernels import native_core
@@ -50,9 +53,9 @@ def chosen(store: Store, rank: int, size: int) -> tuple[list[str], list[str]]:
 
 
 def test_ranks_of_one_host_share_memory_and_a_log_line_says_so() -> None:
-    fast = "TCP" if native_core().kernel is None else "shared memory"
+    fast = "Gloo" if native_core().kernel is None else "shared memory"
     for names, lines in run_ranks(2, chosen):
-        assert [name.split(",")[0] for name in names] == [fast, "torch.distributed with gloo"]
+        assert [name.split(",")[0] for name in names] == [fast, "Gloo"]
         assert len(lines) == 2
         assert lines[1].endswith("asked for.")
 
@@ -193,15 +196,24 @@ def test_encryption_that_torch_cannot_do_is_an_error() -> None:
     assert message.startswith("GLOO_DEVICE_TRANSPORT is 'no such transport'")
 
 
-@pytest.mark.skipif(distributed.is_mpi_available(), reason="this torch knows MPI")
-def test_mpi_that_torch_does_not_know_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="built with MPI"):
-        make_mpi_group(0, 2)
+@pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is here")
+def test_mpi_without_mpi4py_is_an_error() -> None:
+    with pytest.raises(UnsupportedError, match=r"MPI needs mpi4py.*unisono\[mpi\]"):
+        MpiTransport(HashStore(), 0, 2, timeout_seconds=5, joining_seconds=5)
 
 
 def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="'tcp', 'gloo', 'mpi', got 'ucc'"):
+    with pytest.raises(UnsupportedError, match="'gloo', 'tcp', 'mpi', got 'ucc'"):
         NetworkCommunicator(HashStore(), 0, 2, backend="ucc")
+
+
+def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
+    assert have_own_gpus([["a", "b"], ["c", "d"]])
+    # Virtual GPUs of one rank.
+    assert have_own_gpus([["a", "a"], ["b"]])
+    assert not have_own_gpus([["a"], ["a"]])
+    assert not have_own_gpus([["a"], []])
+    assert not have_own_gpus([[], []])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may well be here")

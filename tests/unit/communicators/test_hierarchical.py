@@ -19,15 +19,15 @@ LENGTH = 4 * (1 << 20) + 3
 
 
 def over_tcp(store: Store, rank: int, size: int) -> Communicator:
-    return NetworkCommunicator(store, rank, size, timeout_seconds=30)
+    return NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=30)
 
 
 def brought_by(rank: int) -> Tensor:
     return torch.arange(LENGTH, dtype=torch.float32).sin_().mul_(rank + 0.1)
 
 
-def reduced(store: Store, rank: int, size: int, num_hosts: int) -> list[bool]:
-    make = hierarchical(over_tcp, num_hosts, seconds=30)
+def reduced(store: Store, rank: int, size: int, num_hosts: int, backend: str) -> list[bool]:
+    make = hierarchical(over_tcp, num_hosts, backend, seconds=30)
     terms = [brought_by(other) for other in range(size)]
     expected = tree_reduce(ReduceOp.SUM, terms)
     are_equal = []
@@ -42,7 +42,7 @@ def reduced(store: Store, rank: int, size: int, num_hosts: int) -> list[bool]:
 
 def differ(store: Store, rank: int, size: int) -> str:
     """Rank 1 calls what sends data with its header, and the others what sends none."""
-    with hierarchical(over_tcp, 2, seconds=30)(store, rank, size) as communicator:
+    with hierarchical(over_tcp, 2, "tcp", seconds=30)(store, rank, size) as communicator:
         try:
             if rank == 1:
                 communicator.all_reduce(ReduceOp.SUM, [torch.ones(3)])
@@ -60,5 +60,5 @@ def test_ranks_of_a_host_that_call_different_things_are_told() -> None:
 
 
 def test_large_tensors_have_the_bits_of_the_tree_between_two_and_three_hosts() -> None:
-    assert run_ranks(4, reduced, 2) == [[True] * 4] * 4
-    assert run_ranks(6, reduced, 3) == [[True] * 4] * 6
+    assert run_ranks(4, reduced, 2, "gloo") == [[True] * 4] * 4
+    assert run_ranks(6, reduced, 3, "tcp") == [[True] * 4] * 6

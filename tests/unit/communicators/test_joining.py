@@ -111,7 +111,7 @@ def talk(store: Store, rank: int, size: int, settings: list[dict[str, str]]) -> 
     """Whether what was said was encrypted, or what was raised."""
     os.environ.update(settings[rank])
     try:
-        communicator = NetworkCommunicator(store, rank, size, timeout_seconds=5)
+        communicator = NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=5)
     except CommunicationError as error:
         return type(error).__name__, str(error), error.ranks, 0.0
     with communicator:
@@ -123,7 +123,7 @@ def talk(store: Store, rank: int, size: int, settings: list[dict[str, str]]) -> 
 
 
 def _is_encrypted(communicator: NetworkCommunicator) -> bool:
-    connections = communicator._exchange._transport._connections  # type: ignore[attr-defined]
+    connections = communicator._link._transport._connections  # type: ignore[attr-defined]
     return all(isinstance(one._socket, ssl.SSLSocket) for one in connections.values())
 
 
@@ -181,9 +181,12 @@ def test_encryption_on_some_ranks_alone_is_an_error(tmp_path: Path) -> None:
             {f"{TLS}_{which}": "/no/such/file" for which in ("PKEY", "CERT", "CA_FILE")},
             "could not be used together",
         ),
+        ({"GLOO_DEVICE_TRANSPORT": "TLS"}, "is 'TLS'. It must be 'TCP_TLS'"),
+        ({f"{TLS}_CERTIFICATE": "here.pem"}, f"no setting {TLS}_CERTIFICATE"),
+        ({"GLOO_DEVICE_TRANSPORT": "TCP", f"{TLS}_CERT": "here.pem"}, "nothing would be encrypted"),
     ],
 )
-def test_missing_or_unreadable_keys_are_an_error(
+def test_settings_that_are_missing_unreadable_or_misspelt_are_an_error(
     settings: dict[str, str], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"GLOO_DEVICE_TRANSPORT": "TCP_TLS", **settings}.items():

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.communicators.mesh import Connection, Mesh
+from unisono.communicators.connection import Connection
+from unisono.communicators.mesh import Mesh
 from unisono.communicators.transport import BrokenConnectionError
 
 SECONDS = 20.0
@@ -35,15 +36,10 @@ def filled(length: int, value: int) -> Tensor:
     return torch.full((length,), value, dtype=torch.uint8)
 
 
-def lengths(mesh: Mesh, length: int) -> list[int]:
-    """All for the other of two."""
-    return [0, length] if mesh.rank == 0 else [length, 0]
-
-
 def swap(mesh: Mesh, given: Tensor, room: int) -> Tensor:
     output = filled(room, 0)
-    finished = mesh.all_to_all(output, lengths(mesh, room), given, lengths(mesh, len(given)))
-    assert finished(SECONDS)
+    other = 1 - mesh.rank
+    assert mesh.progress([mesh.receive(other, output), mesh.send(other, given)], SECONDS)
     return output
 
 
@@ -59,22 +55,17 @@ def test_both_send_at_the_same_time(pair: tuple[Mesh, Mesh], length: int) -> Non
 
 def test_messages_arrive_in_order_however_many_are_under_way(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    given = [filled(length, number) for number, length in enumerate([7, 100_000, 0, 1, 33_000])]
+    given = [filled(length, number) for number, length in enumerate([7, 100_000, 1, 33_000])]
     rooms = [torch.empty_like(tensor) for tensor in given]
-    sent = [
-        first.all_to_all(filled(0, 0), [0, 0], tensor, lengths(first, len(tensor)))
-        for tensor in given
-    ]
-    received = [
-        second.all_to_all(room, lengths(second, len(room)), filled(0, 0), [0, 0]) for room in rooms
-    ]
+    sent = [first.send(1, tensor) for tensor in given]
+    received = [second.receive(0, room) for room in rooms]
 
     with ThreadPoolExecutor(1) as pool:
-        # The last one first: what comes before it is moved on the way.
-        last = pool.submit(received[-1], SECONDS)
-        assert sent[-1](SECONDS)
+        # The last one alone: what comes before it is moved on the way.
+        last = pool.submit(second.progress, received[-1:], SECONDS)
+        assert first.progress(sent[-1:], SECONDS)
         assert last.result()
-    assert all(finished(0.0) for finished in [*sent, *received])
+    assert all(message.is_done for message in [*sent, *received])
     assert all(torch.equal(*both) for both in zip(rooms, given, strict=True))
 
 
@@ -88,43 +79,43 @@ def test_a_message_may_be_shorter_than_its_room(pair: tuple[Mesh, Mesh]) -> None
 
 def test_a_message_that_is_too_long_is_noticed(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
-    first.all_to_all(filled(0, 0), [0, 0], filled(8, 1), lengths(first, 8))
+    first.progress([first.send(1, filled(8, 1))], SECONDS)
 
-    finished = second.all_to_all(filled(4, 0), lengths(second, 4), filled(0, 0), [0, 0])
+    message = second.receive(0, filled(4, 0))
     with pytest.raises(BrokenConnectionError, match="it sent 8 bytes where 4 were") as caught:
-        finished(SECONDS)
+        second.progress([message], SECONDS)
     assert caught.value.peer == 0
 
 
 def test_a_wait_ends_after_its_time(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     room = filled(4, 0)
-    finished = second.all_to_all(room, lengths(second, 4), filled(0, 0), [0, 0])
+    message = second.receive(0, room)
     start = time.monotonic()
 
-    assert not finished(0.2)
+    assert not second.progress([message], 0.2)
     assert 0.2 <= time.monotonic() - start < 5
-    first.all_to_all(filled(0, 0), [0, 0], filled(4, 9), lengths(first, 4))
-    assert finished(SECONDS)
+    first.progress([first.send(1, filled(4, 9))], SECONDS)
+    assert second.progress([message], SECONDS)
     assert room.tolist() == [9] * 4
 
 
 def test_a_peer_that_closed_is_named(pair: tuple[Mesh, Mesh]) -> None:
     first, second = pair
     first.close()
-    finished = second.all_to_all(filled(4, 0), lengths(second, 4), filled(0, 0), [0, 0])
+    message = second.receive(0, filled(4, 0))
 
     with pytest.raises(BrokenConnectionError) as caught:
-        finished(SECONDS)
+        second.progress([message], SECONDS)
     assert caught.value.peer == 0
 
 
 def test_closing_ends_a_wait_of_another_thread(pair: tuple[Mesh, Mesh]) -> None:
     first, _ = pair
-    finished = first.all_to_all(filled(4, 0), lengths(first, 4), filled(0, 0), [0, 0])
+    message = first.receive(1, filled(4, 0))
     threading.Timer(0.2, first.close).start()
     start = time.monotonic()
 
     with pytest.raises(BrokenConnectionError):
-        finished(SECONDS)
+        first.progress([message], SECONDS)
     assert time.monotonic() - start < SECONDS / 2

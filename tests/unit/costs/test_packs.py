@@ -6,15 +6,15 @@ import pytest
 
 from unisono.costs import (
     BYTES_PER_PACK,
+    USUAL_LINK,
     Cluster,
     Line,
     Link,
     best_bytes_per_pack,
+    fastest_flat,
     first_bytes_for_parts,
-    one_step_pays,
     phases_of,
     seconds_of,
-    step_bytes,
 )
 
 FAST, SLOW = Link(1e-6, 1e10), Link(5e-5, 1e9)
@@ -37,13 +37,17 @@ def test_packs_are_never_tiny_and_those_of_unknown_links_as_before() -> None:
     assert best_bytes_per_pack(Line(1e-6, 0.0), 10**9) == BYTES_PER_PACK
 
 
-def test_one_step_pays_up_to_what_a_step_carries() -> None:
+def test_one_step_is_fastest_up_to_what_a_step_carries() -> None:
     link = Link(1e-5, 1e9, 0.0)
-    assert step_bytes(link) == 10_000
-    # 3 * 2 / 4 = 1.5 times the tensor more.
-    assert one_step_pays(4, 6_666, step_bytes(link))
-    assert not one_step_pays(4, 6_668, step_bytes(link))
-    assert one_step_pays(2, 1 << 40, 0)
+    # It sends 3 * 2 / 4 = 1.5 times the tensor more, and a step carries 10 KB.
+    assert fastest_flat(4, 4_000, link) == "one step"
+    assert fastest_flat(4, 9_000, link) == "exchange"
+
+
+def test_many_ranks_send_small_tensors_in_few_messages() -> None:
+    assert fastest_flat(8, 64, USUAL_LINK) == "one step"
+    assert fastest_flat(32, 64, USUAL_LINK) == "doubling"
+    assert fastest_flat(32, 1 << 24, USUAL_LINK) == "exchange"
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(2, 2), (2, 4), (8, 8)])

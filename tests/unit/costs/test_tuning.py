@@ -65,7 +65,7 @@ BROKEN = {
     "empty": "",
     "not json": "{",
     "a list": "[]",
-    "later format": changed(format=2),
+    "later format": changed(format=3),
     "no memory": changed(memory=None),
     "negative": changed(inside={"latency": -1, "bandwidth": 1, "overhead": 0}),
     "no rate": changed(sum_rate=0.0),

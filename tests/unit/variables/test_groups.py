@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.variables.test_once import Program, X, Y, replica_id, same, split
+from unit.variables.test_once_calls import Program, X, Y, replica_id, same, split
 
 Make = Callable[..., uo.MirroredStrategy]
 

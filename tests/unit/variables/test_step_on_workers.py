@@ -12,11 +12,11 @@ from worker_threads import on_strategies
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.gradients import test_own_gradients
-from unit.variables import test_groups, test_once
-from unit.variables.test_once import Program, X, Y, loss, replica_id, same
+from unit.variables import test_groups, test_once_calls
+from unit.variables.test_once_calls import Program, X, Y, loss, replica_id, same
 
 PROGRAMS = [
-    *test_once.PROGRAMS,
+    *test_once_calls.PROGRAMS,
     *test_own_gradients.PROGRAMS,
     test_own_gradients.Alone,
     test_groups.RateByHand,

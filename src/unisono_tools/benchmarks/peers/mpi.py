@@ -6,14 +6,18 @@ import socket
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from unisono.testing.mpi import mpirun_between
+from unisono.testing.namespaces import Hosts
 from unisono_tools.benchmarks.failure import BenchmarkError
 from unisono_tools.benchmarks.peers.crew import ask_all, deaf_to_ctrl_c, dismiss
 
 _RANKS = Path(__file__).with_name("mpi_ranks.py")
+_BETWEEN_HOSTS = "unisono_tools.benchmarks.peers.mpi_hosts"
 _START_S = 60.0
 
 
@@ -23,20 +27,34 @@ class Mpi:
     Args:
         size: How many there are.
         launcher: The words of the command that starts them, up to `-n`.
-        interpreter: A Python with mpi4py and numpy.
+        interpreter: A Python with mpi4py and numpy; between hosts also with Unisono.
+        hosts: The hosts that share the processes; this one if not given.
+        arguments: Between hosts, what `mpi_hosts` gets besides the socket.
     """
 
-    def __init__(self, size: int, launcher: list[str], interpreter: str) -> None:
+    def __init__(
+        self,
+        size: int,
+        launcher: list[str],
+        interpreter: str,
+        hosts: Hosts | None = None,
+        arguments: Sequence[object] = (),
+    ) -> None:
         self._pipes: list[Connection] = []
         with (
             tempfile.TemporaryDirectory(prefix="unisono-mpi-") as folder,
             _listener(folder) as door,
         ):
-            program = [interpreter, str(_RANKS), door.getsockname()]
             try:
+                if hosts is None:
+                    command = [*launcher, "-n", str(size), interpreter, str(_RANKS)]
+                else:
+                    command = mpirun_between(hosts, launcher, size, Path(folder))
+                    command += [interpreter, "-m", _BETWEEN_HOSTS]
                 with deaf_to_ctrl_c():
                     self._process = subprocess.Popen(
-                        [*launcher, "-n", str(size), *program], stdin=subprocess.DEVNULL
+                        [*command, door.getsockname(), *map(str, arguments)],
+                        stdin=subprocess.DEVNULL,
                     )
             except OSError as error:
                 raise BenchmarkError(f"MPI: {launcher} cannot be started: {error}.") from None

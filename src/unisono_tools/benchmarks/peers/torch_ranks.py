@@ -2,6 +2,7 @@
 
 unisono              a plain tensor
 unisono in place     a tensor that lives in memory of `communicator.allocate`
+unisono TCP          both through the implementation `TCP`, between hosts
 Gloo                 `torch.distributed.all_reduce` of a plain tensor
 DDP bucket           what DDP's reducer does with gradients: divides them into flat buckets of
                      25 MB, reduces all buckets at the same time over Gloo, copies them back
@@ -12,8 +13,10 @@ floor                no rank waits for another: each reads and writes all its by
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
@@ -22,6 +25,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
+from unisono.options import CommunicationImplementation as Implementation
 from unisono.options import ReduceOp
 from unisono.testing.namespaces import enter
 from unisono_tools.benchmarks.peers.turns import Competitor, mean_factor, serve, sum_factor
@@ -62,39 +66,65 @@ def work(
     distributed.init_process_group(
         "gloo", store=PrefixStore("gloo", store), rank=rank, world_size=size, timeout=limit
     )
-    ours = PrefixStore("unisono", store)
-    with connect(ours, rank, size, timeout_seconds=DEADLINE_S) as communicator:
-        arena = communicator.allocate(max_bytes)
-        plain = torch.empty(max_bytes, dtype=torch.uint8)
+    # Between hosts the engines are compared; on one host both would be shared memory.
+    engines = {"unisono": Implementation.AUTO}
+    if hosts:
+        engines["unisono TCP"] = Implementation.TCP
+    plain = torch.empty(max_bytes, dtype=torch.uint8)
+    with ExitStack() as stack:
+        ours = {
+            name: stack.enter_context(
+                connect(
+                    PrefixStore(name, store),
+                    rank,
+                    size,
+                    timeout_seconds=DEADLINE_S,
+                    implementation=implementation,
+                )
+            )
+            for name, implementation in engines.items()
+        }
+        arenas = {name: one.allocate(max_bytes) for name, one in ours.items()}
 
         def prepare(num_bytes: int) -> dict[str, Competitor]:
-            tensors = [memory[:num_bytes].view(torch.float32) for memory in (plain, arena)]
-            return _competitors(communicator, *tensors, has_floor=not hosts, bind=bind)
+            tensors = {
+                name: [memory[:num_bytes].view(torch.float32) for memory in (plain, arena)]
+                for name, arena in arenas.items()
+            }
+            return _competitors(ours, tensors, has_floor=not hosts, bind=bind)
 
         with suppress(EOFError):  # The benchmark is gone.
-            serve(pipe, rank, prepare, communicator.barrier)
+            serve(pipe, rank, prepare, ours["unisono"].barrier)
     distributed.destroy_process_group()
 
 
 def _competitors(
-    communicator: Communicator, plain: Tensor, shared: Tensor, *, has_floor: bool, bind: bool
+    ours: Mapping[str, Communicator],
+    tensors: Mapping[str, list[Tensor]],
+    *,
+    has_floor: bool,
+    bind: bool,
 ) -> dict[str, Competitor]:
-    rank, size = communicator.rank, communicator.size
+    rank, size = ours["unisono"].rank, ours["unisono"].size
     total, mean = sum_factor(size), mean_factor(size)
-    all_reduce, op = communicator.all_reduce, ReduceOp.SUM
-    here, there = plain.numpy(), shared.numpy()
+    op = ReduceOp.SUM
     every = _CORES
     # Gloo works in a second thread, and is slower where both have one core.
     own = frozenset([sorted(every)[rank % len(every)]]) if bind else every
     competitors = {
-        "unisono": Competitor(lambda: all_reduce(op, [plain]), here, total, own),
-        "unisono in place": Competitor(lambda: all_reduce(op, [shared]), there, total, own),
-        "Gloo": Competitor(lambda: distributed.all_reduce(plain), here, total, every),
-        "DDP bucket": Competitor(Buckets(plain, size), here, mean, every),
+        name + where: Competitor(
+            partial(communicator.all_reduce, op, [tensor]), tensor.numpy(), total, own
+        )
+        for name, communicator in ours.items()
+        for where, tensor in zip(("", " in place"), tensors[name], strict=True)
     }
+    plain, shared = tensors["unisono"]
+    here = plain.numpy()
+    competitors["Gloo"] = Competitor(lambda: distributed.all_reduce(plain), here, total, every)
+    competitors["DDP bucket"] = Competitor(Buckets(plain, size), here, mean, every)
     if has_floor:
         negated = lambda calls: (rank + 1) * (-1.0) ** calls  # noqa: E731
-        competitors["floor"] = Competitor(shared.neg_, there, negated, own)
+        competitors["floor"] = Competitor(shared.neg_, shared.numpy(), negated, own)
     return competitors
 
 

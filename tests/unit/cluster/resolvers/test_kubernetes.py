@@ -16,7 +16,8 @@ from unisono.errors import ClusterError
 
 ROOT = Path(__file__).parents[4]
 # The schemas of Kubernetes 1.37 for jobs and services, without their texts, and without those of
-# parts that the manifest does not use. No field is allowed that they do not name.
+# parts that the manifest does not use, and that of JobSet v1alpha2. No field is allowed that they
+# do not name.
 SCHEMAS: dict[str, Any] = json.loads((ROOT / "tests" / "kubernetes_schema.json").read_text())
 ENVIRON = {
     "JOB_COMPLETION_INDEX": "1",
@@ -35,10 +36,10 @@ TYPES: dict[str, Any] = {
 
 
 def manifests(source: str = "docs/launchers.md") -> list[dict[str, Any]]:
+    """A service and its job; of the page also a job set."""
     text = (ROOT / source).read_text()
-    if source.endswith(".md"):
-        (text,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
-    return list(yaml.safe_load_all(text))
+    texts = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if source.endswith(".md") else [text]
+    return [manifest for text in texts for manifest in yaml.safe_load_all(text)]
 
 
 # The page, and the file to copy.
@@ -84,30 +85,51 @@ def test_the_manifest_of_the_documentation_keeps_to_the_schema(source: str) -> N
 
 
 def test_the_schema_finds_faults() -> None:
-    _, job = manifests()
+    _, job, job_set = manifests()
     job["spec"]["completion"] = 2
     job["spec"]["completions"] = "2"
     del job["spec"]["template"]["spec"]["containers"][0]["name"]
     assert len(faults(job, SCHEMAS["Job"], "job")) == 3
+    del job_set["spec"]["replicatedJobs"][0]["template"]
+    job_set["spec"]["failurePolicy"]["maxRestart"] = 3
+    assert len(faults(job_set, SCHEMAS["JobSet"], "job set")) == 2
 
 
 @each_source
 def test_the_manifest_of_the_documentation_describes_a_cluster(source: str) -> None:
-    service, job = manifests(source)
-    spec = job["spec"]
-    pod = spec["template"]["spec"]
-    variables = {one["name"]: one.get("value", "") for one in pod["containers"][0]["env"]}
-    size = spec["completions"]
+    service, job = manifests(source)[:2]
+    pod = job["spec"]["template"]["spec"]
+
+    # Pods of an Indexed Job are called JOB-INDEX.SUBDOMAIN; the service makes the names known.
+    host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
+    assert coordinator_of(job["spec"]) == f"{host}:29500"
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+
+
+def test_the_job_set_of_the_documentation_describes_a_cluster() -> None:
+    *_, job_set = manifests()
+    name = job_set["metadata"]["name"]
+    (replicated,) = job_set["spec"]["replicatedJobs"]
+
+    # A job set makes a service of its own name, and jobs called SET-REPLICATED-INDEX.
+    assert replicated["replicas"] == 1
+    assert coordinator_of(replicated["template"]["spec"]) == (
+        f"{name}-{replicated['name']}-0-0.{name}:29500"
+    )
+
+
+def coordinator_of(spec: dict[str, Any]) -> str:
+    """Where the pods of an Indexed Job find pod 0, as the resolver sees it in pod 1."""
+    container = spec["template"]["spec"]["containers"][0]
+    variables = {one["name"]: one.get("value", "") for one in container["env"]}
 
     found = KubernetesClusterResolver(environ={**variables, "JOB_COMPLETION_INDEX": "1"})
 
-    assert spec["parallelism"] == size == found.cluster_spec().num_tasks("worker")
-    # Pods of an Indexed Job are called JOB-INDEX.SUBDOMAIN; the service makes the names known.
-    host = f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert found.master(task_id=0) == f"{host}:29500"
-    assert service["metadata"]["name"] == pod["subdomain"]
-    assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"] == found.cluster_spec().num_tasks("worker")
     assert "UNISONO_JOB_TOKEN" in variables
+    return found.master(task_id=0)
 
 
 def test_the_pod_is_found() -> None:

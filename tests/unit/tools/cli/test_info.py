@@ -55,7 +55,7 @@ def test_the_text_says_what_is_there_and_what_is_not() -> None:
 
     assert f"torch {torch.__version__}" in lines
     assert "1 worker, cpu:0 and cpu:1 ReductionToOneDevice" in lines
-    assert f"Gloo {'yes used' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
+    assert f"Gloo {'yes between' if is_gloo_available() else 'no this torch'}" in "\n".join(lines)
 
 
 def test_the_native_core_decides_what_workers_of_a_host_share(path: str) -> None:
@@ -63,7 +63,7 @@ def test_the_native_core_decides_what_workers_of_a_host_share(path: str) -> None
 
     assert report["engines"]["native core"]["is_found"] is (path == "native")
     carrier = report["communicators"]["2 workers on this host"]["what"]
-    assert carrier == ("shared memory" if path == "native" else "TCP")
+    assert carrier == ("shared memory" if path == "native" else "Gloo")
 
 
 def test_the_matrix_of_a_dgx_1_is_drawn() -> None:
@@ -144,7 +144,7 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
     assert report["groups"] == [["cuda:0", "cuda:1"], ["cuda:2", "cuda:3"]]
     assert report["reductions"]["cuda:0 to cuda:3"]["what"] == "HierarchicalCopyAllReduce"
     assert report["communicators"]["2 workers on this host"] == {
-        "what": "TCP",
+        "what": "Gloo",
         "reason": "not every rank has a native core",
     }
 
@@ -202,7 +202,7 @@ def test_a_tuning_is_shown_and_choices_go_by_it(
     (tmp_path / "host.json").write_text(json.dumps(report))
 
     assert str(path) in re.sub(r"\n *", "", text).replace(" ", "")
-    assert re.search(r"hosts, TCP +2 us +50 GB/s", text)
+    assert re.search(r"hosts, Gloo +2 us +50 GB/s", text)
     assert report["tuning"]["constants"]["date"] == "2026-11-15"
     monkeypatch.setenv("UNISONO_TUNING", "off")
     assert told("--topology", tmp_path / "host.json") == text
@@ -212,9 +212,9 @@ def test_a_tuning_is_shown_and_choices_go_by_it(
 @pytest.mark.parametrize(
     ("between", "what", "reason"),
     [
-        (None, "shared memory inside a host, TCP between", "links between hosts are not tuned"),
-        (Link(1e-3, 1e7), "shared memory inside a host, TCP between", "4 MiB are predicted to"),
-        (Link(1e-9, 1e12), "TCP", "the links as tuned promise"),
+        (None, "shared memory inside a host, Gloo between", "links between hosts are not tuned"),
+        (Link(1e-3, 1e7), "shared memory inside a host, Gloo between", "4 MiB are predicted to"),
+        (Link(1e-9, 1e12), "Gloo", "the links as tuned promise"),
     ],
 )
 def test_what_was_measured_between_hosts_decides_what_carries(

@@ -1,0 +1,231 @@
+"""Runs the algorithms of `unisono.algorithms` between ranks.
+
+A large tensor goes in pieces, so that some are added up while others travel.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.algorithms import Node, Rounds, Turn, children, turns_of
+from unisono.communicators.communicator import slice_of
+from unisono.communicators.link import Collective, Received
+from unisono.communicators.sums import combine_into
+from unisono.kernels import divide, wide_dtype
+from unisono.options import ReduceOp
+
+# How many pieces are under way in each round.
+_IN_FLIGHT = 4
+# As much for each of two ranks, so that a part is worth a message.
+_PIECE_BYTES = 1 << 20
+_MOST_PIECE_BYTES = 8 << 20
+
+
+def pieces_of(terms: Sequence[Tensor], num_ranks: int) -> Iterator[tuple[Tensor, ...]]:
+    """Cuts flat terms into pieces."""
+    first = terms[0]
+    least = _PIECE_BYTES * num_ranks // 2
+    num_bytes = min(max(first.nbytes // _IN_FLIGHT, least), _MOST_PIECE_BYTES)
+    return zip(*(term.split(max(1, num_bytes // first.itemsize)) for term in terms), strict=True)
+
+
+class Executor:
+    """Runs one algorithm for one rank, with memory that is kept for the next time.
+
+    Args:
+        rounds: The algorithm.
+        rank: Which rank this is.
+        num_terms: How many terms each rank brings.
+        root: The rank whose tensor all others get; None for a sum.
+        results: The parts that this rank has in the end; all if not given.
+    """
+
+    def __init__(
+        self,
+        rounds: Rounds,
+        rank: int,
+        num_terms: int = 1,
+        root: int | None = None,
+        results: Sequence[int] | None = None,
+    ) -> None:
+        self.num_parts = rounds.num_parts
+        self.results = range(rounds.num_parts) if results is None else results
+        self.num_terms = 1 if root is not None else num_terms * rounds.num_ranks
+        self.turns = turns_of(rounds, rank, num_terms, root)
+        own = rank * num_terms if root is None else 0
+        is_empty = root not in (None, rank)
+        self.own = [] if is_empty else [(own + i, own + i + 1) for i in range(num_terms)]
+        self._rooms: list[Tensor] = []
+
+    def run(
+        self,
+        collective: Collective,
+        op: ReduceOp,
+        pieces: Iterable[Sequence[Tensor]],
+        count: int | None = None,
+        output: Tensor | None = None,
+    ) -> Iterator[Tensor]:
+        """Reduces one piece after the other into its first term, and yields the term then.
+
+        Args:
+            collective: Carries the messages.
+            op: How terms are combined.
+            pieces: The flat terms of each piece, which may be made while others are under way.
+            count: For a mean, what to divide the sum by.
+            output: Where the result goes, if there is one piece; the first term if not given.
+        """
+        under_way: list[deque[_Piece]] = [deque() for _ in self.turns]
+
+        def go_on(step: int, most: int) -> Iterator[Tensor]:
+            while len(under_way[step]) > most:
+                piece = under_way[step].popleft()
+                piece.end()
+                if step + 1 == len(self.turns):
+                    yield piece.finish()
+                    continue
+                piece.begin(self.turns[step + 1])
+                under_way[step + 1].append(piece)
+                yield from go_on(step + 1, _IN_FLIGHT)
+
+        for terms in pieces:
+            yield from go_on(0, _IN_FLIGHT - 1)
+            piece = _Piece(self, collective, op, terms, count, output)
+            piece.begin(self.turns[0])
+            under_way[0].append(piece)
+        for step in range(len(self.turns)):
+            yield from go_on(step, 0)
+
+    def room(self, num_bytes: int) -> Tensor:
+        """Returns memory. Fresh memory would cost as much as what is received into it."""
+        for number, room in enumerate(self._rooms):
+            if len(room) >= num_bytes:
+                return self._rooms.pop(number)
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back(self, rooms: list[Tensor]) -> None:
+        """Keeps memory for the next piece."""
+        self._rooms = (self._rooms + rooms)[-2 * _IN_FLIGHT :]
+
+
+class _Piece:
+    """A piece of the tensors on its way through the rounds."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        collective: Collective,
+        op: ReduceOp,
+        terms: Sequence[Tensor],
+        count: int | None,
+        output: Tensor | None,
+    ) -> None:
+        self._executor = executor
+        self._collective = collective
+        self._op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        self._is_mean = op is ReduceOp.MEAN
+        self._count = count
+        self._output = terms[0] if output is None else output
+        self._wide = wide_dtype(terms[0].dtype)
+        length, num_parts = len(terms[0]), executor.num_parts
+        self._slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
+        self._held: list[dict[Node, Tensor]] = [
+            {node: term[cut] for node, term in zip(executor.own, terms, strict=False)}
+            for cut in self._slices
+        ]
+        self._all = (0, executor.num_terms)
+        self._sent: list[Any] = []
+        self._received: list[Received] = []
+        self._coming: list[tuple[int, Node, Tensor]] = []
+        self._rooms: list[Tensor] = []
+
+    def begin(self, turn: Turn) -> None:
+        """Begins to send and to receive what belongs to a round."""
+        receivers, senders = turn.peers
+        rooms: dict[int, list[Tensor]] = {peer: [] for peer in senders}
+        self._coming = []
+        for (peer, part, node), room in zip(turn.receives, self._rooms_for(turn), strict=True):
+            rooms[peer].append(room)
+            self._coming.append((part, node, room))
+        given: dict[int, list[Tensor]] = {peer: [] for peer in receivers}
+        for peer, part, node in turn.sends:
+            given[peer].append(self._value(part, node))
+        self._received = [self._collective.receive(*one) for one in rooms.items()]
+        self._sent = [one for pair in given.items() for one in self._collective.send(*pair)]
+        self._collective.link.push()
+        self._collective.meet(self._received)
+
+    def end(self) -> None:
+        """Waits for the messages of the round."""
+        self._collective.finish(self._sent, self._received)
+        for part, node, room in self._coming:
+            self._held[part][node] = room
+
+    def finish(self) -> Tensor:
+        """Returns the result."""
+        for part in self._executor.results:
+            self._value(part, self._all)
+        self._executor.give_back(self._rooms)
+        return self._output
+
+    def _rooms_for(self, turn: Turn) -> Iterator[Tensor]:
+        """Makes rooms for what is received: results where they belong, the rest together."""
+        sizes = [self._num_bytes(part, node) for _, part, node in turn.receives]
+        if total := sum(sizes):
+            self._rooms.append(self._executor.room(total))
+        start = 0
+        for (_, part, node), num_bytes in zip(turn.receives, sizes, strict=True):
+            if node == self._all:
+                yield self._output[self._slices[part]]
+            elif num_bytes == 0:
+                yield self._output[:0]
+            else:
+                raw = self._rooms[-1][start : start + num_bytes]
+                start += num_bytes
+                length = self._slices[part].stop - self._slices[part].start
+                yield raw.view(self._dtype(node))[:length]
+
+    def _dtype(self, node: Node) -> torch.dtype:
+        is_raw = node[1] - node[0] == 1 or node == self._all
+        return self._output.dtype if is_raw else self._wide
+
+    def _num_bytes(self, part: int, node: Node) -> int:
+        """Returns how much room a node takes, so that the next one begins at a whole number."""
+        if node == self._all:
+            return 0
+        length: int = self._slices[part].stop - self._slices[part].start
+        return -(-length * self._dtype(node).itemsize // 16) * 16
+
+    def _value(self, part: int, node: Node) -> Tensor:
+        """Returns the sum of the terms of a node, which is worked out if it is not there."""
+        held = self._held[part]
+        if node not in held:
+            start, stop = node
+            leaves = [(one, one + 1) for one in range(start, stop)]
+            inner = [held[leaf] for leaf in leaves if leaf in held]
+            is_whole = len(inner) == len(leaves)
+            if node == self._all:
+                output = self._output[self._slices[part]]
+                self._combine_all(inner if is_whole else None, part, output)
+                held[node] = output
+            else:
+                terms = inner if is_whole else [self._value(part, one) for one in children(node)]
+                held[node] = torch.empty(len(terms[0]), dtype=self._wide)
+                combine_into(self._op, [one.to(self._wide) for one in terms], [held[node]], None)
+        return held[node]
+
+    def _combine_all(self, terms: list[Tensor] | None, part: int, output: Tensor) -> None:
+        if terms is not None:
+            op = ReduceOp.MEAN if self._is_mean else self._op
+            combine_into(op, terms, [output], self._count)
+            return
+        halves = [self._value(part, one).to(self._wide) for one in children(self._all)]
+        total = torch.empty_like(halves[0])
+        combine_into(self._op, halves, [total], None)
+        if self._is_mean:
+            total = divide(total, self._count or self._executor.num_terms, output.dtype)
+        output.copy_(total)

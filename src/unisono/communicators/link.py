@@ -1,0 +1,253 @@
+"""A transport under the eyes of a watch, with a header in front of the first message of each pair.
+
+A rank may send on before it has heard from a peer, but it receives more from that peer only once it
+has seen the header. So ranks that call different collectives find out before anything is mixed up,
+and the header costs no message of its own where data follows at once.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.transport import BrokenConnectionError, Transport
+from unisono.communicators.watch import Watch
+from unisono.errors import CommunicationError
+
+# What may travel in one message with a header. Up to here a copy costs less than a message.
+_PACKED_BYTES = 512 << 10
+# What the messages with headers of all ranks may take together, but for very many ranks.
+_ALL_PACKED_BYTES = 16 << 20
+_LEAST_PACKED_BYTES = 64 << 10
+
+
+class Link:
+    """What a transport can do, with headers and with errors that name the ranks at fault.
+
+    Args:
+        transport: What carries messages; closed with this object.
+        watch: Finds out what is wrong when a wait takes long, and keeps the first error.
+        owns_watch: Whether this object reports to the watch, and closes it.
+        speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
+        ranks: The numbers that the watch has for the ranks of the transport.
+        packed_bytes: How many bytes may travel with a header; chosen if not given.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        *,
+        owns_watch: bool,
+        speaks_for: Sequence[Sequence[int]] | None = None,
+        ranks: Sequence[int] | None = None,
+        packed_bytes: int | None = None,
+    ) -> None:
+        self.name = transport.name
+        self.rank = transport.rank
+        self.size = transport.size
+        self.watch = watch
+        self.sequence = 0
+        if packed_bytes is None:
+            packed_bytes = max(_ALL_PACKED_BYTES // self.size, _LEAST_PACKED_BYTES)
+        self._packed_bytes = min(_PACKED_BYTES, packed_bytes)
+        self._speaks_for = speaks_for or [[one] for one in range(self.size)]
+        self._ranks = ranks or range(self.size)
+        self._transport = transport
+        self._owns_watch = owns_watch
+        self._rooms: dict[int, Tensor] = {}
+        self._end = weakref.finalize(self, _end, transport, watch, owns_watch=owns_watch)
+
+    @contextmanager
+    def collective(self, header: Header) -> Iterator[Collective]:
+        """Surrounds a collective, which others hear of if it fails."""
+        if not self._end.alive:
+            raise CommunicationError(
+                f"Rank {self.rank} called {header} on a communicator that is closed. Make a new "
+                "one with all ranks."
+            )
+        self.sequence = header.sequence
+        with self.watch.collective(header) if self._owns_watch else self.watch.published_errors():
+            # Ranks of a part send what was called on the whole, of which the part may not see all.
+            called = header if self._owns_watch else self.watch.doing or header
+            yield Collective(self, called)
+
+    def is_packed(self, num_bytes: int) -> bool:
+        """Whether so many bytes travel in one message with a header."""
+        return num_bytes <= self._packed_bytes
+
+    def room_of(self, peer: int) -> Tensor:
+        """Returns the room for the first message of a peer, whatever it calls."""
+        if peer not in self._rooms:
+            num_bytes = HEADER_BYTES + self._packed_bytes
+            self._rooms[peer] = torch.empty(num_bytes, dtype=torch.uint8)
+        return self._rooms[peer]
+
+    def send(self, peer: int, data: Tensor) -> Any:
+        """Begins to send bytes, at least one."""
+        with self._named_globally():
+            return self._transport.send(peer, data)
+
+    def receive(self, peer: int, room: Tensor) -> Any:
+        """Begins to receive bytes, at least one."""
+        with self._named_globally():
+            return self._transport.receive(peer, room)
+
+    def wait(self, messages: Sequence[Any]) -> None:
+        """Returns when `messages` are done."""
+        with self._named_globally():
+            self.watch.wait(partial(self._transport.progress, messages), self._awaited)
+
+    def push(self) -> None:
+        """Lets what was begun be on its way while this rank does something else."""
+        with self._named_globally():
+            self._transport.progress((), 0.0)
+
+    def check(self, headers: Mapping[int, Header]) -> None:
+        """Raises unless the headers, by rank, are those of one collective."""
+        check_agreement({r: one for rank, one in headers.items() for r in self._speaks_for[rank]})
+
+    def set_timeout(self, seconds: float) -> None:
+        """Sets how long to wait for other ranks."""
+        self.watch.timeout_seconds = seconds
+        self._transport.set_timeout(seconds)
+
+    def close(self) -> None:
+        """Ends connections and threads. May be called twice."""
+        self._end()
+
+    @contextmanager
+    def _named_globally(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenConnectionError as error:
+            peer = None if error.peer is None else self._ranks[error.peer]
+            raise self.watch.broken(peer, str(error)) from error
+
+    def _awaited(self) -> list[int]:
+        return [self._ranks[rank] for rank in self._transport.awaited()]
+
+
+class Collective:
+    """One collective, as one rank calls it.
+
+    Attributes:
+        link: What carries it.
+        headers: What the ranks call from which this one has heard.
+    """
+
+    def __init__(self, link: Link, header: Header) -> None:
+        self.link = link
+        self.headers = {link.rank: header}
+        self._encoded = header.encode()
+        self._prefix = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
+        self._greeted: set[int] = set()
+
+    def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
+        """Begins to send tensors, with a header in front of the first message to a peer."""
+        data = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
+        is_first = peer not in self._greeted
+        self._greeted.add(peer)
+        if self.link.is_packed(sum(map(len, data))):
+            data = [self._prefix, *data] if is_first else data
+            data = [torch.cat(data)] if len(data) > 1 else data
+        elif is_first:
+            data = [self._prefix, *data]
+        return [self.link.send(peer, one) for one in data]
+
+    def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
+        """Begins to receive what a peer sends in the same way, into `tensors`.
+
+        Those of a peer that this rank has heard from before may be in memory of the messages.
+        """
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if peer not in self.headers:
+            room = self.link.room_of(peer)
+            return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+        if len(tensors) > 1 and self.link.is_packed(num_bytes) and num_bytes:
+            room = torch.empty(num_bytes, dtype=torch.uint8)
+            return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+        return Received(peer, list(tensors), None, self._receive_into(peer, tensors))
+
+    def _receive_into(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
+        return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
+
+    def meet(self, received: Sequence[Received]) -> None:
+        """Waits for the headers of peers that this rank hears from for the first time.
+
+        Then what does not come with the headers begins to be received.
+
+        Raises:
+            UnequalCollectivesError: if the headers are not those of one collective.
+        """
+        new = [one for one in received if one.peer not in self.headers]
+        if new:
+            self.hear(new)
+            self.open(new)
+
+    def hear(self, new: Sequence[Received]) -> None:
+        """Waits for headers, and looks whether all ranks call the same."""
+        self.link.wait([message for one in new for message in one.messages])
+        own = self.headers[self.link.rank]
+        for one in new:
+            assert one.room is not None
+            raw = one.room[:HEADER_BYTES].numpy().tobytes()
+            self.headers[one.peer] = own if raw == self._encoded else Header.decode(raw)
+        if any(self.headers[one.peer] is not own for one in new):
+            self.link.check(dict(sorted(self.headers.items())))
+
+    def open(self, new: Sequence[Received]) -> None:
+        """Takes what came with headers, and begins to receive the rest."""
+        for one in new:
+            one.messages = []
+            if self.link.is_packed(sum(tensor.nbytes for tensor in one.tensors)):
+                one.unpack(HEADER_BYTES)
+            else:
+                one.messages = self._receive_into(one.peer, one.tensors)
+            one.room = None
+
+    def finish(self, sent: Iterable[Any], received: Sequence[Received]) -> None:
+        """Waits until all messages are done."""
+        messages = [*sent, *(message for one in received for message in one.messages)]
+        if messages:
+            self.link.wait(messages)
+        for one in received:
+            if one.room is not None:
+                one.unpack(0)
+
+
+class Received:
+    """Tensors that a peer sends, and the messages that they come in."""
+
+    def __init__(
+        self, peer: int, tensors: list[Tensor], room: Tensor | None, messages: list[Any]
+    ) -> None:
+        self.peer = peer
+        self.tensors = tensors
+        self.room = room
+        self.messages = messages
+
+    def unpack(self, start: int) -> None:
+        """Copies tensors out of the room that they came in."""
+        assert self.room is not None
+        for tensor in self.tensors:
+            as_bytes(tensor).copy_(self.room[start : start + tensor.nbytes])
+            start += tensor.nbytes
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor, which are not copied."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _end(transport: Transport, watch: Watch, *, owns_watch: bool) -> None:
+    if owns_watch:
+        watch.close()
+    transport.close(has_failed=watch.has_failed)

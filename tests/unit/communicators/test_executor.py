@@ -1,0 +1,75 @@
+"""Every algorithm between ranks, run as the cost model prices it, has the bits of the tree."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from processes.harness import run_ranks
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+
+from unisono.algorithms import doubling, exchange, halving, one_step, ring, tree, turns_of
+from unisono.communicators.executor import Executor, pieces_of
+from unisono.communicators.headers import Header
+from unisono.communicators.network import NetworkCommunicator
+from unisono.kernels import tree_reduce
+from unisono.options import ReduceOp
+
+ALGORITHMS = (ring, tree, doubling, halving, exchange, one_step)
+MEAN, PROD, SUM = ReduceOp.MEAN, ReduceOp.PROD, ReduceOp.SUM
+# Five ranks are no branch of the tree, and parts of 1003 are odd.
+LENGTH = 1003
+
+
+def brought_by(rank: int, num_terms: int, dtype: torch.dtype) -> list[Tensor]:
+    numbers = torch.arange(LENGTH * num_terms, dtype=torch.float64).add_(rank).sin_()
+    return [one.clone() for one in numbers.to(dtype).view(num_terms, LENGTH)]
+
+
+def wrong(store: Store, rank: int, size: int) -> list[str]:
+    """Returns what went wrong: one line for each reduction that has other bits than the tree."""
+    found = []
+    with NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=60) as communicator:
+        number = 0
+        for algorithm in ALGORITHMS:
+            for op, num_terms, dtype in [(SUM, 1, torch.float32), (MEAN, 2, torch.float16)]:
+                every = [brought_by(one, num_terms, dtype) for one in range(size)]
+                expected = tree_reduce(op, [term for terms in every for term in terms])
+                executor = Executor(algorithm(size), rank, num_terms)
+                number += 1
+                header = Header.of_terms("all_reduce", number, op, every[rank], None)
+                with communicator._link.collective(header) as collective:
+                    (total,) = executor.run(collective, op, pieces_of(every[rank], size))
+                if not torch.equal(total, expected):
+                    found.append(f"{algorithm.__name__} {op} {num_terms} {dtype}")
+        communicator.barrier()
+    return found
+
+
+def test_every_algorithm_has_the_bits_of_the_tree() -> None:
+    assert run_ranks(5, wrong) == [[]] * 5
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 13, 16])
+def test_ranks_send_what_is_priced(num_ranks: int) -> None:
+    for algorithm in (exchange, one_step, doubling, halving):
+        rounds = algorithm(num_ranks)
+        if algorithm is halving and num_ranks & (num_ranks - 1):
+            continue
+        sent = [
+            sum(1 / rounds.num_parts for turn in turns_of(rounds, rank) for _ in turn.sends)
+            for rank in range(num_ranks)
+        ]
+        # Ranks that are no power of two send up to as much as is priced.
+        assert max(sent) <= float(rounds.sent_share) + 1e-9
+        if num_ranks & (num_ranks - 1) == 0:
+            assert sent == pytest.approx([float(rounds.sent_share)] * num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", [13, 16, 32])
+def test_messages_of_small_tensors_grow_with_the_logarithm_of_the_ranks(num_ranks: int) -> None:
+    levels = (num_ranks - 1).bit_length()
+    for root in (None, 0, num_ranks - 1):
+        for rank in (0, 1, num_ranks - 1):
+            turns = turns_of(doubling(num_ranks), rank, root=root)
+            assert sum(len(turn.peers[0]) for turn in turns) == levels

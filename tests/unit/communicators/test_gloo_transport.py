@@ -1,0 +1,161 @@
+"""Messages through Gloo: who is waited for, and connections that break."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import HashStore
+
+from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.gloo_transport import GlooTransport
+from unisono.communicators.transport import BrokenConnectionError
+
+SECONDS = 60.0
+# It takes a while to move.
+LARGE = 128 << 20
+
+Three = tuple[GlooTransport, GlooTransport, GlooTransport]
+
+
+@pytest.fixture
+def three() -> Iterator[Three]:
+    store = HashStore()
+
+    def make(rank: int) -> GlooTransport:
+        group = make_gloo_group(
+            store, rank, 3, host="127.0.0.1", timeout_seconds=SECONDS, num_threads=1
+        )
+        return GlooTransport(group, SECONDS)
+
+    with ThreadPoolExecutor(3) as pool:
+        first, second, third = pool.map(make, range(3))
+    yield first, second, third
+    for transport in (first, second, third):
+        transport.close(has_failed=True)
+    assert has_come_true(lambda: not threads())
+
+
+def threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("unisono gloo")]
+
+
+def has_come_true(is_true: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while not is_true() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return is_true()
+
+
+def filled(length: int, value: int) -> Tensor:
+    return torch.full((length,), value, dtype=torch.uint8)
+
+
+def swap(transport: GlooTransport, peer: int, given: Tensor, room: int) -> Tensor:
+    output = filled(room, 0)
+    messages = [transport.receive(peer, output), transport.send(peer, given)]
+    assert transport.progress(messages, SECONDS)
+    return output
+
+
+@pytest.mark.parametrize("length", [1, 1000, 65_536, 1_000_000])
+def test_both_send_at_the_same_time(three: Three, length: int) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(50 if length < 1_000_000 else 2):
+            given = [filled(length, 3), filled(length, 4)]
+            found = list(pool.map(swap, three[:2], [1, 0], given, [length + 5] * 2))
+            assert found[0][length:].tolist() == [0] * 5
+            assert torch.equal(found[0][:length], given[1])
+            assert torch.equal(found[1][:length], given[0])
+
+
+def test_what_is_sent_may_change_once_it_is_done(three: Three) -> None:
+    first, second, _ = three
+    given, room = filled(4, 7), filled(4, 0)
+    sent = first.send(1, given)
+    assert first.progress([sent], SECONDS)
+    given.fill_(9)
+
+    assert second.progress([second.receive(0, room)], SECONDS)
+    assert room.tolist() == [7] * 4
+
+
+@pytest.mark.parametrize("missing", [1, 2])
+def test_whoever_has_sent_is_not_waited_for(three: Three, missing: int) -> None:
+    first = three[0]
+    messages = [first.receive(peer, filled(4, 0)) for peer in (1, 2)]
+    three[3 - missing].send(0, filled(4, 1))
+
+    assert has_come_true(lambda: first.awaited() == [missing])
+    assert not first.progress(messages, 0.0)
+    three[missing].send(0, filled(4, 1))
+    assert first.progress(messages, SECONDS)
+    assert first.awaited() == []
+
+
+def test_whoever_does_not_receive_is_waited_for(three: Three) -> None:
+    first, second, _ = three
+    message = first.send(1, filled(1_000_000, 1))
+
+    assert not first.progress([message], 0.05)
+    assert first.awaited() == [1]
+    second.receive(0, filled(1_000_000, 0))
+    assert first.progress([message], SECONDS)
+
+
+def test_messages_that_were_cut_in_the_middle_end(three: Three) -> None:
+    """Gloo itself never ends a wait for them."""
+    first, second, _ = three
+    room = filled(LARGE, 0)
+    received = second.receive(0, room)
+    sent = first.send(1, filled(LARGE, 1))
+    assert has_come_true(lambda: int(room[0]) == 1)
+    second.close(has_failed=True)
+
+    with pytest.raises(BrokenConnectionError) as caught:
+        first.progress([sent], SECONDS)
+    assert caught.value.peer == 1
+    with pytest.raises(BrokenConnectionError):
+        second.progress([received], SECONDS)
+    first.close(has_failed=True)
+    assert has_come_true(lambda: not [one for one in threads() if one.endswith((" 0", " 1"))])
+
+
+def test_another_connection_that_breaks_is_noticed_during_a_wait(three: Three) -> None:
+    first, _, third = three
+    messages = [first.receive(peer, filled(4, 0)) for peer in (1, 2)]
+    threading.Timer(0.2, lambda: third.close(has_failed=True)).start()
+
+    with pytest.raises(BrokenConnectionError) as caught:
+        first.progress(messages, SECONDS)
+    assert caught.value.peer == 2
+
+
+def test_whoever_closes_lets_others_have_what_was_sent(three: Three) -> None:
+    first, second, _ = three
+    given = [filled(4, number) for number in range(20)]
+    for one in given:
+        assert first.progress([first.send(1, one)], SECONDS)
+    with ThreadPoolExecutor(1) as pool:
+        closed = pool.submit(first.close, has_failed=False)
+        for one in given:
+            room = filled(4, 0)
+            assert second.progress([second.receive(0, room)], SECONDS)
+            assert torch.equal(room, one)
+        closed.result(SECONDS)
+
+
+def test_closing_ends_a_wait_of_another_thread(three: Three) -> None:
+    first = three[0]
+    message = first.receive(1, filled(4, 0))
+    threading.Timer(0.2, lambda: first.close(has_failed=False)).start()
+
+    with pytest.raises(BrokenConnectionError):
+        first.progress([message], SECONDS)
+    with pytest.raises(BrokenConnectionError, match="another thread has closed it"):
+        first.send(1, filled(4, 0))
