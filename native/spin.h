@@ -19,12 +19,19 @@ inline void pauseBriefly() {
 #endif
 }
 
-// Returns whether the condition came true within that many looks at it.
+// Returns whether the condition came true within that many looks at it. What is waited for may need
+// this very core, on a busy machine or where the scheduler has put both threads there, so the thread
+// offers the core now and then.
 template <class Condition>
 bool spinUntil(int looks, const Condition& condition) {
-  for (int i = 0; i < looks; ++i) {
+  constexpr int kLooksPerOffer = 64;
+  for (int i = 1; i <= looks; ++i) {
     if (condition()) return true;
-    pauseBriefly();
+    if (i % kLooksPerOffer == 0) {
+      std::this_thread::yield();
+    } else {
+      pauseBriefly();
+    }
   }
   return condition();
 }

@@ -35,6 +35,7 @@ import unisono as uo
 from unisono.tracing import record
 
 _DEADLINE_S = 120.0
+_PRESS_AGAIN_S = 20.0
 _NUM_FEATURES = 6
 
 
@@ -138,17 +139,29 @@ def failing_step(world: World) -> None:
 
 
 def interrupted_step(world: World) -> None:
-    """Steps until Ctrl-C is pressed, at a random moment."""
-    delay = world.draw.random() * 0.05
-    timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+    """Steps until Ctrl-C is pressed, at a random moment.
+
+    It is pressed again after a while, as a user would do: Python drops an interrupt that comes
+    within a destructor or the callback of a weak reference.
+    """
+    delay, is_over = world.draw.random() * 0.05, threading.Event()
+
+    def press() -> None:
+        wait = delay
+        while not is_over.wait(wait):
+            os.kill(os.getpid(), signal.SIGINT)
+            wait = _PRESS_AGAIN_S
+
+    presser = threading.Thread(target=press)
     try:
-        timer.start()
+        presser.start()
         while True:
             train(world, world.batches(), lambda _: None)
     except KeyboardInterrupt:
         pass
     finally:
-        timer.join()
+        is_over.set()
+        presser.join()
     world.synchronize()
     world.check_classes()
 
@@ -299,6 +312,8 @@ def main() -> int:
     options = parser.parse_args()
     draw = random.Random(options.seed)
     torch.set_num_threads(1)
+    # A shell lets what it starts in the background ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     actions, weights = zip(*ACTIONS.items(), strict=True)
     has_lock = getattr(sys, "_is_gil_enabled", lambda: True)()
     warm_up(draw)

@@ -1,6 +1,6 @@
 """How the replicas of one worker run."""
 
-from unisono.engines.ambient import Ambient
+from unisono.engines.ambient import Ambient, CallerThread
 from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
@@ -13,6 +13,7 @@ from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
+    "CallerThread",
     "Compilations",
     "GlobalRandomness",
     "Guard",

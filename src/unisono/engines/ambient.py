@@ -10,11 +10,35 @@ from typing import Any, TypeVar
 
 import torch
 
+from unisono.contexts.stack import stack
 from unisono.engines.caller_modes import CallerModes, default_device
+from unisono.engines.random_operators import drawing
 
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
+
+
+class CallerThread:
+    """What a run changes on the thread of its caller, which is the thread of replica 0.
+
+    Whoever changes it also puts it right, but Ctrl-C may end that halfway.
+    """
+
+    __slots__ = ("_depth", "_is_drawing", "_is_grad_enabled", "_is_multithreaded")
+
+    def __init__(self) -> None:
+        self._depth = len(stack.entered)
+        self._is_grad_enabled = torch.is_grad_enabled()
+        self._is_multithreaded = torch._C._is_multithreading_enabled()
+        self._is_drawing = drawing.is_on()
+
+    def restore(self) -> None:
+        """After a run that has failed: the thread is as it was."""
+        del stack.entered[self._depth :]
+        torch._C._set_grad_enabled(self._is_grad_enabled)
+        torch._C._set_multithreading_enabled(self._is_multithreaded)
+        drawing.turn(is_on=self._is_drawing)
 
 
 @dataclass(frozen=True)

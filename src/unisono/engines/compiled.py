@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from unisono.values import DistributedValues, flatten
 
 _PACKAGE = __name__.partition(".")[0]
 _MARK = "_torchdynamo_orig_callable"
-# How many functions lie between a step and what it calls, at most.
-_DEPTH = 3
+# How many functions and modules of a step are looked at, at most.
+_MOST_REACHED = 10_000
+_KINDS = functools.partial, types.MethodType, types.FunctionType, nn.Module
 # Shapes that change in every run are compiled as dynamic ones soon.
 _MAX_SIGNATURES = 16
+_PLAIN = frozenset({bool, float, int, str, type(None)})
 _told: list[Any] = []
 
 
@@ -37,7 +39,7 @@ class Compilations:
         self._signature: Any = None
         self._before = 0
 
-    def may_come(self, step: Callable[..., Any], arguments: Any) -> bool:
+    def may_come(self, step: Callable[..., Any], arguments: Iterable[Any]) -> bool:
         """Before a run: returns whether something may be compiled in it."""
         frames: Any = sys.modules.get("torch._dynamo.convert_frame")
         if frames is None:
@@ -52,7 +54,7 @@ class Compilations:
         is_settled = self._signature == last and last in self._settled
         if is_settled or len(self._settled) >= _MAX_SIGNATURES:
             return False
-        return any(map(_is_compiled, _reached(step, _DEPTH)))
+        return any(map(_is_compiled, _reached(step)))
 
     def note(self) -> None:
         """After a run: remembers whether something was compiled."""
@@ -81,13 +83,16 @@ def _num_compiled(frames: Any) -> int:
     return sum(frames.FRAME_COMPILE_COUNTER.values())
 
 
-def _shapes(arguments: Any) -> Iterator[Any]:
-    for leaf in flatten(arguments)[0]:
-        values = leaf.values if isinstance(leaf, DistributedValues) else (leaf,)
-        for value in values:
-            if isinstance(value, torch.Tensor):
-                # A nested tensor has no shape.
-                yield None if value.is_nested else value.shape, value.dtype, value.layout
+def _shapes(arguments: Iterable[Any]) -> Iterator[Any]:
+    for value in arguments:
+        if isinstance(value, torch.Tensor):
+            # A nested tensor has no shape.
+            yield None if value.is_nested else value.shape, value.dtype, value.layout
+        elif isinstance(value, DistributedValues):
+            yield from _shapes(value.values)
+        elif type(value) not in _PLAIN:
+            leaves = flatten(value)[0]
+            yield from _shapes(one for one in leaves if one is not value)
 
 
 def _is_compiled(thing: Any) -> bool:
@@ -99,26 +104,34 @@ def _is_compiled(thing: Any) -> bool:
     return isinstance(thing, types.FunctionType) and _MARK in vars(thing)
 
 
-def _reached(thing: Any, depth: int) -> Iterator[Any]:
+def _reached(step: Any) -> Iterator[Any]:
     """Yields what a step is made of: functions and modules that it names, and those of these."""
-    yield thing
-    inner: Sequence[Any] = ()
+    # By identity. It holds them, so that no identity is used again.
+    seen, waiting = {id(step): step}, [step]
+    while waiting and len(seen) < _MOST_REACHED:
+        thing = waiting.pop()
+        yield thing
+        for one in _inner(thing):
+            if issubclass(type(one), _KINDS) and id(one) not in seen:
+                seen[id(one)] = one
+                waiting.append(one)
+
+
+def _inner(thing: Any) -> Iterable[Any]:
     if isinstance(thing, functools.partial):
-        inner = (thing.func, *thing.args, *thing.keywords.values())
-    elif isinstance(thing, types.MethodType):
-        inner = (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
-    elif isinstance(thing, types.FunctionType) and not (thing.__module__ or "").startswith(
-        "torch."
-    ):
-        cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())
-        names = _names_in(thing.__code__).intersection(thing.__globals__)
-        held = [cell.cell_contents for cell in cells]
-        inner = (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
-    if depth > 0:
-        kinds = functools.partial, types.MethodType, types.FunctionType, nn.Module
-        for one in inner:
-            if issubclass(type(one), kinds):
-                yield from _reached(one, depth - 1)
+        return (thing.func, *thing.args, *thing.keywords.values())
+    if isinstance(thing, types.MethodType):
+        return (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
+    if isinstance(thing, nn.Module):
+        return {type(one).forward for one in thing.modules()}
+    if not isinstance(thing, types.FunctionType):
+        return ()
+    if (thing.__module__ or "").partition(".")[0] in ("torch", _PACKAGE):
+        return ()
+    cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())
+    names = _names_in(thing.__code__).intersection(thing.__globals__)
+    held = [cell.cell_contents for cell in cells]
+    return (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -89,11 +89,21 @@ class drawing:
         if not _libraries:
             with _install_lock:
                 _install()
-        self._before = torch._C._dispatch_tls_is_dispatch_key_included(_KEY)
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, True)  # noqa: FBT003
+        self._before = self.is_on()
+        self.turn(is_on=True)
 
     def __exit__(self, *error: object) -> None:
-        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, self._before)
+        self.turn(is_on=self._before)
+
+    @staticmethod
+    def is_on() -> bool:
+        """Whether the current thread is within the block."""
+        return bool(torch._C._dispatch_tls_is_dispatch_key_included(_KEY))
+
+    @staticmethod
+    def turn(*, is_on: bool) -> None:
+        """Puts the current thread into the block, or out of it."""
+        torch._C._dispatch_tls_set_dispatch_key_included(_KEY, is_on)
 
 
 def _install() -> None:

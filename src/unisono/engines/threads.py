@@ -144,22 +144,29 @@ class ReplicaThreads:
     def _start(self, num_intraop: int) -> None:
         if self._finalizer is not None:
             return
-        self._board = _Board(self._num_replicas)
-        self._threads = [
+        board = _Board(self._num_replicas)
+        threads = [
             threading.Thread(
                 target=_work,
-                args=(replica_id, self._board, num_intraop),
+                args=(replica_id, board, num_intraop),
                 name=f"unisono-replica-{replica_id}",
                 daemon=True,
             )
             for replica_id in range(1, self._num_replicas)
         ]
-        self._finalizer = weakref.finalize(self, self._board.end, self._num_replicas)
-        self._finalizer.atexit = False
-        _end_with_the_program()
-        _alive.add(self)
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in threads:
+                thread.start()
+            self._board, self._threads = board, threads
+            _end_with_the_program()
+            _alive.add(self)
+            self._finalizer = weakref.finalize(self, board.end, self._num_replicas)
+            self._finalizer.atexit = False
+        except BaseException:
+            # Ctrl-C: the threads that have started end, and the next run starts others.
+            self._finalizer = None
+            board.end(self._num_replicas)
+            raise
 
 
 _alive: LiveSet[ReplicaThreads] = LiveSet()

@@ -133,7 +133,6 @@ class GradientReducer:
 
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
-            self._generation = self._mirrors.generation
             for remove in self._removals:
                 remove()
             self._moves.clear()
@@ -145,6 +144,8 @@ class GradientReducer:
                 self._removals += self._aside.hook(one)
             for pack in range(self._num_early):
                 self._hook_pack(pack, self._hooked_at[pack])
+            # Last, because Ctrl-C may come between.
+            self._generation = self._mirrors.generation
         elif self._moves:
             moves, self._moves = self._moves, {}
             for pack, number in moves.items():

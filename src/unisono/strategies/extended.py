@@ -19,6 +19,7 @@ from unisono.contexts import (
 )
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
+from unisono.engines import CallerThread
 from unisono.errors import ContextError, UnsupportedError
 from unisono.functions import Captures, Function
 from unisono.gradients import GradientReducer
@@ -262,14 +263,23 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             results = self._runner.run_again(running, fn, args, kwargs)
             return self.counting.regrouped(results)
         # One run at a time: leaves, gradients and weights are those of the run under way.
-        with self._run_lock, entered(CrossReplicaContext(self.strategy)):
-            self._num_runs += 1
-            with span("step", "run", step=self._num_runs):
-                weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
-                self.current_weights = weights
-                if isinstance(fn, Function):
-                    return self._captures.run(fn, args, kwargs, weights)
-                return self._run(fn, args, kwargs, weights)
+        with self._run_lock:
+            before = CallerThread()
+            try:
+                with entered(CrossReplicaContext(self.strategy)):
+                    return self._run_step(fn, args, kwargs)
+            except BaseException:
+                before.restore()
+                raise
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._num_runs += 1
+        with span("step", "run", step=self._num_runs):
+            weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
+            self.current_weights = weights
+            if isinstance(fn, Function):
+                return self._captures.run(fn, args, kwargs, weights)
+            return self._run(fn, args, kwargs, weights)
 
     def _run(
         self,
@@ -285,12 +295,12 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
         )
         if self.mirrors.is_single:
-            with nullcontext() if recorder is None else self.mirrors.in_use(fn):
-                return self.counting.regrouped(run())
+            results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
+            return self.counting.regrouped(results)
         idle = [i for i, weight in enumerate(weights) if weight == 0.0]
         try:
-            with self.mirrors.in_use(fn), undone(self.mirrors, idle) if idle else nullcontext():
-                results = run()
+            with undone(self.mirrors, idle) if idle else nullcontext():
+                results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
             self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))

@@ -74,7 +74,8 @@ class Runner:
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
-        is_serial = self._compilations.may_come(fn, (tuple(args), kwargs)) or self._is_serial
+        may_compile = self._compilations.may_come(fn, (*args, *kwargs.values()))
+        is_serial = may_compile or self._is_serial
         turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
             num_replicas, turns, self._gpus, names=self._names, recorder=recorder

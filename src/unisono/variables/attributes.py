@@ -49,7 +49,7 @@ class Contents:
         self._views = views
         self._lengths = list(map(len, views))
         self._filled = [view for view in views if len(view)]
-        self._held = list(itertools.chain.from_iterable(self._filled))
+        self._held = [one for view in self._filled for one in view]
 
     def are_same(self) -> bool:
         """Whether they still hold the same objects. C compares them, as there may be thousands."""

@@ -121,14 +121,15 @@ class Buffers:
         """Says which modules there are, each with its clones."""
         pairs = list(modules)
         before = [*self._primaries, *chain(*self._clones)]
-        self._modules = [weakref.ref(module) for module, _ in pairs]
-        self._primaries = [_attributes(module)["_buffers"] for module, _ in pairs]
-        for i in range(len(self._places)):
-            self._attributes[i] = [_attributes(clones[i]) for _, clones in pairs]
-            self._clones[i] = [attributes["_buffers"] for attributes in self._attributes[i]]
-        now = [*self._primaries, *chain(*self._clones)]
+        primaries = [_attributes(module)["_buffers"] for module, _ in pairs]
+        attributes = [[_attributes(own[i]) for _, own in pairs] for i in range(len(self._places))]
+        clones = [[one["_buffers"] for one in own] for own in attributes]
+        now = [*primaries, *chain(*clones)]
         if len(now) != len(before) or not all(map(operator.is_, now, before)):
+            # Before the rest, because Ctrl-C may come between.
             self._is_laid_out = False
+        self._modules = [weakref.ref(module) for module, _ in pairs]
+        self._primaries, self._attributes, self._clones = primaries, attributes, clones
 
     def give(self) -> None:
         """Before a run: gives the replicas what the primaries have."""
@@ -137,15 +138,16 @@ class Buffers:
             return
         with fit_for_training():
             is_new = not self._is_current()
+            is_forced = is_new or self._is_open
+            # Before the rest, because Ctrl-C may come between.
+            self._is_open = True
             if is_new:
                 self._lay_out()
-            is_forced = is_new or self._is_open
             self._flats.give()
             given = [one.give(self._places, is_forced=is_forced) for one in self._loose.values()]
             if is_forced or any(given):
                 self._install()
         self._versions = self._count_writes()
-        self._is_open = True
 
     def bring_together(self, weights: Sequence[float]) -> None:
         """After a run, or while all replicas wait: gives the primaries what the replicas wrote.

@@ -94,7 +94,8 @@ class CapturedParameters:
         set_classes(new, itertools.repeat(Captured))
 
     def take_down(self) -> None:
-        """After a run: gives all their own class back."""
-        self.is_up = False
-        set_classes(self._present, itertools.repeat(nn.Parameter))
-        self._present = []
+        """After a run: gives all their own class back. Called again, it does nothing."""
+        if self.is_up:
+            set_classes(self._present, itertools.repeat(nn.Parameter))
+            self._present = []
+            self.is_up = False

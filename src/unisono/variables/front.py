@@ -114,15 +114,17 @@ class Fronts:
             set_classes(present, self._during)
 
     def take_down(self) -> None:
-        """After a run: gives every object its own class back."""
+        """After a run: gives every object its own class back. Called again, it does nothing."""
+        if not self._is_up:
+            return
         with self._lock:
-            self._is_up = False
             present, plain = self._present, self._plain
             if list(map(type, present)) != self._during[: len(present)]:
                 # In the run, an object was given another class, such as that of a parametrization.
                 plain = [plain_class(type(one)) for one in present]
             set_classes(present, plain)
             self._present = []
+            self._is_up = False
 
     def take_down_in_child(self) -> None:
         """Does the same in a forked child. A thread of the parent may have held the lock."""

@@ -108,19 +108,32 @@ class Leaves:
 
     def show_gradient(self) -> None:
         """Lets the primary show the gradient that the leaves have, which is reduced."""
-        self.primary.grad = self.leaves[0].grad
+        grads = [leaf.grad for leaf in self.leaves]
+        self.primary.grad = grads[0]
         self.is_shown = True
-        self.mark_reduced()
+        # As `mark_reduced`, without a call of Python for each.
+        self.reduced = [
+            None if grad is None else tuple.__new__(Mark, (weakref.ref(grad), grad._version))
+            for grad in grads
+        ]
 
     def mark_reduced(self) -> None:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
     def clear(self, replica_id: int, *, set_to_none: bool) -> None:
-        """Clears the gradient of a replica: there is none, or one of zeros, which is the same."""
+        """Clears the gradient of a replica: there is none, or one of zeros, which is the same.
+
+        The primary, which shows the gradient of replica 0, is cleared with it.
+        """
         leaf = self.leaves[replica_id]
-        clear(leaf, set_to_none=set_to_none)
-        self.reduced[replica_id] = None if set_to_none else Mark.of(leaf.grad)
+        if replica_id == 0:
+            clear(self.primary, set_to_none=set_to_none)
+        if set_to_none:
+            leaf.grad = self.reduced[replica_id] = None
+            return
+        clear(leaf, set_to_none=False)
+        self.reduced[replica_id] = Mark.of(leaf.grad)
 
     def has_own_gradients(self) -> bool:
         """Whether a replica has a gradient that is not the one that was reduced last."""
@@ -210,7 +223,7 @@ class fit_for_training:
 
 def clear(leaf: Tensor, *, set_to_none: bool) -> None:
     """Clears the gradient of one leaf, as torch does."""
-    if leaf.grad is not None and set_to_none:
+    if set_to_none:
         leaf.grad = None
     elif leaf.grad is not None:
         leaf.grad.detach_().zero_()

@@ -13,8 +13,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,8 @@ from unisono.variables.mirror import Mirror, mirror_of, remember
 from unisono.variables.parts import Parts
 from unisono.variables.redirect import Redirect
 from unisono.variables.written import Watch, let_data_be_watched
+
+T = TypeVar("T")
 
 _is_current = operator.methodcaller("is_current")
 
@@ -79,8 +80,9 @@ class Mirrors:
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # For each replica, by the identity of a primary module, its clone.
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
-        # Changes whenever there are other leaves than before.
+        # Changes whenever there are other leaves than before, and which there were then.
         self.generation = 0
+        self._of_generation: list[Leaves] = []
         # By the identity of a parameter or a leaf, whose it is, in one generation.
         self._owners: dict[int, Leaves] = {}
         self._owners_generation = -1
@@ -165,6 +167,7 @@ class Mirrors:
         self._leaves[id(leaves.primary)] = leaves
         for stand_ins, leaf in zip(self.stand_ins, leaves.leaves, strict=True):
             stand_ins[id(leaves.primary)] = stand_ins[id(leaf)] = leaf
+        self._of_generation.append(leaves)
         self.generation += 1
 
     def owns(self, parameter: Tensor) -> bool:
@@ -177,10 +180,10 @@ class Mirrors:
     def owner_of_leaf(self, leaf: object) -> Leaves | None:
         """Returns the parameter that a replica has `leaf` of, or that `leaf` is itself."""
         if self._owners_generation != self.generation:
-            self._owners_generation = self.generation
             self._owners = {
                 id(own): one for one in self._leaves.values() for own in (one.primary, *one.leaves)
             }
+            self._owners_generation = self.generation
         return self._owners.get(id(leaf))
 
     def primary_of(self, leaf: object) -> nn.Parameter | None:
@@ -215,21 +218,28 @@ class Mirrors:
         """Whether the clones still have what the primaries have, as far as C can tell."""
         return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
-    @contextmanager
-    def in_use(self, step: object) -> Iterator[None]:
-        """During a run of `step`: replicas see their clones, and what they do once happens once."""
+    def call_in_use(self, step: object, run: Callable[[], T]) -> T:
+        """Makes a run of `step`: replicas see their clones, and what they do once happens once."""
         code = getattr(step, "__code__", step)
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
-            self.fronts.put_up()
-            self._captured.put_up(self._leaves.values())
-            yield
+            try:
+                self.fronts.put_up()
+                self._captured.put_up(self._leaves.values())
+                result = run()
+            finally:
+                self._take_down()
         finally:
-            self._captured.take_down()
-            self.fronts.take_down()
-            self.claimed = {}
+            # Again, because Ctrl-C may have ended the first one halfway.
+            self._take_down()
         if self.is_being_checked:
             self._checked[id(code)] = code
+        return result
+
+    def _take_down(self) -> None:
+        self._captured.take_down()
+        self.fronts.take_down()
+        self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
@@ -271,6 +281,8 @@ class Mirrors:
             self.adopt(module)
 
     def _rebuild(self) -> None:
+        # Until all is done, because Ctrl-C may come between.
+        self.is_stale = True
         primaries = self.primaries()
         known = self._leaves
         self._free = [one for one in self._free if one.is_current()]
@@ -294,13 +306,13 @@ class Mirrors:
             mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
         self._attributes.end()
         self._tables.note(tables_of(primaries))
-        self.is_stale = False
         pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        if list(known.values()) != self.all_leaves:
+        if self._of_generation != self.all_leaves:
             # Not for `model.eval()`, which one worker may call alone: packs are made together.
             self.generation, self._checked = self.generation + 1, {}
+            self._of_generation = self.all_leaves
         for i, stand_ins in enumerate(self.stand_ins):
             # Replicas that run have it already.
             stand_ins.clear()
@@ -313,6 +325,7 @@ class Mirrors:
         self.parts.note()
         if self._captured.is_up:
             self._captured.put_up(self._leaves.values())
+        self.is_stale = False
 
     def _clone_class(self, module: nn.Module) -> type[nn.Module]:
         cls = plain_class(type(module))

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,8 +31,25 @@ from unisono.variables.mirrors import Mirrors
 from unisono.variables.settings import Settings
 from unisono.variables.shares import update_in_shares
 
-# Which strategy an object belongs to. Not an attribute of it, which would be saved with it.
-_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Mirrors]] = weakref.WeakKeyDictionary()
+
+class _Owner:
+    """Which strategy an object belongs to.
+
+    Attributes:
+        mirrors: That of the strategy.
+        found: The leaves of an optimizer's parameters, in which generation, and of which. It is
+            replaced as a whole.
+    """
+
+    __slots__ = ("found", "mirrors")
+
+    def __init__(self, mirrors: Mirrors) -> None:
+        self.mirrors = weakref.ref(mirrors)
+        self.found: tuple[int, list[Tensor], list[Leaves]] = -1, [], []
+
+
+# Not an attribute of the object, which would be saved with it.
+_owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
 
 
 def do_once(
@@ -112,8 +130,6 @@ class OnceOptimizer(OnceUpdate):
                 return
             replica_id = context.local_id
             for leaves in owners:
-                if replica_id == 0:
-                    clear(leaves.primary, set_to_none=set_to_none)
                 leaves.clear(replica_id, set_to_none=set_to_none)
 
     @property
@@ -230,8 +246,8 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
         mirrors.fronts.add(target, before)
         return
     is_new = owner_of(target) is not mirrors
-    _owners[target] = weakref.ref(mirrors)
     if is_new:
+        _owners[target] = _Owner(mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
 
 
@@ -244,7 +260,7 @@ def _before(target: Any, *, is_single: bool) -> type:
 def owner_of(target: Any) -> Mirrors | None:
     """Returns the mirrors that an object belongs to."""
     owner = _owners.get(target)
-    return None if owner is None else owner()
+    return None if owner is None else owner.mirrors()
 
 
 def _mirrors_of(target: Any) -> Mirrors:
@@ -275,19 +291,25 @@ def _check_outside(optimizer: Any, what: str) -> None:
         )
 
 
-def parameters_of(optimizer: Any) -> Iterator[Tensor]:
-    """Yields the parameters that an optimizer works on."""
-    for group in vars(optimizer)["param_groups"]:
-        yield from group["params"]
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Returns the parameters that an optimizer works on."""
+    return [p for group in vars(optimizer)["param_groups"] for p in group["params"]]
 
 
 def _leaves(optimizer: Any) -> list[Leaves]:
     """Returns what replicas have of the parameters; nothing, where there is one replica."""
-    mirrors = owner_of(optimizer)
-    if mirrors is None:
+    owner = _owners.get(optimizer)
+    mirrors = None if owner is None else owner.mirrors()
+    if owner is None or mirrors is None:
         return []
-    find = mirrors.leaves_of
-    return [one for p in parameters_of(optimizer) if (one := find(p)) is not None]
+    parameters = parameters_of(optimizer)
+    generation, known, leaves = owner.found
+    is_current = generation == mirrors.generation and len(known) == len(parameters)
+    if not is_current or not all(map(operator.is_, known, parameters)):
+        generation = mirrors.generation
+        leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
+        owner.found = generation, parameters, leaves
+    return leaves
 
 
 def _step_with_closures(

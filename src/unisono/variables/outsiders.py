@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -141,8 +142,11 @@ class MadeOutside:
     """The parameters of the process that no replica has made in a step."""
 
     def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-        # Another one after every parameter that is added or ends, on any thread.
+        # Without callbacks: they would take time, and swallow Ctrl-C.
+        self._known: list[weakref.ref[Tensor]] = []
+        self._most = 1000
+        self._lock = threading.Lock()
+        # Another one after every parameter that is added, on any thread.
         self._version = object()
         # For each strategy, those of models from elsewhere, and their versions.
         self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
@@ -151,14 +155,12 @@ class MadeOutside:
 
     def add(self, parameter: Tensor) -> None:
         """Adds a parameter, for as long as it lives."""
-        identity = id(parameter)
-
-        def forget(_: object) -> None:
-            self._known.pop(identity, None)
+        with self._lock:
+            self._known.append(weakref.ref(parameter))
+            if len(self._known) > self._most:
+                self._known = [one for one in self._known if one() is not None]
+                self._most = 2 * len(self._known) + 1000
             self._version = object()
-
-        self._known[identity] = weakref.ref(parameter, forget)
-        self._version = object()
 
     def are_trained(self, mirrors: Mirrors) -> bool:
         """Whether one of them requires gradients and belongs to no model of a strategy."""
@@ -168,9 +170,8 @@ class MadeOutside:
             own = mirrors.stand_ins
             found = [
                 known
-                # A copy, because a parameter may end meanwhile, on any thread.
-                for identity, known in self._known.copy().items()
-                if not any(identity in stand_ins for stand_ins in own)
+                for known in list(self._known)
+                if not any(id(known()) in stand_ins for stand_ins in own)
             ]
             of_others = self._of_others[mirrors] = versions, found
         # Asked every time: they can be frozen, and unfrozen.

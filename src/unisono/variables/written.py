@@ -56,7 +56,6 @@ class Watch:
         mirrors = self._mirrors()
         assert mirrors is not None
         if self._generation != mirrors.generation:
-            self._generation = mirrors.generation
             watched = [
                 (one, tensor)
                 for one in mirrors.all_leaves
@@ -68,7 +67,10 @@ class Watch:
             self._is_spread = any(one.is_spread for one, _ in watched)
             if self._is_spread:
                 _spread_watches.add(self)
-            self._add_copies()
+            # Last, because Ctrl-C may come between. A copy that is added meanwhile has to be seen.
+            with self._lock:
+                self._add_copies()
+                self._generation = mirrors.generation
         self._versions = [tensor._version for tensor in self._tensors]
 
     def check(self) -> None:
@@ -105,8 +107,7 @@ class Watch:
                 self._generation = -1
 
     def _add_copies(self) -> None:
-        with self._lock:
-            self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
+        self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
         known = set(map(id, self._tensors))
         for copy, _ in self._copies:
             tensor = copy()

@@ -6,9 +6,11 @@ import functools
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -231,12 +233,21 @@ def close_beside_a_collective(store: Store, rank: int, size: int) -> Report:
     communicator = join(store, rank, size)
     communicator.barrier()
     if rank == 0:
+        has_begun = threading.Event()
+
+        def broadcast() -> None:
+            has_begun.set()
+            communicator.broadcast(torch.ones(3))
+
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(report, lambda: communicator.broadcast(torch.ones(3)))
+            waiting = pool.submit(report, broadcast)
+            has_begun.wait(TIMEOUT)
             time.sleep(0.2)
             communicator.close()
+            store.set("closed", "")
             return waiting.result()
-    time.sleep(0.4)
+    # Or, on a busy machine, it might make another call than rank 0 before that one closes.
+    store.wait(["closed"], timedelta(seconds=TIMEOUT))
     return report(communicator.barrier)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,29 @@ def test_results_and_errors_of_a_measured_run_are_those_of_any_other(mirrored: M
         else:
             found = strategy.experimental_local_results(strategy.run(step, args=(number,)))
             assert [float(one) for one in found] == [2.0 * number] * 2
+
+
+@measurable
+@pytest.mark.skipif(not has_lock(), reason="there is no lock to wait for")
+def test_a_program_whose_replicas_run_python_is_told(mirrored: Make, told: Any) -> None:
+    strategy = mirrored(2)
+
+    def step(seconds: float) -> None:
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    for _ in range(20):
+        strategy.run(step, args=(0.0,))
+    wall, used = time.perf_counter(), time.process_time()
+    for _ in range(10):
+        strategy.run(step, args=(0.02,))
+    wall, used = time.perf_counter() - wall, time.process_time() - used
+
+    if used < 0.8 * wall:
+        pytest.skip("other programs had the cores, so the replicas waited for these")
+    (text,) = told()
+    assert "Replicas wait for Python's interpreter lock" in text
 
 
 @measurable

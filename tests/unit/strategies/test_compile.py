@@ -1,6 +1,9 @@
 """`torch.compile` of the model, of the step, and of both."""
 
 import copy
+import importlib
+import threading
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +114,60 @@ def test_one_compilation_serves_all_replicas(mirrored: Make, what: str) -> None:
     # A step is cut into parts where replicas meet.
     assert found[0] == found[1]
     assert found[0] if what == "step" else len(found[0]) == 1
+
+
+class Deep(nn.Module):
+    """Calls a compiled function that lies behind several others."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return fourth(x)
+
+
+def fourth(x: Tensor) -> Tensor:
+    return third(x)
+
+
+def third(x: Tensor) -> Tensor:
+    return second(x)
+
+
+def second(x: Tensor) -> Tensor:
+    return first(x)
+
+
+def first(x: Tensor) -> Tensor:
+    output: Tensor = innermost(x)
+    return output
+
+
+innermost: Any = None
+
+
+@pytest.mark.parametrize("is_module", [False, True])
+def test_what_is_compiled_far_below_is_compiled_once(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, is_module: bool
+) -> None:
+    strategy, graphs = mirrored(3), list[int]()
+    compiled = torch.compile(lambda x: (x + 1).sin(), backend=counting(graphs))
+    monkeypatch.setitem(globals(), "innermost", compiled)
+    with strategy.scope():
+        model = Deep()
+
+    def step(x: Tensor) -> Tensor:
+        return model(x) if is_module else fourth(x)
+
+    for _ in range(3):
+        strategy.run(step, args=(uo.PerReplica(torch.ones(6).chunk(3)),))
+
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("step", [threading.get_ident, Counter(a=1).copy, Counter])
+def test_a_step_need_not_be_a_function(mirrored: Make, step: Callable[[], Any]) -> None:
+    # The compiler is loaded, so that the strategy looks for what it may compile.
+    importlib.import_module("torch._dynamo.convert_frame")
+
+    mirrored(2).run(step)
 
 
 def test_another_shape_is_compiled_once(mirrored: Make) -> None:

@@ -1,0 +1,123 @@
+"""Ctrl-C may come between any two instructions of ours, and the next run must still be right."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import unisono as uo
+from unisono.contexts.stack import entered, stack
+from unisono.engines import drawing
+from unisono.gradients.reducer import GradientReducer
+from unisono.variables.attributes import Attributes
+from unisono.variables.buffers import Buffers
+from unisono.variables.captured import CapturedParameters
+from unisono.variables.front import Fronts
+from unisono.variables.mirrors import Mirrors
+from unisono.variables.parts import Parts
+from unisono.variables.statistics import Statistics
+from unisono.variables.written import Watch
+
+MOST_CALLS = 8
+Make = Callable[..., uo.MirroredStrategy]
+
+
+class Interrupt:
+    """Presses Ctrl-C at the beginning of one call of a method, on the thread of the program."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> None:
+        self._num_left = 0
+        method: Any = getattr(owner, name)
+        program = threading.current_thread()
+
+        def interrupted(*args: Any, **kwargs: Any) -> Any:
+            if self._num_left and threading.current_thread() is program:
+                self._num_left -= 1
+                if self._num_left == 0:
+                    raise KeyboardInterrupt
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(owner, name, interrupted)
+
+    def comes_in(self, number: int, run: Callable[[], object]) -> bool:
+        """Runs, with the interrupt at this call, and returns whether there was one."""
+        self._num_left = number
+        try:
+            run()
+        except KeyboardInterrupt:
+            return True
+        finally:
+            self._num_left = 0
+        return False
+
+
+def trained(
+    strategy: uo.Strategy, before: Callable[[Callable[[], object]], object]
+) -> list[Tensor]:
+    """Returns what two steps make of a model, which has been run `before` in some way."""
+    torch.manual_seed(0)
+    with strategy.scope():
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)).double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batches = uo.PerReplica(list(torch.randn(8, 3, dtype=torch.float64).split(4)))
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def step(batch: Tensor) -> None:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+
+    def run() -> None:
+        strategy.run(step, (batches,))
+
+    before(run)
+    assert not stack.entered
+    assert not drawing.is_on()
+    assert type(optimizer) is torch.optim.SGD
+    assert {type(module) for module in model} == {nn.Linear, nn.BatchNorm1d}
+    assert {type(parameter) for parameter in model.parameters()} == {nn.Parameter}
+    model.load_state_dict(state)
+    run()
+    run()
+    return list(model.state_dict().values())
+
+
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [
+        (Attributes, "end"),
+        (Buffers, "_install"),
+        (Buffers, "_lay_out"),
+        (CapturedParameters, "put_up"),
+        (CapturedParameters, "take_down"),
+        (Fronts, "put_up"),
+        (Fronts, "take_down"),
+        (GradientReducer, "_make_packs"),
+        (Mirrors, "owner_of_leaf"),
+        (Parts, "note"),
+        (Statistics, "give"),
+        (Watch, "_add_copies"),
+        (Watch, "stamp"),
+        (drawing, "__exit__"),
+        (entered, "__exit__"),
+        (threading.Thread, "start"),
+    ],
+)
+def test_ctrl_c_within_our_own_code_breaks_nothing(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, owner: type, name: str
+) -> None:
+    wanted = trained(mirrored(2), lambda run: run())
+    interrupt = Interrupt(monkeypatch, owner, name)
+
+    for number in range(1, MOST_CALLS + 1):
+        come_in, came = functools.partial(interrupt.comes_in, number), []
+        found = trained(mirrored(2), lambda run: came.append(come_in(run)))  # noqa: B023
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+        if not came[0]:
+            break
