@@ -28,7 +28,7 @@ WISHES = {
 def recipe(title: str) -> str:
     """The first commands of a section."""
     section = PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
-    return re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[0]
+    return str(re.findall(r"```bash\n(.*?)```", section, re.DOTALL)[0])
 
 
 @pytest.fixture

@@ -42,7 +42,9 @@ def train(strategy: uo.Strategy) -> str:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
     def step() -> None:
-        replica = uo.get_replica_context().replica_id_in_sync_group
+        context = uo.get_replica_context()
+        assert context is not None
+        replica = context.replica_id_in_sync_group
         inputs = torch.arange(64.0).view(4, 16).add(float(replica)).sin()
         optimizer.zero_grad()
         model(inputs).square().mean().backward()
@@ -64,7 +66,12 @@ def count_messages(rank: int, size: int) -> dict[int, int]:
         transport: Any = communicator._link._transport
         sent: list[int] = []
         send = transport.send
-        transport.send = lambda peer, data: (sent.append(peer), send(peer, data))[1]
+
+        def counted(peer: int, data: torch.Tensor) -> Any:
+            sent.append(peer)
+            return send(peer, data)
+
+        transport.send = counted
         for num_bytes in SIZES:
             sent.clear()
             total = torch.ones(num_bytes // 4)

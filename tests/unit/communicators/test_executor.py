@@ -77,7 +77,12 @@ def sent_by(store: Store, rank: int, size: int) -> list[tuple[int, int]]:
         transport: Any = communicator._link._transport
         sent: list[int] = []
         send = transport.send
-        transport.send = lambda peer, data: (sent.append(len(data)), send(peer, data))[1]
+
+        def counted(peer: int, data: Tensor) -> Any:
+            sent.append(len(data))
+            return send(peer, data)
+
+        transport.send = counted
         for num_bytes in SIZES:
             sent.clear()
             communicator.all_reduce(SUM, [torch.ones(num_bytes // 4)])
