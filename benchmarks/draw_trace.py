@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from unisono.tracing import Thread, Trace
-from unisono.tracing.segments import Block, Segments, blocks, split
+from unisono_tools.traces.segments import Block, Segments, blocks, split
 
 COLOURS = {
     "compute": "#4c78a8",

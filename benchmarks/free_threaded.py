@@ -18,8 +18,8 @@ from typing import IO
 
 import torch
 
-from unisono.benchmarks.peers.in_process import Apart, Mirrored
-from unisono.benchmarks.peers.models import CASES
+from unisono_tools.benchmarks.peers.in_process import Apart, Mirrored
+from unisono_tools.benchmarks.peers.models import CASES
 
 LOCKS = {"with the lock": "1", "without the lock": "0"}
 TURN_S = 0.05

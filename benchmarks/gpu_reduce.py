@@ -24,12 +24,12 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from unisono.benchmarks.peers.shapes import RESNET50
-from unisono.benchmarks.rows import machine, spell_bytes
 from unisono.kernels import reduce_into, triton_status
 from unisono.kernels.gpu.launch import launch
 from unisono.kernels.gpu.tables import read_tables
 from unisono.options import ReduceOp
+from unisono_tools.benchmarks.peers.shapes import RESNET50
+from unisono_tools.benchmarks.rows import machine, spell_bytes
 
 SIZES = [2**26, 2**27, 2**28]
 REPLICAS = [2, 4, 8]

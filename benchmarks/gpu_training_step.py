@@ -47,7 +47,7 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import unisono as uo
-from unisono.benchmarks.rows import machine
+from unisono_tools.benchmarks.rows import machine
 
 Batch = tuple[Tensor, Tensor]
 

@@ -16,15 +16,16 @@ from multiprocessing.connection import Connection
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from unisono.benchmarks.peers.crew import DEADLINE_S, Crew
-from unisono.benchmarks.report import spell_seconds
-from unisono.benchmarks.rows import spell_bytes
-from unisono.cli.rank_sweeps import rank_sweeps
-from unisono.cli.sweeps import all_reduce_sweep, local_sweep
 from unisono.communicators import connect
-from unisono.costs import Cluster, Measured, Tuning, fitted, running, seconds_of
+from unisono.costs import Cluster, Tuning, running, seconds_of
 from unisono.options import CommunicationImplementation as Implementation
 from unisono.testing.namespaces import enter, make_hosts
+from unisono_tools.benchmarks.peers.crew import DEADLINE_S, Crew
+from unisono_tools.benchmarks.report import spell_seconds
+from unisono_tools.benchmarks.rows import spell_bytes
+from unisono_tools.tuning.measured import Measured, fitted
+from unisono_tools.tuning.rank_sweeps import rank_sweeps
+from unisono_tools.tuning.sweeps import all_reduce_sweep, local_sweep
 
 FITTED = [4**power for power in range(5, 12)]
 CHECKED = [2 * size for size in FITTED[:-1]]

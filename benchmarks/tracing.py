@@ -17,9 +17,9 @@ import timeit
 import torch
 
 import unisono as uo
-from unisono.benchmarks.peers.models import CASES, train_step
-from unisono.benchmarks.rows import machine
 from unisono.tracing import span
+from unisono_tools.benchmarks.peers.models import CASES, train_step
+from unisono_tools.benchmarks.rows import machine
 
 NUM_REPLICAS = 2
 STEPS_PER_TURN = 10

@@ -3,10 +3,10 @@
     python examples/characters.py
     python examples/characters.py --replicas 4 --epochs 2
 
-The text is `pydoc_data.topics`, which comes with Python. A Transformer of one layer with dropout
-reads it on every replica, with gradient clipping and a learning rate that warms up, all of it plain
-torch. It ends below 3 bits a letter, where the frequencies of letters alone need 4.7, and two runs
-print the same text: each replica draws its dropout from a stream of its own.
+The text is `pydoc_data.topics`, which comes with Python. The model is a Transformer with one layer.
+The step is plain torch: dropout, gradient clipping and a learning rate with warmup. The model ends
+below 3 bits per letter; guessing by the frequency of letters needs 4.7. Two runs print the same
+text, because each replica has its own stream of random numbers.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Writer(nn.Module):
 
     @torch.no_grad()
     def write(self, text: Tensor, length: int) -> Tensor:
-        """Goes on with `text`, one letter after the other."""
+        """Continues `text`, one letter at a time."""
         for _ in range(length):
             scores = self(text[:, -LENGTH:])[:, -1]
             letter = torch.multinomial(torch.softmax(scores / 0.7, dim=1), 1)
@@ -61,17 +61,17 @@ class Writer(nn.Module):
 
 
 def load() -> tuple[Tensor, str]:
-    """Returns the text as numbers, and what each number means."""
+    """Returns the text as numbers, and the letter of each number."""
     text = "\n".join(topics[name] for name in sorted(topics))[:NUM_LETTERS]
     symbols = "".join(sorted(set(text)))
     return torch.tensor([symbols.index(letter) for letter in text]), symbols
 
 
 def train(strategy: uo.Strategy, num_epochs: int) -> float:
-    """Trains, prints what was learnt, and returns the bits a letter of the last epoch."""
+    """Trains, prints a sample, and returns the bits per letter of the last epoch."""
     torch.manual_seed(1)
     text, symbols = load()
-    # Windows of the text that overlap by the one letter that is only to be guessed.
+    # Windows of the text. They overlap by one letter: the last one of a window is only a target.
     windows = text.unfold(0, LENGTH + 1, LENGTH)
     loader: DataLoader[Tensor] = DataLoader(windows, batch_size=BATCH_SIZE, shuffle=True)  # type: ignore[arg-type]
     batches = strategy.experimental_distribute_dataset(loader)
@@ -106,8 +106,8 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--epochs", type=int, default=4, help="passes over the text (default: 4)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
+    parser.add_argument("--epochs", type=int, default=4, help="number of epochs (default: 4)")
     options = parser.parse_args(arguments)
     strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     bits = train(strategy, options.epochs)

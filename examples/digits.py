@@ -2,14 +2,14 @@
 
     python examples/digits.py                          # what `unisono demo` does
     python examples/digits.py --replicas 4 --epochs 4
-    python examples/digits.py --all-devices            # all GPUs, or a replica a core
+    python examples/digits.py --all-devices            # all GPUs, or one replica per core
 
-The program is `src/unisono/demo.py`: it belongs to the package, so that everybody has it.
+The program is `src/unisono_tools/demo.py`: it belongs to the package, so that everybody has it.
 """
 
 import sys
 
-from unisono.cli import main
+from unisono_tools.cli import main
 
 if __name__ == "__main__":
     main(["demo", *sys.argv[1:]], prog_name="unisono")

@@ -3,11 +3,10 @@
     python examples/from_tensorflow.py
     python examples/from_tensorflow.py --replicas 4 --epochs 2
 
-Each comment that starts with `tf|` is a line of the TensorFlow program, and below it is what
-becomes of it; together these comments are a whole program that runs in TensorFlow. As there, the
-loss is divided by the global batch and gradients are summed: `reduce_gradients=uo.ReduceOp.SUM`.
-The port ends with the loss of a plain loop on one device, to 12 decimals, with any number of
-replicas.
+Each comment that starts with `tf|` is a line of the TensorFlow program. The lines below it are its
+port. Together, these comments are a complete TensorFlow program. As in TensorFlow, the loss is
+divided by the global batch size and gradients are summed: `reduce_gradients=uo.ReduceOp.SUM`. With
+any number of replicas, the port ends with the loss of a plain loop on one device, to 12 decimals.
 """
 
 from __future__ import annotations
@@ -150,7 +149,7 @@ def train(num_replicas: int, num_epochs: int) -> float:
 
 
 def train_plainly(num_epochs: int) -> float:
-    """The same without a strategy, to compare with."""
+    """The same training without a strategy, for comparison."""
     torch.manual_seed(0)
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
@@ -168,8 +167,8 @@ def train_plainly(num_epochs: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> tuple[float, float]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--epochs", type=int, default=5, help="passes over the data (default: 5)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
+    parser.add_argument("--epochs", type=int, default=5, help="number of epochs (default: 5)")
     options = parser.parse_args(arguments)
     loss = train(options.replicas, options.epochs)
     plain = train_plainly(options.epochs)

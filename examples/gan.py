@@ -1,11 +1,12 @@
-"""Two networks play against each other: two optimizers and two backward passes a step.
+"""Trains a GAN: two networks, two optimizers and two backward passes per step.
 
     python examples/gan.py
     python examples/gan.py --replicas 4 --epochs 5
 
-A generator learns to scatter points as eight Gaussians on a ring do; a critic learns to tell its
-points from real ones. Of 1,000 made points at least 80 % end within 0.3 of the ring, and at least
-five of the eight Gaussians are hit. Each replica draws noise of its own, the same in every run.
+Real points come from eight Gaussians on a ring. A generator learns to draw such points, and a
+critic learns to tell them from real ones. At the end, at least 80 % of 1,000 generated points are
+within 0.3 of the ring, near at least five of the eight Gaussians. Each replica draws its own noise,
+which is the same in every run.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ BATCH_SIZE = 256
 
 
 class Quality(NamedTuple):
-    """How good made points are: their share that is near the ring, and the Gaussians they hit."""
+    """The share of generated points near the ring, and the number of Gaussians that they reach."""
 
     near: float
     num_modes: int
@@ -99,7 +100,7 @@ def train(strategy: uo.Strategy, num_epochs: int) -> Quality:
 
 def main(arguments: Sequence[str] | None = None) -> Quality:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default: 2)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
     parser.add_argument("--epochs", type=int, default=10, help="of 100 steps (default: 10)")
     options = parser.parse_args(arguments)
     strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])

@@ -1,12 +1,12 @@
-"""Trains on handwritten digits with as many workers as it is started with, and survives failures.
+"""Trains on handwritten digits with any number of workers, and survives failures.
 
     python examples/many_workers.py                                         # one worker
     unisono launch -n 4 examples/many_workers.py
     torchrun --nproc-per-node 4 --max-restarts 3 examples/many_workers.py --checkpoint digits.pt
 
-With a checkpoint, a run that is started again goes on where it was: after any number of failures it
-ends with the same bits as one without. So it does with any number of workers and replicas, as long
-as there are equally many replicas in all.
+With a checkpoint, a restarted run resumes where it stopped. After any number of failures, it ends
+with the same bits as a run without failures. The bits depend only on the total number of replicas,
+not on how they are divided among workers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Training:
         images = torch.tensor(digits.images / 16.0, dtype=torch.float32).unsqueeze(1)
         dataset = TensorDataset(images, torch.tensor(digits.target))
         order = torch.Generator().manual_seed(2)
-        # 1797 digits: the last batch of a pass has 21.
+        # 1797 digits: the last batch of an epoch is smaller.
         loader = DataLoader(dataset, batch_size=96, shuffle=True, generator=order)
         self.batches = strategy.experimental_distribute_dataset(loader)
 
@@ -60,7 +60,7 @@ class Training:
         return loss.detach()
 
     def run(self, num_steps: int, checkpoint: Path | None, every: int) -> float:
-        """Takes steps until there have been `num_steps`, and returns the last loss."""
+        """Trains until step `num_steps`, and returns the last loss."""
         loss = float("nan")
         while self.num_steps < num_steps:
             for inputs in self.batches:
@@ -78,7 +78,7 @@ class Training:
         return loss
 
     def save(self, path: Path) -> None:
-        """Every worker has the whole state, so one of them saves it."""
+        """Saves everything. Every worker has the whole state, so one worker calls this."""
         state = {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -88,7 +88,7 @@ class Training:
         }
         unfinished = path.with_suffix(".unfinished")
         torch.save(state, unfinished)
-        # Nobody ever finds half a checkpoint.
+        # Renaming is atomic, so no reader finds half a checkpoint.
         os.replace(unfinished, path)
 
     def load(self, path: Path) -> None:
@@ -100,7 +100,7 @@ class Training:
         self.num_steps = state["num_steps"]
 
     def digest(self) -> str:
-        """Returns a short text that is the same only for the same bits of the whole model."""
+        """Returns a hash of all bits of the model."""
         state = self.model.state_dict()
         content = b"".join(value.numpy().tobytes() for value in state.values())
         return hashlib.sha256(content).hexdigest()[:16]
@@ -109,10 +109,10 @@ class Training:
 def main(arguments: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument(
-        "--replicas", type=int, default=1, help="CPU replicas a worker (default: 1)"
+        "--replicas", type=int, default=1, help="CPU replicas per worker (default: 1)"
     )
-    parser.add_argument("--steps", type=int, default=40, help="how many (default: 40)")
-    parser.add_argument("--checkpoint", type=Path, help="save to this file, and go on from it")
+    parser.add_argument("--steps", type=int, default=40, help="number of steps (default: 40)")
+    parser.add_argument("--checkpoint", type=Path, help="save to this file, and resume from it")
     parser.add_argument("--every", type=int, default=5, help="steps between saves (default: 5)")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)

@@ -1,11 +1,10 @@
-"""Trains with a reduction of the user's own: gradients cross in half the bytes, as bfloat16.
+"""Trains with a custom reduction that sends gradients as bfloat16, in half the bytes.
 
     python examples/own_reduction.py
     python examples/own_reduction.py --replicas 4 --epochs 5
 
 `RoundedMean` is a `CrossDeviceOps` with one method, and `MirroredStrategy(cross_device_ops=...)`
-uses it for every gradient. With bfloat16 the final loss is within 10 % of that with whole
-gradients, for half the bytes.
+uses it for every gradient. With bfloat16, the final loss is within 10 % of the loss with float32.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ BATCH_SIZE = 64
 
 
 class Outcome(NamedTuple):
-    """The final loss, and the bytes that the replicas gave away."""
+    """The final loss, and the bytes that the replicas sent."""
 
     loss: float
     num_bytes: int
 
 
 class RoundedMean(uo.CrossDeviceOps):
-    """Takes the mean of what the replicas have, each rounded to `dtype` first."""
+    """Rounds the value of each replica to `dtype`, and takes the mean."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.num_bytes = 0
         self._dtype = dtype
-        # The replica that brings the last gradient reduces, so any thread may come here.
+        # The replica that computes the last gradient of a pack reduces it: any thread may be here.
         self._lock = threading.Lock()
 
     def reduce_implementation(
@@ -58,7 +57,7 @@ class RoundedMean(uo.CrossDeviceOps):
 
 
 def train(ops: RoundedMean, num_replicas: int, num_epochs: int) -> Outcome:
-    """Learns a wave of two variables, with gradients reduced by `ops`."""
+    """Learns a wave of two variables. `ops` reduces the gradients."""
     torch.manual_seed(0)
     strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)], cross_device_ops=ops)
     points = torch.rand(2048, 2) * 4 - 2
@@ -85,8 +84,8 @@ def train(ops: RoundedMean, num_replicas: int, num_epochs: int) -> Outcome:
 
 def main(arguments: Sequence[str] | None = None) -> tuple[Outcome, Outcome]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--epochs", type=int, default=20, help="passes over the data (default: 20)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
+    parser.add_argument("--epochs", type=int, default=20, help="number of epochs (default: 20)")
     options = parser.parse_args(arguments)
     whole, half = (
         train(RoundedMean(dtype), options.replicas, options.epochs)

@@ -3,10 +3,10 @@
     python examples/recommender.py
     python examples/recommender.py --replicas 4 --epochs 2
 
-2,000 people and 1,000 films have hidden tastes; a rating is their agreement, plus noise of 0.10.
-The model has two `nn.Embedding(sparse=True)`, so a step exchanges the rows of its batch and never a
-whole table. On ratings that it has not seen it comes within 0.15, and prints the same digits with
-any number of replicas.
+2,000 people and 1,000 films have hidden tastes. A rating is the inner product of two tastes, plus
+noise of 0.10. The model has two `nn.Embedding(sparse=True)`, so replicas exchange the rows of the
+batch and never a whole table. The error on unseen ratings is at most 0.15, and the same with any
+number of replicas.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
     ratings = made_ratings()
     seen = TensorDataset(*(column[NUM_UNSEEN:] for column in ratings))
     unseen = TensorDataset(*(column[:NUM_UNSEEN] for column in ratings))
-    # The loader is asked for whole batches, which are much faster than sample by sample.
+    # The sampler asks for whole batches, which is much faster than sample by sample.
     order = RandomSampler(seen, generator=torch.Generator().manual_seed(2))
     sampler = BatchSampler(order, BATCH_SIZE, drop_last=False)
     loader = DataLoader(seen, sampler=sampler, batch_size=None)
     batches = strategy.experimental_distribute_dataset(loader)
     with strategy.scope():
-        model = Recommender().double()  # so that rounding cannot be seen
+        model = Recommender().double()  # so that rounding does not show
         optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.05)
         decay = torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma=0.8)
 
@@ -92,8 +92,8 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=2, help="how many (default: 2)")
-    parser.add_argument("--epochs", type=int, default=6, help="passes over the data (default: 6)")
+    parser.add_argument("--replicas", type=int, default=2, help="number of replicas (default: 2)")
+    parser.add_argument("--epochs", type=int, default=6, help="number of epochs (default: 6)")
     options = parser.parse_args(arguments)
     strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(options.replicas)])
     error = train(strategy, options.epochs)

@@ -1,9 +1,9 @@
-"""Reduces the gradients of four replicas, and shows by what and how fast.
+"""Reduces the gradients of four replicas with each algorithm, and shows how long each takes.
 
     python examples/reduce_four_replicas.py
     python examples/reduce_four_replicas.py --replicas 8
 
-The result is checked against float64, and has the same bits whichever reduction made it.
+The results are compared with float64. All reductions give the same bits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from torch import Tensor
 import unisono as uo
 from unisono.kernels import native_core
 
-# The tensors of a small ConvNet: many little ones, a few large.
+# The tensors of a small ConvNet: many small ones, a few large ones.
 SHAPES = [(32, 3, 3, 3), (32,), (64, 32, 3, 3), (64,), (4096, 256), (256,), (256, 10), (10,)] * 4
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=4, help="how many replicas (default: 4)")
+    parser.add_argument("--replicas", type=int, default=4, help="number of replicas (default: 4)")
     num_replicas = parser.parse_args().replicas
     console = Console()
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def _torch_loop(gradients: list[list[Tensor]]) -> list[list[Tensor]]:
-    """What one would write by hand: add, divide, and a copy for each replica."""
+    """A loop written by hand: add, divide, and copy for each replica."""
     results = []
     for tensors in gradients:
         total = tensors[0] + tensors[1] if len(tensors) > 1 else tensors[0].clone()

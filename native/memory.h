@@ -13,7 +13,7 @@ class Allocator {
   // `small_bytes` is the sum of slotBytes() of the requests to come.
   explicit Allocator(std::size_t small_bytes) : small_bytes_(small_bytes) {}
 
-  // What a request takes from slabs: 0 for those that get memory of their own.
+  // What a request takes from slabs: 0 for those that get their own memory.
   static std::size_t slotBytes(std::size_t bytes);
 
   // Aligned to 64 bytes. Throws std::bad_alloc.

@@ -25,7 +25,7 @@ std::atomic<Pool*> current = nullptr;
 
 Pool& Pool::instance() {
   // A fork copies the pool but none of its threads, and perhaps a locked mutex: the child leaves
-  // the copy alone and starts anew.
+  // the copy alone and starts a new pool.
   static const int registered =
       pthread_atfork(nullptr, nullptr, [] { current.store(nullptr, std::memory_order_relaxed); });
   static_cast<void>(registered);
@@ -39,7 +39,7 @@ Pool& Pool::instance() {
 
 bool Pool::open(const Work& work, std::size_t helpers) {
   if (helpers == 0 || taken_.exchange(true)) return false;
-  // Guests are on cores of their own, and awake.
+  // Guests are on other cores, and awake.
   const std::size_t guests = std::min<std::size_t>(num_guests_, helpers);
   startWorkers(helpers - guests);
   if (!keepOff(currentCore())) helpers = guests;

@@ -35,7 +35,7 @@ class Reduction {
     std::size_t end;
   };
 
-  // The pieces that a thread begins with. On a cache line of its own.
+  // The pieces that a thread begins with. On its own cache line.
   struct alignas(64) Share {
     std::atomic<std::size_t> next = 0;
     std::size_t end = 0;

@@ -35,7 +35,7 @@ class TensorExchange {
   // Fills `view` and returns nullptr, or returns what is wrong with `object`.
   const char* read(nanobind::handle object, TensorView& view) const;
 
-  // Likewise for any dtype, as bytes that are not reduced: `dtype` is uint8.
+  // The same for any dtype, as bytes that are not reduced: `dtype` is uint8.
   const char* readBytes(nanobind::handle object, TensorView& view) const;
 
   // A tensor of the shape and dtype of `like` in `memory`.

@@ -84,7 +84,7 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 
 def turn_native_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    ours = [module for name, module in sys.modules.items() if name.split(".")[0] == "unisono"]
+    ours = [module for name, module in sys.modules.items() if name.startswith("unisono")]
     for module in ours:
         if getattr(module, "native_core", None) is native_core:
             off = NativeCore("off for this test")

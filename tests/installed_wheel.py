@@ -31,8 +31,10 @@ def main(wheel: str) -> None:
     assert abi.endswith("t") == IS_FREE_THREADED, f"{wheel} for Python {sys.version}"
     # A module that does not declare that it needs no lock would have turned the lock on.
     assert getattr(sys, "_is_gil_enabled", lambda: True)() != IS_FREE_THREADED
-    for name in ("py.typed", "_native.pyi", "benchmarks/peers/mpi_ranks.py"):
-        assert (package / name).is_file(), f"{name} is not in {wheel}"
+    tools = package.with_name("unisono_tools")
+    mpi_ranks = tools / "benchmarks" / "peers" / "mpi_ranks.py"
+    for path in (package / "py.typed", package / "_native.pyi", tools / "py.typed", mpi_ranks):
+        assert path.is_file(), f"{path} is not in {wheel}"
     values = unisono.PerReplica([1.0, 2.0])
     total = unisono.ReductionToOneDevice().reduce(unisono.ReduceOp.SUM, values, "cpu:0")
     assert float(total) == 3.0

@@ -1,19 +1,26 @@
-"""The import rule, a package imports only itself and lower ones, and the length of files."""
+"""The import rule, a package imports only itself and lower ones, and the length of files.
+
+`unisono` is what a training program imports. `unisono_tools` imports it, never the other way round.
+"""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tables import every
 
-ROOT = Path(__file__).parents[1] / "src" / "unisono"
+SRC = Path(__file__).parents[1] / "src"
+ROOT = SRC / "unisono"
+TOOLS = SRC / "unisono_tools"
 MAX_LINES = 400
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
     ["errors", "sharing"],
-    ["arguments"],
+    ["arguments", "system"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
@@ -26,15 +33,27 @@ LAYERS = [
     ["functions"],
     ["strategies"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
-    ["benchmarks", "demo"],
+]
+# The packages of `unisono_tools`, in the same way. They all see `unisono`.
+TOOL_LAYERS = [
+    ["tables", "traces", "benchmarks", "demo", "launching"],
+    ["hosts", "tuning"],
+    ["planning"],
     ["cli"],
 ]
 LEVELS = {package: level for level, line in enumerate(LAYERS) for package in line}
+TOOL_LEVELS = {package: level for level, line in enumerate(TOOL_LAYERS) for package in line}
+# `python -m unisono`, which nothing imports.
+COMMANDS = {ROOT / "__main__.py", ROOT / "cli.py"}
+# Where the core names the tools. Recording loads them when a program asks what a trace tells.
+DOORS = {*COMMANDS, ROOT / "tracing" / "recording.py"}
 
 # The package itself only collects the public names, so it sees all others.
-SOURCES = sorted(path for path in ROOT.rglob("*.py") if path != ROOT / "__init__.py")
+SOURCES = sorted({*ROOT.rglob("*.py")} - {ROOT / "__init__.py", *COMMANDS})
+TOOL_SOURCES = sorted(path for path in TOOLS.rglob("*.py") if path != TOOLS / "__init__.py")
 
 each_source = every("path", SOURCES)
+each_tool = every("path", TOOL_SOURCES)
 
 
 @each_source
@@ -44,7 +63,36 @@ def test_imports_point_down(path: Path) -> None:
     assert forbidden_imports(package, path.read_text()) == set()
 
 
-@each_source
+@each_tool
+def test_imports_of_the_tools_point_down(path: Path) -> None:
+    package = path.relative_to(TOOLS).parts[0].removesuffix(".py")
+
+    assert forbidden_imports(package, path.read_text(), "unisono_tools") == set()
+
+
+def test_the_core_imports_the_tools_at_its_doors_alone() -> None:
+    found = {
+        path
+        for path in ROOT.rglob("*.py")
+        if any(imports_of(ast.parse(path.read_text()), "unisono_tools"))
+    }
+
+    assert found == DOORS
+
+
+def test_importing_the_core_loads_neither_the_tools_nor_what_they_need() -> None:
+    # Strategies, and with them most of the core, are loaded when a name of theirs is used.
+    others = ("unisono_tools", "click", "rich", "matplotlib", "sklearn", "unisono.strategies")
+    script = f"import sys, unisono; print([name for name in {others} if name in sys.modules])"
+
+    ran = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+
+    assert ran.stdout.strip() == "[]"
+
+
+@every("path", [*SOURCES, *TOOL_SOURCES])
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
@@ -82,15 +130,16 @@ def test_an_import_that_points_down_or_is_for_types_is_let_through(source: str) 
     assert forbidden_imports("values", source) == set()
 
 
-def forbidden_imports(package: str, source: str) -> set[str]:
-    """The packages of ours that a file of `package` imports when it runs, and may not."""
-    level = LEVELS[package]
-    imported = {name.split(".")[1] for name in imports_of(ast.parse(source)) if "." in name}
-    return {name for name in imported - {package} if LEVELS.get(name, level) >= level}
+def forbidden_imports(package: str, source: str, root: str = "unisono") -> set[str]:
+    """The packages of `root` that a file of `package` imports when it runs, and may not."""
+    levels = LEVELS if root == "unisono" else TOOL_LEVELS
+    level = levels[package]
+    imported = {name.split(".")[1] for name in imports_of(ast.parse(source), root) if "." in name}
+    return {name for name in imported - {package} if levels.get(name, level) >= level}
 
 
-def imports_of(node: ast.AST) -> Iterator[str]:
-    """The dotted names under `unisono` that are imported at or below `node`."""
+def imports_of(node: ast.AST, root: str) -> Iterator[str]:
+    """The dotted names under `root` that are imported at or below `node`."""
     if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
         return
     names: list[str] = []
@@ -98,6 +147,6 @@ def imports_of(node: ast.AST) -> Iterator[str]:
         names = [alias.name for alias in node.names]
     elif isinstance(node, ast.ImportFrom):
         names = [f"{node.module}.{alias.name}" for alias in node.names]
-    yield from (name for name in names if name.split(".")[0] == "unisono")
+    yield from (name for name in names if name.split(".")[0] == root)
     for child in ast.iter_child_nodes(node):
-        yield from imports_of(child)
+        yield from imports_of(child, root)

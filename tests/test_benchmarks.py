@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import io
 import json
 import os
+import re
 import signal
 import sys
 import time
@@ -19,17 +21,18 @@ import torch
 from click.testing import CliRunner
 from processes.programs import is_alive, program, run, wait_until_gone
 
-from unisono.benchmarks import BenchmarkError, Row
-from unisono.benchmarks.all_reduce import AllReduceSweep
-from unisono.benchmarks.peers.turns import Competitor, sum_factor, take_turn
-from unisono.benchmarks.reduce import BATCHES, SIZES, check
-from unisono.benchmarks.training_step import check_losses
-from unisono.cli import main
-from unisono.cli.bench import bench
 from unisono.kernels import native_core
+from unisono_tools.benchmarks import BenchmarkError, Row
+from unisono_tools.benchmarks.all_reduce import AllReduceSweep
+from unisono_tools.benchmarks.peers.turns import Competitor, sum_factor, take_turn
+from unisono_tools.benchmarks.reduce import BATCHES, SIZES, ReduceSweep, check
+from unisono_tools.benchmarks.rows import spell_bytes
+from unisono_tools.benchmarks.training_step import check_losses
+from unisono_tools.cli import main
+from unisono_tools.cli.bench import bench
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-UNISONO = [sys.executable, "-m", "unisono.cli"]
+UNISONO = [sys.executable, "-m", "unisono"]
 
 
 @pytest.fixture
@@ -49,7 +52,8 @@ def rows_of(tmp_path: Path) -> Any:
         found: list[dict[str, Any]] = json.loads(numbers.read_text())["rows"]
         header = ["min", "p50", "p99", "max", *found[0]["rates"], *found[0]["ratios"]]
         assert all(name in output for name in header)
-        assert native_core().status in output
+        assert max(map(len, output.splitlines())) <= 80
+        assert native_core().status in " ".join(output.split())
         assert picture.stat().st_size > 1000
         return found
 
@@ -178,9 +182,9 @@ def test_training_steps_are_measured_with_each_number_of_replicas(
     ("arguments", "words"),
     [
         ("all-reduce --sizes 6", "multiples of 4 bytes, got [6]"),
-        ("all-reduce --sizes 4 6K 4X", "'4X' is not a number of bytes"),
+        ("all-reduce --sizes 4 6K 4X", "'4X' is not a size"),
         ("all-reduce --ranks 1", "2 or more"),
-        ("all-reduce --hosts 2 --ranks 3", "as many on each of 2 hosts, got [3]"),
+        ("all-reduce --hosts 2 --ranks 3", "the same number on each of 2 hosts, got [3]"),
         ("all-reduce --rate 1gbit", "give --hosts 2"),
         ("reduce --replicas 2 1", "2 or more, got [2, 1]"),
         ("step --replicas 2 0", "1 or more, got [2, 0]"),
@@ -225,7 +229,7 @@ def test_a_missing_package_is_named_with_its_extra(
     [
         ("reduce --sizes 4 --seconds 0 --tensorflow false", "TensorFlow ended with status 1"),
         ("reduce --tensorflow /nowhere/python", "/nowhere/python cannot be started"),
-        ("all-reduce --ranks 2 --mpi python --mpirun false", "0 of 2 MPI processes came"),
+        ("all-reduce --ranks 2 --mpi python --mpirun false", "0 of 2 MPI processes started"),
     ],
 )
 def test_a_competitor_that_fails_ends_the_run_with_status_1(arguments: str, words: str) -> None:
@@ -235,6 +239,52 @@ def test_a_competitor_that_fails_ends_the_run_with_status_1(arguments: str, word
 
     assert result.exit_code == 1
     assert words in result.output
+
+
+def made_rows(into: str = "one") -> list[Row]:
+    """Rows as long as they get: six competitors, slow and fast."""
+    names = ["stack.sum", "add chain", "foreach", "limit", "TF eager", "TF graph"]
+    return [
+        Row(
+            {"case": spell_bytes(size), "replicas": 2, "into": into},
+            size,
+            [number * size * 1e-9 for number in range(1, 100)],
+            {"GB/s": 12.34, "bus GB/s": 0.567},
+            {name: 0.37 + 0.8 * place for place, name in enumerate(names)},
+        )
+        for size in SIZES
+    ]
+
+
+def test_a_table_fits_80_columns_and_has_every_number() -> None:
+    report = pytest.importorskip("unisono_tools.benchmarks.report", exc_type=ImportError)
+    output = io.StringIO()
+    console = pytest.importorskip("rich.console").Console(file=output, width=80)
+
+    report.print_table(ReduceSweep(), made_rows(), console)
+
+    lines = output.getvalue().splitlines()
+    assert max(map(len, lines)) <= 80
+    words = output.getvalue().split()
+    for name in ("min", "p50", "p99", "max", "foreach", "limit"):
+        assert words.count(name) == 1
+    # Each table repeats what was measured.
+    assert words.count("replicas") == output.getvalue().count("case") > 1
+    assert words.count("12.3") == words.count("0.567") == words.count("4.37") == len(SIZES)
+
+
+def test_the_picture_of_reductions_has_sizes_and_speeds_as_people_say_them() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+
+    ReduceSweep(replicas=(2,)).draw(figure, [*made_rows("one"), *made_rows("all")])
+
+    for axis in figure.axes:
+        sizes = [label.get_text() for label in axis.get_xticklabels()]
+        assert 3 <= len(sizes) <= 7
+        assert all(re.fullmatch(r"\d+ (B|KB|MB)", size) for size in sizes)
+    speeds = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert speeds == ["0.5x", "1x", "2x"]
+    assert "times faster" not in figure.axes[0].get_ylabel()
 
 
 def test_numbers_alone_come_out_when_they_are_asked_for_there() -> None:

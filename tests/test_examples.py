@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import runpy
 from collections.abc import Iterator
 from contextlib import suppress
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from unisono.cli import main as unisono
+from unisono_tools.cli import main as unisono
 
 # Sets environment variables when it is first imported, which must not happen within a test.
 with suppress(ImportError):
@@ -122,3 +123,74 @@ def test_the_tensorflow_program_in_the_comments_is_whole() -> None:
     program = ast.parse("\n".join(comment.removeprefix(" ") for comment in comments))
 
     assert "MirroredStrategy" in ast.unparse(program)
+
+
+def test_images_are_learnt_and_a_finished_training_is_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--replicas", 2, "--epochs", 3, "--checkpoint", tmp_path / "images.pt")
+
+    accuracy = run("image_classification", *arguments)
+    first = capsys.readouterr().out
+    again = run("image_classification", *arguments)
+
+    assert accuracy > 0.9
+    assert first.count("epoch") == 3
+    assert again == accuracy
+    assert "epoch" not in capsys.readouterr().out
+
+
+def test_a_hugging_face_model_learns_and_loads_without_a_strategy(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("tokenizers")
+
+    accuracy = run("hugging_face", "--replicas", 2, "--save", tmp_path / "bert")
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "bert")
+    with torch.no_grad():
+        scores = model(**tokenizer(["the story was lovely"], return_tensors="pt")).logits
+    assert accuracy > 0.9
+    assert scores.argmax().item() == 1
+
+
+def test_the_notebook_runs_and_its_cells_can_be_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+    cells = {cell["id"]: cell for cell in notebook["cells"]}
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+
+    # What a kernel does with the cells of code.
+    code = [name for name, cell in cells.items() if cell["cell_type"] == "code"]
+    for name in [*code, "train", "evaluate"]:
+        exec(compile("".join(cells[name]["source"]), name, "exec"), namespace)
+
+    output = capsys.readouterr().out
+    assert output.count("loss") == 6
+    assert "caught: no labels in this batch" in output
+    assert namespace["accuracy"] > 0.9
+    assert (tmp_path / "model.pt").exists()
+    namespace["strategy"].close()
+
+
+def test_the_notebook_is_whole_and_has_no_outputs() -> None:
+    notebook = json.loads((EXAMPLES / "notebook.ipynb").read_text())
+
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        known = {"cell_type", "id", "metadata", "source"}
+        if cell["cell_type"] == "code":
+            assert (cell["outputs"], cell["execution_count"]) == ([], None)
+            known |= {"outputs", "execution_count"}
+        assert cell.keys() == known
+
+
+def test_every_example_is_in_the_list() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+
+    names = [path.name for path in EXAMPLES.iterdir() if path.suffix in ("", ".py", ".ipynb")]
+
+    assert [name for name in names if name[0] not in "._" and f"({name})" not in page] == []

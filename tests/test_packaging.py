@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +32,29 @@ def test_a_stub_that_differs_is_noticed() -> None:
         "trim": ["now"],
         "Bell.ring": ["self"],
     }
+
+
+def test_the_installation_shows_what_it_does_and_is_done_once(tmp_path: Path) -> None:
+    script, python = tmp_path / "scripts" / "install", tmp_path / ".venv" / "bin" / "python"
+    for path in (script, python, tmp_path / "native" / "core.cc"):
+        path.parent.mkdir(parents=True)
+        path.touch()
+    for name in ("pyproject.toml", "constraints.txt", "CMakeLists.txt"):
+        (tmp_path / name).touch()
+    script.write_text((ROOT / "scripts" / "install").read_text())
+    # Speaks as pip does.
+    python.write_text("#!/bin/sh\necho Collecting torch\necho Requirement already satisfied: x\n")
+    python.chmod(0o755)
+
+    first, second = (
+        subprocess.run(["bash", script], capture_output=True, text=True, timeout=60)
+        for _ in range(2)
+    )
+
+    assert (first.returncode, first.stderr) == (0, "")
+    assert first.stdout.count("Collecting torch") == 2
+    assert "already satisfied" not in first.stdout
+    assert second.stdout == "== Unisono is already installed in .venv\n"
 
 
 def stub_members(tree: ast.Module) -> dict[str, list[str] | None]:
@@ -84,6 +108,26 @@ def test_the_changelog_begins_with_what_comes_next_or_with_this_version() -> Non
     headings = re.findall(r"^## \[?([^\]\s]+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
 
     assert headings[0] in ("Unreleased", uo.__version__)
+
+
+def test_what_pypi_shows_has_no_link_that_leads_nowhere_there() -> None:
+    settings = (ROOT / "pyproject.toml").read_text()
+    (name,) = re.findall(r'^readme = "(.*)"', settings, re.MULTILINE)
+
+    shown = (ROOT / name).read_text()
+
+    # Markdown links and pictures, and those of HTML.
+    links = re.findall(r"\]\(([^)]*)\)", shown) + re.findall(r'(?:href|src)="([^"]*)', shown)
+    assert [link for link in links if not link.startswith("https://")] == []
+
+
+def test_pypi_and_the_readme_begin_alike() -> None:
+    pages = [(ROOT / name).read_text() for name in ("PYPI.md", "README.md")]
+
+    shown, read = (page.partition("\n## ")[0].strip() for page in pages)
+
+    # The title, what it is, the program, and what it computes.
+    assert shown.startswith(read)
 
 
 def test_the_citation_is_whole_and_names_this_version() -> None:

@@ -9,30 +9,35 @@ from canvas import Canvas
 from matplotlib.figure import Figure
 
 RULE = Path(__file__).parents[2] / "tests" / "test_architecture.py"
-FILLS = ("plain", "third", "first", "second", "program")
 
 
-def read_layers() -> list[list[str]]:
-    """Returns the layers as the test of the import rule has them, the lowest first."""
+def read_layers(name: str) -> list[list[str]]:
+    """Returns the layers of that name in the test of the import rule, the lowest first."""
     for node in ast.parse(RULE.read_text()).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "LAYERS":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
             layers: list[list[str]] = ast.literal_eval(node.value)
             return layers
-    raise LookupError(f"{RULE} has no LAYERS; the import rule must be there.")
+    raise LookupError(f"{RULE} has no {name}; the import rule must be there.")
 
 
 def draw_layers() -> Figure:
     """The packages, each above those that it may import."""
-    layers = read_layers()
-    canvas = Canvas(96, 7 * len(layers) + 6)
+    layers = read_layers("LAYERS")
+    tools = [package for line in read_layers("TOOL_LAYERS") for package in line]
+    canvas = Canvas(112, 7 * len(layers) + 10)
     for level, packages in enumerate(layers):
         y = 7 * level + 4
-        width = 88 / len(packages)
+        width = 82 / len(packages)
         for i, package in enumerate(packages):
-            fill = FILLS[level * len(FILLS) // len(layers)]
-            canvas.box(6 + i * width, y, width - 1, 5.5, package, fill=fill, size=9.5)
+            canvas.box(6 + i * width, y, width - 1, 5.5, package, fill="first", size=9)
+    for level, package in enumerate(reversed(tools)):
+        y = 7 * (len(layers) - 1 - level) + 4
+        canvas.box(92, y, 19, 5.5, package, fill="meeting", size=9)
+    top = 7 * len(layers) + 6
+    canvas.text(47, top, "unisono", size=10, bold=True)
+    canvas.text(101.5, top, "unisono_tools", size=10, bold=True)
     canvas.arrow((2.5, 7 * len(layers) + 3), (2.5, 4))
-    canvas.text(50, 2, "a package imports itself and packages on lower lines", size=9, grey=True)
+    canvas.text(47, 2, "a package imports only packages on lower lines", size=9, grey=True)
     return canvas.figure
 
 
@@ -45,7 +50,7 @@ def draw_step() -> Figure:
         canvas.arrow((45, 55), (middle, 51.5))
         canvas.box(x, 46, 26, 5.5, f"replica {i}: a thread", fill=fill, bold=True)
         canvas.arrow((middle, 46), (middle, 43.5))
-        canvas.box(x, 38, 26, 5.5, f"model(x{i}) answers as clone {i}", fill=fill, size=9)
+        canvas.box(x, 38, 26, 5.5, f"model(x{i}) uses copy {i}", fill=fill, size=9)
         canvas.arrow((middle, 38), (middle, 35.5))
         canvas.box(x, 30, 26, 5.5, f"leaf {i}, with .grad = g{i}", fill=fill, size=9)
         canvas.arrow((middle, 30), (middle, 27.5))
@@ -56,10 +61,10 @@ def draw_step() -> Figure:
     canvas.box(35, 29, 20, 7.5, "weights: one storage", fill="meeting", size=9)
     canvas.arrow((32, 32.75), (35, 32.75), both=True)
     canvas.arrow((55, 32.75), (58, 32.75), both=True)
-    canvas.box(35, 21, 20, 7.5, "a full pack:\nmean(g0, g1)", fill="meeting", size=9)
+    canvas.box(35, 21, 20, 7.5, "full pack:\nmean(g0, g1)", fill="meeting", size=9)
     canvas.arrow((32, 24.75), (35, 24.75), both=True)
     canvas.arrow((55, 24.75), (58, 24.75), both=True)
-    canvas.box(35, 13, 20, 7.5, "all wait, one writes\nthe weights", fill="meeting", size=9)
+    canvas.box(35, 13, 20, 7.5, "one thread updates\nthe weights", fill="meeting", size=9)
     canvas.arrow((32, 16.75), (35, 16.75), both=True)
     canvas.arrow((55, 16.75), (58, 16.75), both=True)
     canvas.box(31, 2, 28, 5.5, "PerReplica(loss 0, loss 1)", fill="program", size=9.5)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from canvas import Canvas
 from matplotlib.figure import Figure
 
-# A question, and what to take if the answer is yes.
+# A question, and the choice if the answer is yes.
 QUESTIONS = [
-    ("Do you study reductions, or want\nanother result than a sum?", "your own CrossDeviceOps"),
+    ("Do you want your own algorithm,\nor a result other than a sum?", "your own CrossDeviceOps"),
     ("Do you need an accumulation_fn?", "ReductionToOneDevice"),
-    ("Do all devices share a memory?\n(CPU replicas, one GPU)", "ReductionToOneDevice"),
+    ("Do all devices share one memory?\n(CPU replicas, one GPU)", "ReductionToOneDevice"),
     ("Are some devices CPUs\nand some GPUs?", "ReductionToOneDevice"),
-    ("Must the bits be those of every\nother path?", "HierarchicalCopyAllReduce"),
-    ("Has each replica its own GPU,\nand is NCCL there?", "NcclAllReduce"),
+    ("Must results be bit-identical\nto the other reductions?", "HierarchicalCopyAllReduce"),
+    ("Does each replica have its own GPU,\nand is NCCL installed?", "NcclAllReduce"),
 ]
 OTHERWISE = "HierarchicalCopyAllReduce"
 

@@ -23,14 +23,14 @@ def draw_strategy() -> Figure:
         canvas.arrow((x + 9, 14), (43, 9))
     canvas.arrow((22, 22), (34, 22), both=True)
     canvas.arrow((52, 22), (64, 22), both=True)
-    canvas.text(28, 23.6, "meet", size=9, grey=True)
-    canvas.text(58, 23.6, "meet", size=9, grey=True)
+    canvas.text(28, 23.6, "all_reduce", size=9, grey=True)
+    canvas.text(58, 23.6, "all_reduce", size=9, grey=True)
     canvas.box(26, 3, 34, 6, "PerReplica(loss 0, loss 1, loss 2)", fill="program")
     return canvas.figure
 
 
 def draw_values() -> Figure:
-    """Per-replica and mirrored values, component by component."""
+    """Per-replica and mirrored values: equal values have one colour."""
     canvas = Canvas(92, 32)
     canvas.text(22, 29, "PerReplica", bold=True, size=12)
     canvas.text(22, 25.6, "may differ: a loss, a batch, a gradient", size=9, grey=True)
@@ -39,12 +39,12 @@ def draw_values() -> Figure:
     for i, name in enumerate(("0.8", "0.5", "1.1")):
         canvas.box(2 + 14 * i, 14, 12, 8, name, fill=REPLICA_FILLS[i], size=12)
         canvas.text(8 + 14 * i, 11.6, f"replica {i}", size=9)
-    canvas.text(22, 7, "one component a replica:", size=9)
+    canvas.text(22, 7, "one value per replica:", size=9)
     canvas.text(22, 4, "value.values, value.devices", size=9, bold=True)
     for i in range(3):
-        canvas.box(50 + 14 * i, 14, 12, 8, "0.8", fill=REPLICA_FILLS[i], size=12)
+        canvas.box(50 + 14 * i, 14, 12, 8, "0.8", fill="first", size=12)
         canvas.text(56 + 14 * i, 11.6, f"replica {i}", size=9)
-    canvas.text(70, 7, "the same, and can be used as one tensor:", size=9)
+    canvas.text(70, 7, "equal, so usable as one tensor:", size=9)
     canvas.text(70, 4, "value + 1, torch.sum(value)", size=9, bold=True)
     canvas.line((46, 2), (46, 30))
     return canvas.figure
@@ -72,14 +72,14 @@ def draw_tree() -> Figure:
         is_leaf = y == 6
         width = 6 if is_leaf else 4 + 0.95 * len(name)
         text = f"g{name}" if is_leaf else name
-        fill = REPLICA_FILLS[int(name) % 4] if is_leaf else "meeting"
+        fill = "first" if is_leaf else "meeting"
         canvas.box(x - width / 2, y - 2.5, width, 5, text, fill=fill, size=9)
-    canvas.text(40, 1.6, "gradients by replica id", size=9, grey=True)
+    canvas.text(40, 1.6, "the gradient of each replica", size=9, grey=True)
     return canvas.figure
 
 
 def draw_packs() -> Figure:
-    """Two replicas in time: packs of gradients are reduced while the backward passes run."""
+    """Two replicas over time: a pack and the layer whose gradients it holds have one colour."""
     canvas = Canvas(96, 33)
     for replica, y, forward in ((0, 18, 18), (1, 8, 20)):
         canvas.text(6, y + 3, f"replica {replica}", bold=True)
@@ -90,7 +90,7 @@ def draw_packs() -> Figure:
             canvas.box(x, y, 11, 6, f"backward\nlayer {3 - pack}", fill=fill, size=8.5)
             x += 11
             if replica == 1:
-                canvas.box(x, y, 7, 6, f"reduce\npack {pack + 1}", fill="meeting", size=8)
+                canvas.box(x, y, 7, 6, f"reduce\npack {pack + 1}", fill=fill, size=8, bold=True)
                 x += 7
         if replica == 0:
             canvas.box(x, y, 86 - x, 6, "waits for pack 3", size=8.5, dashed=True)
@@ -100,14 +100,14 @@ def draw_packs() -> Figure:
     canvas.text(
         52,
         29.5,
-        "The replica that fills a pack last reduces it, while the others go on.",
+        "The last replica to fill a pack reduces it. The others go on.",
         size=9,
     )
     return canvas.figure
 
 
 def draw_workers() -> Figure:
-    """Replicas in workers in hosts, and what carries data between them."""
+    """Replicas in workers in hosts, and how they exchange data."""
     canvas = Canvas(96, 46)
     for host in range(2):
         left = 2 + 48 * host
@@ -120,10 +120,11 @@ def draw_workers() -> Figure:
             canvas.text(x + 9.5, 35.5, f"worker {worker}: a process", size=9, bold=True)
             for i in range(2):
                 replica = 2 * worker + i
-                fill = REPLICA_FILLS[replica % 4]
-                canvas.box(x + 1 + 9 * i, 22, 8, 10, f"replica\n{replica}", fill=fill, size=9)
+                canvas.box(x + 1 + 9 * i, 22, 8, 10, f"replica\n{replica}", fill="first", size=9)
             canvas.arrow((x + 9.5, 19), (x + 9.5, 15), both=True)
-        canvas.box(left + 2, 9, 40, 6, "shared memory: packs lie here", fill="meeting", size=9)
+        canvas.box(
+            left + 2, 9, 40, 6, "shared memory with packs of gradients", fill="meeting", size=9
+        )
     canvas.arrow((44, 12), (52, 12), both=True)
-    canvas.text(48, 3, "between hosts: TCP or NCCL, each slice crosses once", size=9, grey=True)
+    canvas.text(48, 3, "between hosts: TCP or NCCL; each slice crosses once", size=9, grey=True)
     return canvas.figure

@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torch_backend/with_accelerate.py
 
-On CPUs Accelerate accepts no backend but its own in `InitProcessGroupKwargs`. It keeps a process
-group that exists already, so the program makes the group first.
+On CPUs, `InitProcessGroupKwargs` accepts only Accelerate's own backends. Accelerate keeps a process
+group that already exists, so the program creates the group first.
 """
 
 from __future__ import annotations

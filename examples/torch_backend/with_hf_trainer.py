@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/torch_backend/with_hf_trainer.py
 
-On CPUs `TrainingArguments(ddp_backend=...)` accepts no backend but Accelerate's own. The Trainer
-keeps a process group that exists already, so the program makes the group first.
+On CPUs, `TrainingArguments(ddp_backend=...)` accepts only Accelerate's own backends. The Trainer
+keeps a process group that already exists, so the program creates the group first.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@
 
 namespace unisono::shared {
 
-// The group is of no more use, on any rank.
+// The group can no longer be used, on any rank.
 struct Failure : std::exception {
   Failure(FailureKind kind, Ranks ranks, std::string text)
       : kind(kind), ranks(std::move(ranks)), text(std::move(text)) {}
@@ -50,7 +50,7 @@ class Group {
   void setTimeout(std::chrono::nanoseconds timeout) { timeout_ = timeout; }
   // Throws if a rank is lost.
   void checkHealth();
-  // Ends the group with this story, or with the one that is told already, and throws it.
+  // Ends the group with this failure, or with an earlier one, and throws it.
   [[noreturn]] void fail(FailureKind kind, const Ranks& ranks, const std::string& text);
 
   std::size_t rank() const { return rank_; }
@@ -117,13 +117,13 @@ class Turn {
   void awaitStagedBy(std::size_t rank, std::size_t chunk);
   void awaitServed(std::size_t chunk);
   // Does `work(0)` to `work(num_pieces - 1)` together with the other ranks and returns when all are
-  // done: whoever is on a core takes the next. Once a call, after meet().
+  // done: a rank that is on a core takes the next piece. Once per call, after meet().
   template <class Work>
   void share(std::size_t num_pieces, const Work& work);
 
   // Returns when all ranks have come and make the same call.
   void meet();
-  // Likewise; the last to come does `work` while the others wait. For crowded groups.
+  // The same; the last to come does `work` while the others wait. For crowded groups.
   template <class Work>
   void meetAfter(const Work& work);
   // Whether the terms of all ranks lie at one place of their arenas.

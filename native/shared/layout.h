@@ -122,7 +122,7 @@ struct Control {
   Counter arrivals;     // of all ranks in all calls
   Counter met;          // calls to which all have come
   Counter claimed[2];   // pieces of work that is shared, in even and odd rounds
-  Counter finished[2];  // likewise
+  Counter finished[2];  // the same
 };
 
 struct Layout {

@@ -8,8 +8,8 @@
 
 namespace unisono::shared {
 
-// Takes part as `rank`. The sign of life is a record lock on one byte of the segment: the kernel
-// gives it up when the process ends, however it ends, and shows it across pid namespaces.
+// Takes part as `rank`. A record lock on one byte of the segment shows that it is alive: the kernel
+// releases it when the process ends, however it ends, and shows it across pid namespaces.
 class Members {
  public:
   // Owns `fd`, which must be the only one of this process for the segment: closing another would

@@ -14,7 +14,7 @@ namespace {
 constexpr std::size_t kOneShotBytes = 4 << 10;
 // Where ranks share cores, the last to come sums for all: a meeting costs turns of the scheduler.
 constexpr std::size_t kOneShotCrowdedBytes = 64 << 10;
-// Read and written in one rank's arena at a time, by whoever is on a core; where every rank has
+// Read and written in one rank's arena at a time, by ranks that are on a core; where every rank has
 // one, there should be work for all.
 constexpr std::size_t kPieceBytes = 128 << 10;
 constexpr std::size_t kLeastPieceBytes = 8 << 10;

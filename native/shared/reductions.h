@@ -10,7 +10,7 @@
 
 namespace unisono::shared {
 
-// The terms of one rank, of which every rank has as many. The order of all is that of the ranks.
+// The terms of one rank. Every rank has the same number. All follow the order of the ranks.
 struct Terms {
   DType dtype;
   std::size_t num_elements;

@@ -30,8 +30,8 @@ struct Patience {
 };
 
 // Where every rank has a core, the others are at work: spin for some 20 us, then sleep; a rank that
-// yields to a stranger comes back later than one that is woken. Where ranks share cores, whoever is
-// waited for needs this one.
+// yields to a stranger comes back later than one that is woken. Where ranks share cores, the rank
+// that is waited for needs this one.
 constexpr Patience patienceOf(bool crowded) {
   return crowded ? Patience{20, 200} : Patience{1000, 0};
 }

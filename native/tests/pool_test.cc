@@ -112,7 +112,7 @@ int main() {
   std::vector<std::thread> callers;
   for (int i = 0; i < 2; ++i) callers.emplace_back([] { offerManyTimes(3000); });
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
-  // The allocators of the sanitizers may be locked for ever in the child.
+  // The allocators of the sanitizers may be locked forever in the child.
   for (int i = 0; i < 5; ++i) checkChildHasItsOwnPool();
 #endif
   for (std::thread& caller : callers) caller.join();

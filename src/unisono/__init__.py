@@ -1,50 +1,60 @@
-"""Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`."""
+"""Synchronous data-parallel training for PyTorch, in the programming model of `tf.distribute`.
 
-from unisono import (
-    backend,
-    cluster_resolver,
-    contrib,
-    errors,
-    experimental,
-    hooks,
-    testing,
-    tracing,
-)
-from unisono.contexts import (
-    ReplicaContext,
-    get_replica_context,
-    get_strategy,
-    has_strategy,
-    in_cross_replica_context,
-)
-from unisono.devices import Device
-from unisono.functions import function
-from unisono.input import (
-    AutoShardPolicy,
-    DistributedDataset,
-    DistributedIterator,
-    InputContext,
-    InputOptions,
-    InputReplicationMode,
-    TensorSpec,
-)
-from unisono.options import ReduceOp, VariableAggregation
-from unisono.reductions import (
-    CrossDeviceOps,
-    HierarchicalCopyAllReduce,
-    NcclAllReduce,
-    ReductionToOneDevice,
-)
-from unisono.strategies import (
-    MirroredStrategy,
-    MultiWorkerMirroredStrategy,
-    OneDeviceStrategy,
-    RunOptions,
-    Strategy,
-    StrategyExtended,
-)
-from unisono.values import DistributedValues, Mirrored, PerReplica
-from unisono.variables import Variable, VariableSynchronization, once
+Importing the package loads almost nothing. A name is loaded with its package when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono import (
+        backend,
+        cluster_resolver,
+        contrib,
+        errors,
+        experimental,
+        hooks,
+        testing,
+        tracing,
+    )
+    from unisono.contexts import (
+        ReplicaContext,
+        get_replica_context,
+        get_strategy,
+        has_strategy,
+        in_cross_replica_context,
+    )
+    from unisono.devices import Device
+    from unisono.functions import function
+    from unisono.input import (
+        AutoShardPolicy,
+        DistributedDataset,
+        DistributedIterator,
+        InputContext,
+        InputOptions,
+        InputReplicationMode,
+        TensorSpec,
+    )
+    from unisono.options import ReduceOp, VariableAggregation
+    from unisono.reductions import (
+        CrossDeviceOps,
+        HierarchicalCopyAllReduce,
+        NcclAllReduce,
+        ReductionToOneDevice,
+    )
+    from unisono.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        RunOptions,
+        Strategy,
+        StrategyExtended,
+    )
+    from unisono.values import DistributedValues, Mirrored, PerReplica
+    from unisono.variables import Variable, VariableSynchronization, once
 
 __version__ = "0.1.0"
 
@@ -91,4 +101,52 @@ __all__ = [
     "tracing",
 ]
 
-tracing.record_if_asked()
+_MODULES = {
+    "backend",
+    "cluster_resolver",
+    "contrib",
+    "errors",
+    "experimental",
+    "hooks",
+    "testing",
+    "tracing",
+}
+# Where the other names are, the packages that load least first.
+_HOMES = (
+    "options",
+    "devices",
+    "values",
+    "contexts",
+    "reductions",
+    "variables",
+    "input",
+    "functions",
+    "strategies",
+)
+
+
+def _load(name: str) -> Any:
+    """Returns a public name, which Python asks for when it is not here yet."""
+    if name in _MODULES:
+        return importlib.import_module(f"unisono.{name}")
+    for home in _HOMES if name in __all__ else ():
+        module = importlib.import_module(f"unisono.{home}")
+        if hasattr(module, name):
+            globals()[name] = found = getattr(module, name)
+            return found
+    raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+
+
+if not TYPE_CHECKING:
+    # A type checker that sees it takes every name to be there.
+    __getattr__ = _load
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if os.environ.get("UNISONO_TRACE"):
+    from unisono.tracing import record_if_asked
+
+    record_if_asked()

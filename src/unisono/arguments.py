@@ -56,8 +56,7 @@ def check_timeout(name: str, value: float | None) -> float | None:
     if not (is_number and 0 <= value <= _LONGEST_WAIT):
         raise UnsupportedError(
             f"`{name}` must be a number of seconds from 0 to {_LONGEST_WAIT:.0e}, or None for the "
-            f"default, got {in_words(value)}. Nothing waits for ever: a lost worker must be "
-            "noticed."
+            f"default, got {in_words(value)}. An endless timeout would hide a lost worker."
         )
     return value
 

@@ -85,7 +85,7 @@ class UnsupportedAttributeError(UnsupportedError, AttributeError):
 
 
 class ContextError(UnisonoError, RuntimeError):
-    """Something that was called in a context where it has no meaning."""
+    """A call in a context where it has no meaning."""
 
 
 class CaptureError(UnisonoError, RuntimeError):
@@ -97,7 +97,7 @@ class EndOfInputError(UnisonoError, IndexError):
 
 
 class UnequalCallsError(UnisonoError, RuntimeError):
-    """Replicas that do not meet: one makes a call that another does not make."""
+    """Replicas that make different calls."""
 
 
 class ClusterError(UnisonoError, ValueError):
@@ -113,7 +113,7 @@ class TuningError(UnisonoError, ValueError):
 
 
 class CommunicationError(UnisonoError, DistBackendError):
-    """Workers that cannot go on together. It is what torch expects of its backends, too.
+    """Workers that cannot go on together. Also what torch expects from its backends.
 
     Args:
         message: What was asked, what was found and what to do.

@@ -51,7 +51,7 @@ class MultiWorkerMirroredStrategy(_Today):
 def CollectiveHints(
     bytes_per_pack: int = 0, timeout_seconds: float | None = None
 ) -> CommunicationOptions:
-    """Returns `CommunicationOptions`, which is the name of today.
+    """Returns `CommunicationOptions`, the current name.
 
     Args:
         bytes_per_pack: See `CommunicationOptions`.

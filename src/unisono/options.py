@@ -11,7 +11,7 @@ from unisono.errors import UnsupportedError
 
 
 class ReduceOp(enum.Enum):
-    """How the values of the replicas become one.
+    """How the values of the replicas are combined.
 
     `SUM` and `MEAN` are the operations of `tf.distribute`; `MIN`, `MAX` and `PROD` are additions.
     """
@@ -44,7 +44,7 @@ class ReduceOp(enum.Enum):
 
 
 class VariableAggregation(enum.Enum):
-    """How the values that the replicas write to a variable become one.
+    """How the values that the replicas write to a variable are combined.
 
     `SUM` and `MEAN` combine them, `ONLY_FIRST_REPLICA` takes that of replica 0. With `NONE` nothing
     is combined: each replica keeps its own value.
@@ -57,7 +57,7 @@ class VariableAggregation(enum.Enum):
 
 
 class CommunicationImplementation(enum.Enum):
-    """Who carries a collective between workers.
+    """The library that runs a collective between workers.
 
     `AUTO` takes shared memory inside a host and Gloo between hosts, or MPI where an MPI launcher
     started the workers and mpi4py is installed. For GPU tensors it takes NCCL if every worker has

@@ -310,7 +310,7 @@ def test_broadcast_copies_to_every_destination(ops: Any, destinations: Any) -> N
         ([torch.ones(2, dtype=torch.bool)] * 3, "torch.bool"),
         ([None, 1.0, 2.0], "NoneType"),
         ([[1.0, [2.0]], 1.0, 1.0], "list"),
-        ([], "without values"),
+        ([], "holds no values"),
     ],
 )
 def test_values_that_do_not_go_together_are_refused_in_words(

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 _PROCESSES = multiprocessing.get_context("forkserver")
 # What the first optimizer imports takes seconds, and each member would wait for it.
-_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
+_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono.strategies"])
 _CLONE_NEWIPC = 0x08000000
 
 

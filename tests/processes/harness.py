@@ -26,7 +26,7 @@ _PROCESSES: Any = multiprocessing.get_context(
     "spawn" if torch.cuda.is_available() else "forkserver"
 )
 if not torch.cuda.is_available():
-    _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono"])
+    _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono.strategies"])
 
 
 class Ranks:

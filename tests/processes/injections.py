@@ -26,9 +26,10 @@ PAUSE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
     r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
-    r"between collectives|to start|has not come|never came|to join|to invite|to connect|to answer|"
-    r"nobody answers|found nobody|cannot be reached|could not connect|does not answer|"
-    r"the workers met"
+    r"between collectives|to start|has not come|not connected|never came|to join|to invite|"
+    r"to connect|to answer|"
+    r"did not answer|found nobody|cannot be reached|could not connect|does not answer|"
+    r"were connected"
 )
 
 

@@ -69,7 +69,7 @@ def run_together(
 
 
 def launcher(*arguments: str | Path) -> list[str | Path]:
-    return [sys.executable, "-m", "unisono.cli", "launch", *arguments]
+    return [sys.executable, "-m", "unisono", "launch", *arguments]
 
 
 def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 30) -> list[int]:

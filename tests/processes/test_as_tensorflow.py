@@ -45,11 +45,13 @@ def test_what_cannot_be_gathered_is_refused_on_all_workers() -> None:
     first, second = on_workers(2, gathers)
 
     assert first == second
-    expected = "The value must have one shape but for dimension 0 on all 2 workers"
+    expected = "The value must have the same shape but for dimension 0 on all 2 workers"
     for name in ("unequal", "unequal on replicas"):
         assert first[name].startswith(f"ReplicaMismatchError: {expected}")
     for name in ("dimensions", "dimensions on replicas"):
-        assert first[name].startswith("ReplicaMismatchError: The value must have one number of")
+        assert first[name].startswith(
+            "ReplicaMismatchError: The value must have the same number of"
+        )
     for name in ("sparse", "sparse on replicas"):
         assert "UnsupportedError: The value has the layout torch.sparse_coo" in first[name]
     assert first["axis"].startswith("UnsupportedError: `axis` must be from -1 to 0")

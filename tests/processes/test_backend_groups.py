@@ -21,10 +21,10 @@ from processes.backend_cases import joined, reduce_scatter_single
 from processes.harness import outcome, run_ranks
 from processes.leftovers import Holdings, settled
 from processes.programs import clean_environment, run_together
-from unisono.cli.local_tasks import free_ports
 from unisono.communicators.stores import say_to_all
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
+from unisono_tools.launching.local_tasks import free_ports
 
 LATE_SECONDS = 2.0
 

@@ -21,9 +21,9 @@ from processes.programs import (
     run_together,
     wait_until_gone,
 )
-from unisono.cli.launch import _are_all
-from unisono.cli.local_tasks import local_tasks
 from unisono.cluster import ClusterSpec
+from unisono_tools.launching.local_tasks import local_tasks
+from unisono_tools.launching.workers import _are_all
 
 MEETS = """
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store

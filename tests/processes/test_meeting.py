@@ -258,7 +258,7 @@ def test_a_rank_that_does_not_come_is_named(worker: Path) -> None:
     found = together(worker, [tf_config(3, index, port, TEST_TIMEOUT="2") for index in range(2)])
 
     assert [name for name, _ in found] == ["WorkerTimeoutError"] * 2
-    assert all("rank 2 has not come" in message for _, message in found)
+    assert all("rank 2 has not connected" in message for _, message in found)
 
 
 def test_a_port_in_use_is_told_with_what_to_do(worker: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_port_in_use_is_told_with_what_to_do(worker: Path) -> None:
         ((name, message),) = together(worker, [tf_config(2, 0, port)])
 
     assert name == "CommunicationError"
-    assert f"port {port} is in use on this host" in message
+    assert f"port {port} is already in use on this host" in message
 
 
 def test_nobody_at_the_address_is_told_with_the_address_and_the_time(worker: Path) -> None:

@@ -131,7 +131,7 @@ def test_an_environment_variable_records_every_worker_of_a_launch(tmp_path: Path
     )
     folder = tmp_path / "trace"
     environment = {**os.environ, "UNISONO_TRACE": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "unisono.cli", "launch", "-n", "2", str(script)]
+    command = [sys.executable, "-m", "unisono", "launch", "-n", "2", str(script)]
     subprocess.run(command, env=environment, check=True, timeout=100)
 
     # The launcher, which has the variable too, has written nothing.

@@ -16,10 +16,10 @@ from processes.harness import run_ranks
 from processes.namespaces import enter, make_hosts
 from processes.ports import free_port
 from processes.programs import clean_environment, run_together
-from unisono.cli import main
-from unisono.cli.rank_sweeps import rank_sweeps
-from unisono.costs import Link, Measured, Tuning, fitted, predicted_seconds, read_tuning
+from unisono.costs import Link, Tuning, read_tuning
 from unisono.kernels import native_core
+from unisono_tools.cli import main
+from unisono_tools.tuning import Measured, fitted, predicted_seconds, rank_sweeps
 
 INSIDE = {"inside"} if native_core().kernel is not None else set()
 
@@ -68,7 +68,7 @@ def check_that_a_plan_compares(tuning: Tuning) -> None:
 
 def test_launched_workers_are_measured_by_rank_0(tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
-    command = [sys.executable, "-m", "unisono.cli", "tune", "--quick", "--output", str(path)]
+    command = [sys.executable, "-m", "unisono", "tune", "--quick", "--output", str(path)]
     port = str(free_port())
     environments = [
         clean_environment(

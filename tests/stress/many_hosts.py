@@ -22,11 +22,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from processes.harness import run_ranks
 
 import unisono as uo
-from unisono.benchmarks.rows import spell_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.stores import tcp_store
 from unisono.options import ReduceOp
 from unisono.testing.namespaces import enter, make_hosts
+from unisono_tools.benchmarks.rows import spell_bytes
 
 SIZES = (64, 64 << 10, 4 << 20)
 SECONDS = 300.0

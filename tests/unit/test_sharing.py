@@ -19,7 +19,7 @@ from unisono.engines.turns import OneByOne
 from unisono.sharing import LiveSet, computed_once
 from unisono.tracing.recorder import Recorder
 from unisono.variables.front import in_front
-from unisono.variables.once import OnceOptimizer
+from unisono.variables.once_calls import OnceOptimizer
 
 NUM_THREADS = 4
 

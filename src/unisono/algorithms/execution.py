@@ -16,9 +16,9 @@ from unisono.tracing import span
 def run(
     plan: Plan, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
 ) -> list[tuple[Tensor, ...]]:
-    """Reduces each item of `batch`, one tensor a replica, and returns one tensor a destination.
+    """Reduces each item of `batch`, one tensor per replica, and returns one per destination.
 
-    The tensors given are left alone, and every tensor returned has memory of its own.
+    The tensors given are left alone, and every tensor returned has its own memory.
     """
     if not batch:
         return []

@@ -186,7 +186,7 @@ class _Planner:
     def _with_outputs(
         self, destinations: tuple[int, ...], results: dict[Hashable, int]
     ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
-        """Gives each destination a buffer of its own: what one of them changes is its own."""
+        """Gives each destination its own buffer, so that changing one does not change another."""
         taken: set[int] = set()
         outputs = []
         for place in destinations:

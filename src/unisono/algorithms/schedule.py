@@ -1,7 +1,7 @@
 """Who sends what to whom: an algorithm as data.
 
 A schedule speaks of *places*. Places 0 to P - 1 are the replicas' devices; further places are
-devices that hold no value yet, such as a destination of its own.
+devices that hold no value yet, such as a separate destination.
 
     Gather(root, members)   the root receives all that the members hold, to combine it
     Spread(root, members)   the root's result is copied to the members

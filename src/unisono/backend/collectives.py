@@ -59,7 +59,7 @@ def all_reduce(communicator: Communicator, op: ReduceOp, tensors: Sequence[Tenso
     A sparse tensor is the only one in its list.
     """
     if tensors[0].layout is torch.sparse_coo:
-        # Not through `detach`, which has indices of its own.
+        # Not through `detach`, which has its own indices.
         with torch.no_grad():
             tensors[0].copy_(all_reduce_sparse(communicator, op, tensors[0]).coalesce())
         return

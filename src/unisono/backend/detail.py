@@ -40,7 +40,7 @@ def check_same_call(
     if odd := [rank for rank, call in enumerate(calls) if call != calls[0]]:
         made = "; ".join(f"rank {rank} makes {call}" for rank, call in enumerate(calls))
         raise UnequalCollectivesError(
-            f"The ranks make different collectives: {made}. All ranks of a group must make the "
-            "same collectives in the same order.",
+            f"The ranks call different collectives: {made}. Call the same collectives in the same "
+            "order on every rank of the group.",
             odd,
         )

@@ -11,7 +11,7 @@ from unisono.backend.work import CollectiveWork
 class Lane:
     """Runs collectives one after the other, in the order in which they were given.
 
-    Whoever waits anyway runs its collective itself if none is before it: two switches of threads
+    A caller that waits anyway runs its collective itself if none is before it: two thread switches
     cost more than a small collective. Others go to a thread, which starts with the first of them.
 
     What is called on that thread, by a callback of the collective that has just ended, runs before

@@ -33,10 +33,9 @@ def make_backend(
     if name == "nccl" and distributed.is_nccl_available():
         return distributed.ProcessGroup.BackendType.NCCL, _nccl(group, own, timeout)
     raise UnsupportedError(
-        f"A tensor on {device.type} was given to a process group that has "
-        f"{name or 'nothing'!r} for it. Beside 'unisono' for the CPU, other devices can have "
-        "'nccl', where torch has it, or 'gloo': "
-        'init_process_group("cpu:unisono,cuda:nccl").'
+        f"A tensor on {device.type} was given to a process group that has {name or 'nothing'!r} "
+        "for it. Name a backend for that device too, for example "
+        '`init_process_group("cpu:unisono,cuda:nccl")`.'
     )
 
 

@@ -56,7 +56,7 @@ def _passed_on(name: str) -> Callable[..., Work]:
 
 
 class UnisonoProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """What `init_process_group("unisono")` makes. Every rank makes it at the same time.
+    """The process group that `init_process_group("unisono")` creates, on all ranks at once.
 
     Args:
         store: Where the ranks meet.

@@ -43,7 +43,7 @@ class CollectiveWork(Work):
         assert self._call is not None
         try:
             if self._is_inference:
-                # The thread that runs it has a mode of its own.
+                # The thread that runs it has its own mode.
                 with torch.inference_mode():
                     self._call()
             else:
@@ -67,8 +67,9 @@ class CollectiveWork(Work):
         seconds = timeout.total_seconds()
         if not self._ended.wait(seconds if seconds > 0 else None):
             raise WorkerTimeoutError(
-                f"{self._name} timed out: it has not ended {seconds:g} s after `wait` was called. "
-                "Other ranks have not come to it; look at their logs, or wait longer."
+                f"{self._name} timed out: it did not finish within {seconds:g} s of `wait()`, "
+                "because other ranks have not called it. Check their logs, or pass a longer "
+                "timeout."
             )
         if self._error is not None:
             raise self._error

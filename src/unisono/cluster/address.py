@@ -31,8 +31,8 @@ class Address:
         match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
         if match is None or not 0 < int(match["port"]) < 65536:
             raise ClusterError(
-                "An address is written 'host:port' with a port from 1 to 65535, an IPv6 host in "
-                f"brackets as in '[::1]:2222'; got {text!r}."
+                f"Cannot read the address {text!r}. Write 'host:port' with a port from 1 to 65535, "
+                "and an IPv6 host in brackets: '[::1]:2222'."
             )
         return Address(match["ipv6"] or match["name"], int(match["port"]))
 

@@ -86,7 +86,7 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
     found = [launcher for launcher in _ORDER if launcher.answers(environ)]
     if not found:
         if environ.get("WORLD_SIZE"):
-            # Several workers and nobody says which one this is: that RANK is missing is told there.
+            # Several workers and nobody says which one this is: its error names the missing RANK.
             return TorchrunClusterResolver(environ=environ)
         _warn_of_workers_that_run_alone(environ)
         return None

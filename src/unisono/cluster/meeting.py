@@ -53,7 +53,7 @@ def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[Worker
 
 
 def was_left(store: Store) -> bool:
-    """Whether somebody has given up the meeting, so that whoever comes now comes too late."""
+    """Whether a worker has given up, so that a worker that joins now is too late."""
     return store.add("leaving", 0) > 0
 
 
@@ -108,7 +108,7 @@ class _Meeting:
 
     def _mismatch(self) -> JobMismatchError:
         self._deadline = min(self._deadline, time.monotonic() + _GRACE_SECONDS)
-        # One that counts too few workers waits for as many as rank 0 does.
+        # One that counts too few workers waits for the same number as rank 0.
         first = self._read("card/0") if self._is_there("card/0") else self._card
         size = max(self._card.size, first.size)
         self._wait_until(lambda: self._count("present") >= size)
@@ -121,9 +121,9 @@ class _Meeting:
             f"rank {one.rank}, which is there twice: {card} and {one}" for one, card in taken
         ]
         return JobMismatchError(
-            f"The workers do not belong together. They differ in {'; '.join(sentences)}. Start all "
-            "of them with the same script, versions and number of workers, each with a rank of "
-            "its own.",
+            f"The workers do not belong to one job: they differ in {'; '.join(sentences)}. Start "
+            "all of them with the same script, versions and number of workers, and give each its "
+            "own rank.",
             ranks=sorted({*ranks, *(misfit.rank for misfit, _ in taken)}),
         )
 
@@ -138,27 +138,27 @@ class _Meeting:
             if silent:
                 return WorkerTimeoutError(
                     f"Rank {self._card.rank} has waited {waited:.1f} s for {name_ranks(silent)} of "
-                    f"{self._card.size}, which came, but ended or stopped before the workers met. "
-                    "Look at the logs of these workers.",
+                    f"{self._card.size}, which started, but ended or stopped before all workers "
+                    "were connected. Check the logs of these workers.",
                     ranks=silent,
                 )
             return WorkerTimeoutError(
                 f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} "
-                "workers to come. All came, but some had given up before the last was there. Start "
-                "them closer together, or raise `timeout_seconds`."
+                "workers to start. All of them started, but some gave up before the last one did. "
+                "Start them closer together, or raise `timeout_seconds`."
             )
         door = coordinator_store(self._store)
         refused = [
-            f" Rank {rank}, {door.get(f'refused/{rank}').decode()}, came and was refused: it "
-            f"belongs to another job, or has another {JOB_TOKEN}."
+            f" Rank {rank}, {door.get(f'refused/{rank}').decode()}, was refused because it belongs "
+            f"to another job or has another {JOB_TOKEN}."
             for rank in missing
             if door.check([f"refused/{rank}"])
         ]
         verb = "has" if len(missing) == 1 else "have"
         return WorkerTimeoutError(
             f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} workers "
-            f"to come, and {name_ranks(missing)} {verb} not come.{''.join(refused)} Check that "
-            "they were started, and that they can reach the address of rank 0.",
+            f"to start, and {name_ranks(missing)} {verb} not connected.{''.join(refused)} Check "
+            "that they were started, and that they can reach the address of rank 0.",
             ranks=missing,
         )
 

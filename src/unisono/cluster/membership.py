@@ -12,7 +12,7 @@ from unisono.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class Membership:
-    """One row of ranks for every launcher: the chief first, then the workers.
+    """The same ranks for every launcher: the chief first, then the workers.
 
     Attributes:
         rank: The place of this process in the row.
@@ -20,7 +20,7 @@ class Membership:
         coordinator_host: Where the store is served at which all meet; "" for a process alone.
         coordinator_port: The port of that store; 0 for a process alone.
         job: The same text on all workers of one job.
-        restart_count: How often the launcher has started the workers anew.
+        restart_count: How often the launcher has restarted the workers.
         uses_existing_store: Whether the launcher serves the store, and rank 0 need not.
         local_rank: Which worker of its host this is.
         local_size: How many workers its host has, as far as is known.

@@ -23,7 +23,7 @@ def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> N
         return
     if task_type is None or task_id is None:
         raise ClusterError(
-            "In a cluster each process needs to know which task it is, but the task type is "
+            "Each process of a cluster must know which task it is, but here the task type is "
             f"{task_type!r} and the task id {task_id!r}. Give both."
         )
     _check_task(spec, task_type, task_id)
@@ -77,7 +77,8 @@ def _check_jobs(spec: ClusterSpec) -> None:
     unknown = [job for job in spec.jobs if job not in JOBS]
     if unknown:
         raise ClusterError(
-            f"The jobs of a cluster are {', '.join(JOBS)}; the spec also has {', '.join(unknown)}."
+            f"The jobs of a cluster are {', '.join(JOBS)}; the spec also has {', '.join(unknown)}. "
+            "Remove it from the spec."
         )
     for job in _AT_MOST_ONE:
         if _count(spec, job) > 1:
@@ -93,16 +94,16 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
     if task_type not in spec.jobs and task_type != "evaluator":
         raise ClusterError(
             f"This process is a {task_type!r}, but the cluster has only the jobs "
-            f"{', '.join(spec.jobs) or 'none'}. Add it to the cluster or give another task type."
+            f"{', '.join(spec.jobs) or 'none'}. Add the job to the cluster, or give another task "
+            "type."
         )
     if not isinstance(task_id, int) or isinstance(task_id, bool):
         raise ClusterError(f"A task id is a whole number; got {task_id!r}.")
     for job in ("worker", task_type):
         if job in spec.jobs and not spec.is_dense(job):
             raise ClusterError(
-                f"The job {job!r} has the tasks {', '.join(map(str, spec.task_indices(job)))} and "
-                "lacks others. All workers train together, so give the addresses of all, from task "
-                "0 on; None stands for one that is not known."
+                f"The job {job!r} has only the tasks {', '.join(map(str, spec.task_indices(job)))}"
+                ". List every task from 0 on, and write None for an address that you do not know."
             )
     # An evaluator that is not in the spec is the only one.
     num_tasks = max(_count(spec, task_type), 1)

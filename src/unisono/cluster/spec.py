@@ -68,7 +68,8 @@ class ClusterSpec:
         if address is None:
             raise ClusterError(
                 f"The address of task {task_index} of {job_name!r} is not known: the launcher "
-                "tells only where the first task is."
+                "gives only the address of the first task. Ask for task 0, or use a `ClusterSpec` "
+                "with all addresses."
             )
         return address
 
@@ -113,7 +114,7 @@ class ClusterSpec:
 
 def _addresses(job: object, tasks: object) -> dict[int, str | None]:
     if not isinstance(job, str) or not job:
-        raise ClusterError(f"The name of a job is a text such as 'worker'; got {in_words(job)}.")
+        raise ClusterError(f"The name of a job is a string such as 'worker'; got {in_words(job)}.")
     if isinstance(tasks, str) or not isinstance(tasks, (Sequence, Mapping)) or not tasks:
         raise ClusterError(
             f"The tasks of the job {job!r} are a list of at least one address, such as "
@@ -146,5 +147,6 @@ def _check_that_addresses_differ(tasks: Mapping[str, Mapping[int, str | None]]) 
     twice = sorted(address for address, count in counts.items() if count > 1)
     if twice:
         raise ClusterError(
-            f"Every task needs an address of its own, but several have {', '.join(twice)}."
+            f"Every task needs its own address, but several tasks have {', '.join(twice)}. Give "
+            "each another host or port."
         )

@@ -31,7 +31,7 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     """Returns the store of a job, and with it the first connection between its workers.
 
     Rank 0 listens at its address in the cluster, or at the one that UNISONO_LISTEN names. Where the
-    launcher, or torch's default group, has taken that port for a store of its own, rank 0 takes
+    launcher, or torch's default group, has taken that port for its own store, rank 0 takes
     another one and says there which. A process that is alone gets a store without any network.
 
     The store lives as long as what is returned: prefixes of it do not keep it.
@@ -108,15 +108,15 @@ class _Door:
         at = self._membership.coordinator
         if error.errno == errno.EADDRINUSE:
             why = (
-                f"port {self._membership.coordinator_port} is in use on this host: another program "
-                "or another job has it. End that one, or give this job another port."
+                f"port {self._membership.coordinator_port} is already in use on this host. End the "
+                "program that uses it, or give this job another port."
             )
         elif told:
-            why = f"cannot listen at {LISTEN}={told!r}: {error}. Write an address of this host."
+            why = f"cannot listen at {LISTEN}={told!r}: {error}. Set it to an address of this host."
         else:
             why = (
-                f"this host ({socket.gethostname()}) cannot listen there: {error}. Write an "
-                "address of this host that all workers can reach."
+                f"this host ({socket.gethostname()}) cannot listen there: {error}. Use an address "
+                "of this host that all workers can reach."
             )
         rank = self._membership.coordinator_rank
         return CommunicationError(
@@ -150,9 +150,9 @@ class _Door:
     def _refused(self) -> JobMismatchError:
         rank = self._membership.rank
         return JobMismatchError(
-            f"Rank {rank} (process {os.getpid()} on {socket.gethostname()}) was refused: it "
-            f"belongs to another job than rank 0, or has another {JOB_TOKEN}. Check that all "
-            "workers have the same one, and that no other job uses the address of rank 0, "
+            f"Rank {rank} (process {os.getpid()} on {socket.gethostname()}) was refused: rank 0 "
+            f"belongs to another job or has another {JOB_TOKEN}. Give all workers the same token, "
+            "and check that no other job uses the address of rank 0, "
             f"{self._membership.coordinator}.",
             ranks=[rank],
         )
@@ -160,9 +160,9 @@ class _Door:
     def _unreachable(self, reason: str) -> WorkerTimeoutError:
         one = self._membership
         return WorkerTimeoutError(
-            f"Rank {one.rank} of {one.size} has tried for {self._timeout_seconds:g} s to reach "
-            f"rank {one.coordinator_rank} at {one.coordinator}, and nobody answers as the store of "
-            f"this job: {reason.splitlines()[0]}. Check that it runs, that this is its address, "
-            "and that no firewall is in between.",
+            f"Rank {one.rank} of {one.size} tried for {self._timeout_seconds:g} s to reach rank "
+            f"{one.coordinator_rank} at {one.coordinator}, but the store of this job did not "
+            f"answer: {reason.splitlines()[0]}. Check that rank {one.coordinator_rank} runs, that "
+            "this is its address, and that no firewall blocks it.",
             ranks=[one.coordinator_rank],
         )

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import fcntl
 import ipaddress
 import os
 import socket
-import struct
 from collections.abc import Sequence
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.stores import coordinator_address, say_to_all
 from unisono.errors import UnsupportedError
-
-_GET_ADDRESS = 0x8915
-_NAME_BYTES = 15
+from unisono.system import interface_address
 
 
 def own_address(
@@ -46,17 +42,14 @@ def own_address(
 
 def address_of_interface(name: str) -> str:
     """Returns the IPv4 address of a network interface, such as eth0."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", name.encode()[:_NAME_BYTES])
-        try:
-            answer = fcntl.ioctl(probe, _GET_ADDRESS, request)
-        except OSError as error:
-            there = ", ".join(name for _, name in socket.if_nameindex())
-            raise UnsupportedError(
-                f"GLOO_SOCKET_IFNAME is {name!r}, which has no IPv4 address here ({error}). There "
-                f"are {there}: name one of them, or unset it."
-            ) from error
-    return socket.inet_ntoa(answer[20:24])
+    try:
+        return interface_address(name)
+    except OSError as error:
+        there = ", ".join(name for _, name in socket.if_nameindex())
+        raise UnsupportedError(
+            f"GLOO_SOCKET_IFNAME is {name!r}, which has no IPv4 address here ({error}). There "
+            f"are {there}: name one of them, or unset it."
+        ) from error
 
 
 def address_towards(peer: tuple[str, int] | None) -> str:

@@ -7,7 +7,8 @@ import platform
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+
+from unisono.system import boot_id, namespace, user
 
 
 def host_identity() -> str:
@@ -16,12 +17,11 @@ def host_identity() -> str:
     That takes one boot of one kernel, one user, the same namespaces and the same /dev/shm.
     Containers and network namespaces of one machine count as hosts of their own.
     """
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    if not boot.exists():
-        return f"{platform.node()} {uuid.getnode()} {os.getuid()}"
-    namespaces = [os.readlink(f"/proc/self/ns/{kind}") for kind in ("net", "ipc", "pid")]
+    if (boot := boot_id()) is None:
+        return f"{platform.node()} {uuid.getnode()} {user()}"
+    namespaces = [namespace(kind) for kind in ("net", "ipc", "pid")]
     memory = os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else None
-    return " ".join([boot.read_text().strip(), *namespaces, str(memory), str(os.getuid())])
+    return " ".join([boot, *namespaces, str(memory), user()])
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,8 @@ could. Nothing has a name in a file system, so nothing can stay behind.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hmac
 import json
-import os
 import secrets
 import select
 import socket
@@ -32,6 +30,7 @@ from unisono.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
+from unisono.system import user
 
 # How long a guest that finds nobody at the address looks for a newer one.
 _GRACE_SECONDS = 2.0
@@ -44,20 +43,6 @@ class _Closable(Protocol):
 
 
 _T = TypeVar("_T", bound=_Closable)
-
-
-def create_segment(num_bytes: int) -> int:
-    """Returns a descriptor of new memory that can grow, of which pages are used when touched."""
-    fd = os.memfd_create("unisono", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.fchmod(fd, 0o600)
-        os.ftruncate(fd, num_bytes)
-    except OSError:
-        os.close(fd)
-        raise
-    # A process that shrank it would end the others with SIGBUS.
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
-    return fd
 
 
 class Host:
@@ -121,7 +106,7 @@ class Host:
     def _steps(self, guest: Guest) -> Steps[None]:
         guest.socket.settimeout(0)
         # Another user is not listened to at all.
-        if _user_of(guest.socket) != os.getuid():
+        if _user_of(guest.socket) != user():
             return
         request = yield from _received(guest.socket)
         token = str(request.get("token", "")).encode()
@@ -213,7 +198,7 @@ def _ask(
         connection.settimeout(max(0.1, deadline - time.monotonic()))
         try:
             connection.connect(f"\0{invitation.get('address')}")
-            if _user_of(connection) != os.getuid():
+            if _user_of(connection) != user():
                 return None
             connection.send(json.dumps(request).encode())
             message, fds, _, _ = socket.recv_fds(connection, _MAX_MESSAGE, 1)
@@ -295,12 +280,12 @@ def _read(message: bytes) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _user_of(connection: socket.socket) -> int:
+def _user_of(connection: socket.socket) -> str:
     credentials = connection.getsockopt(
         socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")
     )
-    _, user, _ = struct.unpack("3i", credentials)
-    return int(user)
+    _, number, _ = struct.unpack("3i", credentials)
+    return str(number)
 
 
 def _words(ranks: set[int]) -> str:

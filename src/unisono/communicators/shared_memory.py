@@ -16,7 +16,6 @@ from torch._C._distributed_c10d import Store
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.segment import (
     Host,
-    create_segment,
     no_memory,
     receive_segment,
     refuse,
@@ -31,6 +30,7 @@ from unisono.errors import (
 )
 from unisono.kernels import check_replicas, divide, native_core, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
+from unisono.system import create_segment
 
 if TYPE_CHECKING:
     from unisono._native import SharedGroup

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ipaddress
 import math
-import os
 import socket
 import ssl
 
 from unisono.sharing import LiveSet
+from unisono.system import after_fork_in_child, is_local
 
 # What a socket raises that cannot move bytes now.
 NOT_NOW = (BlockingIOError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -33,7 +33,7 @@ def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: boo
             receiver that is paused, and has no room left, for a host that is gone.
     """
     close_in_children(connected)
-    if connected.family == socket.AF_UNIX:
+    if is_local(connected):
         return
     limit = min(max(2, math.ceil(timeout_seconds)), _MAX_SECONDS)
     idle = max(1, min(limit // 4, _MAX_IDLE_SECONDS))
@@ -91,4 +91,4 @@ def _close_in_child() -> None:
         one.close()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+after_fork_in_child(_close_in_child)

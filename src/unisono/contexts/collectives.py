@@ -48,9 +48,9 @@ def _all_reduce(
         if len(set(lengths)) > 1:
             counts = enumerate(lengths, extended.first_replica_id)
             raise ReplicaMismatchError(
-                "The replicas reduce different numbers of tensors: "
-                f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Call `all_reduce` "
-                "with the same structure on every replica."
+                "The replicas called `all_reduce` with different numbers of tensors: "
+                f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Pass the same "
+                "structure on every replica."
             )
         by_tensor = zip(*given, strict=True)
         values = [

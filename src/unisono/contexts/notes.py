@@ -17,7 +17,7 @@ class ReplicaNotes:
         current_pass: Its backward pass, while that runs.
         num_passes: How many backward passes it has made that were reduced.
         is_without_sync: Whether it is within `no_sync()`.
-        num_batch_norms: How often it has normalised a batch together with the others.
+        num_batch_norms: How often it has normalized a batch together with the others.
     """
 
     current_pass: OwnPass | None = None

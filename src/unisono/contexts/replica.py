@@ -38,7 +38,7 @@ class Meeting(Protocol):
         """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
 
     def call_waiting(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """From within `work`: lets each replica make a call, with a meeting point of its own."""
+        """From within `work`: lets each replica make a call, with a new meeting point."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class CrossReplicaContext:
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
-    """The code runs on one replica.
+    """The context of code that runs on one replica.
 
     Attributes:
         strategy: Whose replica it is.
@@ -79,7 +79,7 @@ class ReplicaContext:
 
     @property
     def counts(self) -> bool:
-        """Whether what this replica computes counts.
+        """Whether this replica has samples, so that its results count.
 
         It does unless a batch has fewer samples than there are replicas and this one got none. It
         then runs with a copy of a sample, and whatever it computes is left out: gradients, values
@@ -161,7 +161,7 @@ class ReplicaContext:
         return rebuild(reduce_tensors(self, op, tensors, options))
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
-        """Puts every tensor of `value` end to end over all replicas, along `axis`.
+        """Concatenates every tensor of `value` over all replicas, along `axis`.
 
         A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas
         must call it; see `merge_call`.
@@ -187,7 +187,7 @@ class ReplicaContext:
     def _check_current(self, what: str) -> None:
         if current_context() is not self:
             raise ContextError(
-                f"`{what}` was called on the context of a replica that the running code is not on: "
-                "its run has ended, or it is another replica's. Ask `get_replica_context()` where "
-                "you need it, and keep none."
+                f"`{what}` was called on a `ReplicaContext` that the running code is not on: it "
+                "belongs to another replica, or to a `run` that has ended. Call "
+                "`get_replica_context()` where you need the context, and do not store it."
             )

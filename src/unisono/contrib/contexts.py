@@ -99,8 +99,8 @@ def require_replica_context(replica_ctx: ReplicaContext | TowerContext) -> None:
     context = replica_ctx._context if isinstance(replica_ctx, TowerContext) else replica_ctx
     if get_replica_context() is not context:
         raise ContextError(
-            f"The running code must be on replica {context.replica_id_in_sync_group} of "
-            f"{context.strategy!r}, and is not. Call it in the function that the replica runs."
+            f"This code does not run on replica {context.replica_id_in_sync_group} of "
+            f"{context.strategy!r}. Call it in the function that you pass to `run`."
         )
 
 

@@ -147,7 +147,7 @@ class InStrategy(CrossDeviceOps):
         if len(results) != len(pairs):
             raise ReplicaMismatchError(
                 f"`{type(self._ops).__name__}.batch_reduce()` returned {len(results)} results for "
-                f"{len(pairs)} values. Return one for each, in the same order."
+                f"{len(pairs)} values. Return one result per value, in the same order."
             )
         return [
             self._taken("batch_reduce", result, targets)

@@ -180,5 +180,7 @@ def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
 def _aggregation(op: ReduceOp) -> VariableAggregation:
     if op not in _AGGREGATIONS:
         known = " and ".join(map(str, _AGGREGATIONS))
-        raise UnsupportedError(f"`CrossTowerOps` know {known}, not {op}. Use `CrossDeviceOps`.")
+        raise UnsupportedError(
+            f"`CrossTowerOps` support {known}, not {op}. Use `CrossDeviceOps` instead."
+        )
     return _AGGREGATIONS[op]

@@ -38,5 +38,8 @@ class PerDevice(PerReplica):
         wanted = resolve(device)
         if wanted not in self.devices:
             here = ", ".join(map(str, self.devices))
-            raise DeviceError(f"This `PerDevice` has values on {here}, none on {wanted}.")
+            raise DeviceError(
+                f"This `PerDevice` has values on {here}, but none on {wanted}. Ask for one of its "
+                "devices."
+            )
         return self.values[self.devices.index(wanted)]

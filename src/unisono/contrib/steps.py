@@ -43,7 +43,7 @@ class Step:
         return self._distribution
 
     def initialize(self) -> None:
-        """Begins the input anew; without input there is nothing to do."""
+        """Restarts the input; without input there is nothing to do."""
 
     def __call__(self) -> Any:
         """Makes one step."""
@@ -65,7 +65,7 @@ class StandardInputStep(Step):
         self._iterator = distribution.make_input_fn_iterator(lambda _: dataset_fn())
 
     def initialize(self) -> None:
-        """Begins the input anew."""
+        """Restarts the input."""
         self._iterator.initialize()
 
 
@@ -131,7 +131,7 @@ class Monitor:
     def __init__(self, step_callable: Callable[[], Any], session: object = None) -> None:
         if session is not None:
             raise UnsupportedError(
-                f"There are no sessions, got `session={in_words(session)}`. Leave it out."
+                f"Unisono has no sessions, got `session={in_words(session)}`. Leave it out."
             )
         check_callable("step_callable", step_callable)
         self._run_step = step_callable

@@ -80,12 +80,14 @@ def local_devices(num_gpus: int) -> list[str]:
 def _one_of(**arguments: Any) -> Any:
     given = {name: value for name, value in arguments.items() if value is not None}
     if len(given) > 1:
-        raise UnsupportedError(f"Give one of {' and '.join(f'`{name}`' for name in given)}.")
+        raise UnsupportedError(
+            f"{' and '.join(f'`{name}`' for name in given)} mean the same. Give only one of them."
+        )
     return next(iter(given.values()), None)
 
 
 class ParameterServerStrategy(Strategy):
-    """There is no training with parameter servers: making one is an error that says what to use.
+    """Parameter servers are not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -104,7 +106,7 @@ class ParameterServerStrategy(Strategy):
 
 
 class TPUStrategy(Strategy):
-    """There is no training on TPUs: making one is an error that says what to use.
+    """TPUs are not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -122,7 +124,7 @@ class TPUStrategy(Strategy):
 
 
 class MultiWorkerAllReduce(CrossDeviceOps):
-    """No process drives the devices of others: making one is an error that says what to use.
+    """Not supported: creating one raises an error that says what to use.
 
     Args:
         *args: Not used.
@@ -141,7 +143,7 @@ class MultiWorkerAllReduce(CrossDeviceOps):
 
 
 def run_standard_tensorflow_server(session_config: object = None) -> NoReturn:
-    """There are no servers: the call is an error that says what to start instead.
+    """There are no servers: the call raises an error that says what to start instead.
 
     Args:
         session_config: Not used.

@@ -11,9 +11,7 @@ from unisono.costs.between_workers import (
     rounds_of,
     running,
 )
-from unisono.costs.fitting import Sample, fit_link, fit_memory
 from unisono.costs.links import Cluster, Line, Link
-from unisono.costs.measured import Measured, errors_between, fitted, predicted_seconds
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
 from unisono.costs.rounds import Phase, busiest_share, line_of, num_steps, seconds_of
 from unisono.costs.schedules import schedule_line, schedule_seconds
@@ -26,25 +24,18 @@ __all__ = [
     "Cluster",
     "Line",
     "Link",
-    "Measured",
     "Phase",
-    "Sample",
     "Tuning",
     "algorithms_for",
     "best_bytes_per_pack",
     "busiest_share",
     "current_tuning",
-    "errors_between",
     "fastest_flat",
     "first_bytes_for_parts",
-    "fit_link",
-    "fit_memory",
-    "fitted",
     "hierarchical_for",
     "line_of",
     "num_steps",
     "phases_of",
-    "predicted_seconds",
     "read_tuning",
     "rounds_of",
     "running",

@@ -42,7 +42,7 @@ class Link:
         if not are_right or self.bandwidth == 0:
             raise TuningError(
                 "A link has a latency and an overhead of 0 s or more and a bandwidth above 0 B/s, "
-                f"got {self.latency}, {self.overhead} and {self.bandwidth}. Measure it anew with "
+                f"got {self.latency}, {self.overhead} and {self.bandwidth}. Measure it again with "
                 "`unisono tune`."
             )
 

@@ -6,7 +6,6 @@ import json
 import logging
 import math
 import os
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -17,6 +16,7 @@ import torch
 
 from unisono.costs.links import Link
 from unisono.errors import TuningError
+from unisono.system import processor
 
 TUNING = "UNISONO_TUNING"
 _FORMAT = 2
@@ -67,7 +67,7 @@ class Tuning:
             found = content.pop("format")
             links = {name: content.pop(name) for name in LINKS}
             if found != _FORMAT:
-                raise ValueError(f"format {found}, where this version reads {_FORMAT}")
+                raise ValueError(f"format {found}, but this version reads {_FORMAT}")
             if links["memory"] is None or links["devices"] is None:
                 raise ValueError("sums and copies were not measured")
             rate = content["sum_rate"]
@@ -79,8 +79,8 @@ class Tuning:
             return Tuning(**made, **content)  # type: ignore[arg-type]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise TuningError(
-                f"{where} is no tuning that `unisono tune` has written: {type(error).__name__}: "
-                f"{error}. Write it anew with `unisono tune`, or set {TUNING}=off."
+                f"{where} is not a tuning file of this version ({type(error).__name__}: {error}). "
+                f"Write a new one with `unisono tune`, or set {TUNING}=off."
             ) from error
 
 
@@ -100,8 +100,8 @@ def tuning_path() -> Path:
         cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     except RuntimeError as error:
         raise TuningError(
-            f"There is no home folder that could hold a tuning: {error} Name the file with "
-            f"{TUNING}=PATH, or set {TUNING}=off."
+            f"There is no home folder for the tuning file: {error} Set {TUNING} to a path, or set "
+            f"{TUNING}=off."
         ) from error
     return Path(cache) / "unisono" / "tuning.json"
 
@@ -111,11 +111,11 @@ def read_tuning(path: Path) -> Tuning:
     try:
         # A pipe, for one, would wait for a writer.
         if path.exists() and not path.is_file():
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         text = path.read_text()
     except (OSError, ValueError) as error:
         raise TuningError(
-            f"The tuning {path} cannot be read: {error}. Write it with `unisono tune --output "
+            f"The tuning file {path} cannot be read: {error}. Write it with `unisono tune --output "
             f"{path}`, or set {TUNING}=off."
         ) from error
     return Tuning.from_text(text, where=f"{path}")
@@ -152,7 +152,7 @@ def current_tuning() -> Tuning | None:
 def this_machine_in_words() -> dict[str, Any]:
     """Returns what constants depend on."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {"cpu": _processor(), "cores": os.cpu_count(), "gpus": gpus}
+    return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
 
 
 def library_version() -> str:
@@ -161,16 +161,6 @@ def library_version() -> str:
         return version("unisono")
     except PackageNotFoundError:
         return "not installed"
-
-
-def _processor() -> str:
-    file = Path("/proc/cpuinfo")
-    try:
-        lines = file.read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:

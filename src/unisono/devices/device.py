@@ -21,7 +21,7 @@ _EXAMPLES = "'cpu:0', 'cuda:1', '/gpu:0' or '/job:worker/task:1/device:GPU:0'"
 
 
 class Device:
-    """Where a replica lives. Printed as torch does: `cpu:1`, `cuda:0`.
+    """Where a replica computes. Printed as torch does: `cpu:1`, `cuda:0`.
 
     A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
     Two devices with the same name are the same object, so they compare and hash by identity.
@@ -48,12 +48,12 @@ class Device:
         """Returns the one `Device` of that name; `Device.parse` reads a spelling."""
         if not isinstance(type, str) or type not in _TYPES or not _is_number(index):
             raise DeviceError(
-                "A device is a 'cpu' or 'cuda' and an index, got "
+                "A device has the type 'cpu' or 'cuda' and an index of 0 or more, got "
                 f"{in_words(type)}, {in_words(index)}."
             )
         if not (job is None or isinstance(job, str)) or not (task is None or _is_number(task)):
             raise DeviceError(
-                "The job of a device is a text or None, and its task a number or None, got "
+                "The job of a device is a string or None, and its task is a number or None, got "
                 f"{in_words(job)}, {in_words(task)}."
             )
         name = _TYPES[type], index, job, task

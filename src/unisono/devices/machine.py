@@ -40,8 +40,8 @@ class Machine:
             return self.gpus[device.index]
         have = ", ".join(f"cuda:{i}" for i in range(len(self.gpus))) or "no GPU"
         raise DeviceError(
-            f"There is no {device} on this host, which has {have} (and any number of CPU "
-            "replica slots: cpu:0, cpu:1, ...)."
+            f"There is no {device} on this host, which has {have}. Use one of these, or CPU "
+            "replicas: cpu:0, cpu:1, and so on."
         )
 
     def memory(self, device: Device) -> torch.device | Device:
@@ -135,10 +135,15 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
         ) from None
     resolved = tuple(map(resolve, iterator))
     if not resolved:
-        raise DeviceError("`devices` is empty; a strategy needs at least one device.")
+        raise DeviceError(
+            "`devices` is empty, but a strategy needs at least one device. Pass None for all GPUs."
+        )
     if len(set(resolved)) < len(resolved):
         names = ", ".join(map(str, resolved))
-        raise DeviceError(f"Each device can have one replica, got {names}.")
+        raise DeviceError(
+            f"Each device can have only one replica, got {names}. Name every device once; CPU "
+            "replicas are cpu:0, cpu:1, and so on."
+        )
     return resolved
 
 

@@ -1,7 +1,7 @@
 """The order of GPU work that several threads start.
 
-What a thread starts on a GPU waits in the thread's current stream. Replicas may have streams of
-their own, so where one goes on with what another has started, its stream must wait for the other's.
+What a thread starts on a GPU waits in the thread's current stream. Replicas may have their own
+streams, so where one goes on with what another has started, its stream must wait for the other's.
 Nothing here waits on the host.
 """
 

@@ -139,12 +139,13 @@ class Topology:
             topology = cls(gpus, recording["source"])
         except (KeyError, TypeError) as error:
             raise DeviceError(
-                f"This is no recorded topology: {type(error).__name__}: {error}. {_HOW_TO_RECORD}"
+                f"This is not a recorded topology ({type(error).__name__}: {error}). "
+                f"{_HOW_TO_RECORD}"
             ) from error
         for index, gpu in enumerate(gpus):
             if len(gpu.links) != len(gpus):
                 raise DeviceError(
-                    f"A recorded topology has a link from each GPU to each: of {len(gpus)}, GPU "
-                    f"{index} has {len(gpu.links)}. {_HOW_TO_RECORD}"
+                    f"A recorded topology of {len(gpus)} GPUs has {len(gpus)} links per GPU, but "
+                    f"GPU {index} has {len(gpu.links)}. {_HOW_TO_RECORD}"
                 )
         return topology

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
+
+from unisono.system import cores, use_cores
 
 
 def openmp_cores() -> set[int]:
@@ -17,25 +18,23 @@ def openmp_cores() -> set[int]:
         openmp = ctypes.CDLL(None)
         places = range(openmp.omp_get_num_places())
         return {core for place in places for core in _cores_of(openmp, place)}
-    except (OSError, AttributeError):
-        # The OpenMP runtime, if there is one, cannot be asked.
+    except (OSError, AttributeError, TypeError):
+        # The OpenMP runtime, if there is one, cannot be asked. Windows wants a name.
         return set()
 
 
 def process_cores() -> set[int]:
     """Returns the cores of this process; empty where the system does not say."""
-    if not hasattr(os, "sched_getaffinity"):
-        return set()
-    return os.sched_getaffinity(0) | openmp_cores()
+    return own | openmp_cores() if (own := cores()) else own
 
 
 def use_all_cores() -> None:
     """Lets the current thread use all cores of the process if OpenMP has bound its creator."""
-    if hasattr(os, "sched_setaffinity") and (cores := openmp_cores()):
-        os.sched_setaffinity(0, cores | os.sched_getaffinity(0))
+    if places := openmp_cores():
+        use_cores(places | cores())
 
 
 def _cores_of(openmp: ctypes.CDLL, place: int) -> list[int]:
-    cores = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-    openmp.omp_get_place_proc_ids(place, cores)
-    return list(cores)
+    numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+    openmp.omp_get_place_proc_ids(place, numbers)
+    return list(numbers)

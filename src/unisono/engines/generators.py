@@ -58,10 +58,10 @@ class _Given:
         if not torch.equal(self.generator.get_state(), self.last):
             raise ContextError(
                 "A `torch.Generator` that was made outside `run` is used by several replicas, and "
-                "its `manual_seed()`, `seed()` or `set_state()` was called in the step. All "
-                "replicas share that object, so the call would change the numbers of others. Call "
-                "`torch.manual_seed()` in the step, which seeds each replica for itself, or make "
-                "the generator in the step, or seed it before `run`."
+                "a step called its `manual_seed()`, `seed()` or `set_state()`. All replicas share "
+                "the generator, so the call would change the random numbers of the others. Seed it "
+                "before `run`, or call `torch.manual_seed()` in the step, which seeds each replica "
+                "separately."
             )
 
 

@@ -13,7 +13,7 @@ class ReplicaStopped(BaseException):
 class Guard:
     """Says whether a replica's thread is in user code, where it may be stopped at any instruction.
 
-    Our own code must not be: a lock that is just being taken would stay taken for ever.
+    Our own code must not be: a lock that is just being taken would stay taken forever.
     """
 
     def __init__(self) -> None:

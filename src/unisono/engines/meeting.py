@@ -51,7 +51,7 @@ class ReplicaMeeting:
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
-    the replicas by their `names`. A `recorder` is told of what Python does in meetings.
+    the replicas by their `names`. A `recorder` records what Python does in meetings.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class ReplicaMeeting:
                 return self._do_work([arrival])[0]
         if self._process != os.getpid():
             raise ContextError(
-                f"{what} was called in a process that was forked in the middle of a step. The "
-                "other replicas do not exist there. Leave the step before the fork."
+                f"{what} was called in a process that was forked in the middle of a step, where "
+                "the other replicas do not exist. Fork outside `run`."
             )
         self._guards[replica_id].cover()
         self._note(self._given)
@@ -131,7 +131,7 @@ class ReplicaMeeting:
         return share
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
-        """From within `work`: every replica makes its call, with a meeting point of its own.
+        """From within `work`: every replica makes its call, with a new meeting point.
 
         Replica 0, which does the work, makes its call too.
         """
@@ -271,7 +271,8 @@ class ReplicaMeeting:
             returned = [f"{called[i]} has returned" for i in sorted(self._returned)]
             self.failure = UnequalCallsError(
                 "Every replica must make the same calls in the same order, but "
-                f"{', '.join(waiting + returned)}."
+                f"{', '.join(waiting + returned)}. Remove the branch of the step that depends on "
+                "the replica."
             )
         if self.failure is not None:
             raise ReplicaStopped

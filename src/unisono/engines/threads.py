@@ -20,7 +20,7 @@ from unisono.tracing import span
 Call: TypeAlias = Callable[[], Any]
 Outcomes: TypeAlias = dict[int, Any]
 
-# How often a replica that has not ended is told again to stop; also how long Ctrl-C may take.
+# How often a replica that has not ended is asked again to stop; also how long Ctrl-C may take.
 _STOP_AGAIN_S = 0.1
 _LOOK_AGAIN_S = 60.0
 # How long the end of the program waits for a thread.
@@ -56,7 +56,7 @@ class _Board:
 
 
 class ReplicaThreads:
-    """Makes one call a replica, all at the same time, again and again on the same threads.
+    """Makes one call per replica, all at the same time, repeatedly on the same threads.
 
     The threads start with the first run and end with the object, or with `close`.
     """

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from unisono.engines import ReplicaGenerators, RunGenerators
 from unisono.errors import CaptureError
-from unisono.functions.function import Function
 from unisono.functions.recording import Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
 from unisono.functions.signature import OuterVariables, constant, is_input, modes, read_inputs
 from unisono.functions.state import ModuleState
+from unisono.functions.step_function import Function
 from unisono.sharing import computed_once
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves

@@ -35,7 +35,7 @@ class Gradients:
 
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        # While replicas run, a parameter would give them the gradients of their own.
+        # While replicas run, a parameter would give each replica its own gradients.
         with torch._C.DisableTorchFunctionSubclass():
             self._grads = list(map(_gradient, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves

@@ -39,7 +39,7 @@ class _Call:
         found = tensors_of(self._work())
         if len(found) != len(self._kept):
             raise CaptureError(
-                f"{self._what} returned {len(found)} tensors at a replay, but {len(self._kept)} "
+                f"{self._what} returned {len(found)} tensors in a replay, but {len(self._kept)} "
                 "when the step was captured. Return the same structure in every step."
             )
         for kept, new in zip(self._kept, found, strict=True):

@@ -151,10 +151,9 @@ def _let_hooks_be_refused() -> None:
 
 def _refuse() -> None:
     raise ContextError(
-        "`register_post_accumulate_grad_hook()` was called on a replica, or on the component of a "
-        "variable, which would see the gradient of one replica. Register the hook on the "
-        "parameter of the model, outside `run`: it is called once for each backward pass, with the "
-        "gradient of all replicas."
+        "`register_post_accumulate_grad_hook()` was called on a replica's copy of a parameter, so "
+        "the hook would see the gradient of one replica only. Register it on the model's parameter "
+        "outside `run`: it is then called once per backward pass, with the reduced gradient."
     )
 
 

@@ -72,17 +72,17 @@ class OwnGradients:
         name = name_of(self._mirrors, one.primary)
         if self._op is not ReduceOp.MEAN and _is_same_object(one):
             raise UnsupportedError(
-                f"The replicas have changed the gradient of {name} in different ways after "
-                f"`backward()` had reduced it with {self._op}, which cannot be reduced again. "
-                "Change it before: in a hook of the parameter, or in the loss. What is to happen "
-                "once for all replicas is done by `unisono.once(fn)`."
+                f"The replicas changed the gradient of {name} in different ways after `backward()` "
+                f"had reduced it with {self._op}, and it cannot be reduced twice. Change it before "
+                "the reduction, in a hook of the parameter or in the loss, or once for all "
+                "replicas with `unisono.once(fn)`."
             )
         mixed = [leaf for leaf in one.leaves if self._weighting.is_mixed(leaf)]
         if mixed:
             raise UnsupportedError(
-                f"The gradient of {name} was assigned after backward passes in `no_sync()`, where "
-                "it is multiplied by what the replica counts for, because batches are uneven. Use "
-                "`torch.autograd.grad`, which gives the gradient as it is."
+                f"The gradient of {name} was assigned after backward passes in `no_sync()`, which "
+                "scale it by the replica's share of an uneven batch. Compute it with "
+                "`torch.autograd.grad`, which does not scale it."
             )
 
     def _weigh(self, one: Leaves) -> None:

@@ -1,4 +1,4 @@
-"""Packs travel between workers on a thread of their own, in one order."""
+"""A separate thread sends packs to the other workers, in one order."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Puts `buffer`, another tensor of as many elements, in the place of the buffer."""
+        """Replaces the buffer with `buffer`, another tensor with the same number of elements."""
         self._buffer = buffer
 
     def gradients(self) -> list[Tensor]:

@@ -1,14 +1,14 @@
 """Gradients in half precision on the wire.
 
 Each worker sends its share of the mean, rounded; the shares are added up in float32; the sum is
-rounded once more for its way back. So two errors are made in a step, one by every worker and one by
-whoever adds up. Error feedback keeps both, and adds them to what is rounded in the next step:
+rounded once more for its way back. So every step rounds twice: on each worker that sends, and on
+the one that adds. Error feedback keeps both errors, and adds them in the next step:
 
     share + residual         -> rounded -> sent         the worker that sends keeps the difference
     sum of shares + residual -> rounded -> sent back    the worker that adds keeps the difference
 
-With error feedback every worker adds up a part of each bucket, in two steps as before and with as
-many bytes: parts to their workers, sums back to all.
+With error feedback every worker adds up a part of each bucket, in two steps as before and with the
+same number of bytes: parts to their workers, sums back to all.
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ class Compress:
     ) -> None:
         if not isinstance(dtype, torch.dtype) or dtype not in _NARROW:
             raise UnsupportedError(
-                "Gradients are compressed to torch.bfloat16 or torch.float16, got "
-                f"{in_words(dtype)}."
+                f"`Compress` takes torch.bfloat16 or torch.float16, got {in_words(dtype)}."
             )
         check_bool("error_feedback", error_feedback)
         self._dtype = dtype
@@ -92,7 +91,7 @@ class Compress:
         # In place, because fresh memory costs more than the sums.
         kept += exact
         rounded = kept.to(self._dtype)
-        # What is infinite, or not a number, would stay so for ever.
+        # What is infinite, or not a number, would stay so forever.
         kept.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
         return rounded
 
@@ -113,7 +112,7 @@ class Compress:
                 isinstance(one, Tensor) for one in found.values()
             ):
                 raise UnsupportedError(
-                    f"The state of a `Compress` holds `{name}`, a dict of tensors, got "
+                    f"The state of a `Compress` must have `{name}`, a dict of tensors, got "
                     f"{in_words(state_dict)}. Load what its `state_dict()` returned."
                 )
             parts[name] = _copied(found)

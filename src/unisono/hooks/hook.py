@@ -32,8 +32,8 @@ class CommHook:
             )
         if getattr(state, "process_group", self) is None and not distributed.is_initialized():
             raise UnsupportedError(
-                f"{type(state).__name__} has None for a process group, which is torch's default "
-                "one, and there is none. Give it `strategy.process_group`."
+                f"{type(state).__name__} has the process group None, which means torch's default "
+                "group, and there is none. Pass `strategy.process_group` instead."
             )
         self._state = state
         self._function = function
@@ -67,6 +67,6 @@ class CommHook:
         else:
             return
         raise UnsupportedError(
-            f"A communication hook returns the reduced gradients of its bucket, a tensor of "
-            f"{wanted} elements, or a future of it; {self._name!r} gave {found}."
+            f"The communication hook {self._name!r} returned {found}. Return the reduced gradients "
+            f"of the bucket, a tensor of {wanted} elements, or a future of it."
         )

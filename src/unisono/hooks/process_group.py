@@ -92,7 +92,8 @@ def _only(tensors: Any) -> Tensor:
         return tensors
     if len(tensors) != 1:
         raise UnsupportedError(
-            f"A worker brings one tensor to a collective, got {len(tensors)}. Call it for each."
+            f"A collective takes one tensor per worker, got {len(tensors)}. Call it once per "
+            "tensor."
         )
     tensor: Tensor = tensors[0]
     return tensor

@@ -140,13 +140,15 @@ class DistributedInput:
         """Begins an epoch where another one was saved."""
         if progress.batches_per_step != self.batches_per_step:
             raise UnsupportedError(
-                f"The saved state is of {progress.batches_per_step} batches a step, this input "
-                f"takes {self.batches_per_step}. Resume with the same number of replicas."
+                f"The saved state is of an input with {progress.batches_per_step} batches per "
+                f"step, but this one takes {self.batches_per_step}. Resume with the same number of "
+                "replicas."
             )
         if progress.steps_per_batch != self.steps_per_batch:
             raise UnsupportedError(
-                f"The saved state is of {progress.steps_per_batch} steps a batch, this input "
-                f"makes {self.steps_per_batch}. Resume with the same policy and as many workers."
+                f"The saved state is of an input with {progress.steps_per_batch} steps per batch, "
+                f"but this one makes {self.steps_per_batch}. Resume with the same policy and the "
+                "same number of workers."
             )
         self._leave_latest()
         return self._started(Epoch.resume(self._sources, self._readers, progress, refetch=refetch))
@@ -207,8 +209,8 @@ class DistributedInput:
         """Returns how many batches each source gives, if that says how many steps there are."""
         if self._readers.are_apart:
             raise TypeError(
-                "Each worker has data of its own, so none knows how many steps there are before "
-                "all have come to their end."
+                "Each worker reads its own data, so the number of steps is known only when all of "
+                "them have reached the end. Iterate without `len()`."
             )
         return [len(source) for source in self._sources]
 
@@ -236,12 +238,11 @@ class DistributedDataset(DistributedInput):
         options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
             raise NotImplementedError(
-                "A dataset is split over the replicas, so there is one a worker: "
-                f"{InputReplicationMode.PER_REPLICA} works with "
-                "`distribute_datasets_from_function` alone."
+                "There is one dataset per worker, and it is split over the replicas. Use "
+                f"`distribute_datasets_from_function` for {InputReplicationMode.PER_REPLICA}."
             )
         if isinstance(source, DistributedInput):
-            raise UnsupportedError("This dataset is distributed already; iterate it as it is.")
+            raise UnsupportedError("This dataset is already distributed. Iterate over it directly.")
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)

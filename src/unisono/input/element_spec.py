@@ -22,7 +22,7 @@ from unisono.values import Tree
 
 
 class TensorSpec(NamedTuple):
-    """What is known of a tensor of the input.
+    """The shape and dtype of a tensor of the input.
 
     Attributes:
         shape: Its shape, with None where the size may differ from step to step.
@@ -47,8 +47,8 @@ def specs_of(
     """
     if callable(options.split):
         raise UnsupportedError(
-            "Batches are split by a function of the program, so `element_spec` cannot know what "
-            "it makes. Take the first element, and read the shapes and dtypes of its tensors."
+            "`element_spec` is not known because your `split` function makes the parts. Take the "
+            "first element, and read the shapes and dtypes of its tensors."
         )
     before = random_state(())
     try:
@@ -79,6 +79,6 @@ def _example(source: Source) -> Any:
     if isinstance(source, IterableSource):
         return next(source.open())
     raise UnsupportedError(
-        "This input gives its batches once, so `element_spec` cannot look at one. Take the first "
-        "element, and read the shapes and dtypes of its tensors."
+        "`element_spec` is not known because this input gives its batches only once. Take the "
+        "first element, and read the shapes and dtypes of its tensors."
     )

@@ -36,7 +36,7 @@ class DistributedDatasetsFromFunction(DistributedInput):
 
     Args:
         dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once a replica with `PER_REPLICA`.
+            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
         input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
         devices: The devices of this host's replicas.
         options: How batches are fetched.
@@ -56,8 +56,8 @@ class DistributedDatasetsFromFunction(DistributedInput):
         options = check_input_options(options)
         if options.auto_shard_policy is not AutoShardPolicy.AUTO:
             raise UnsupportedError(
-                "What a function makes is shared by the function, which is told which pipeline it "
-                f"makes: `auto_shard_policy` must be AUTO, got {options.auto_shard_policy.name}."
+                f"`auto_shard_policy` must be AUTO here, got {options.auto_shard_policy.name}. "
+                "Your function decides what each worker reads: shard by its `InputContext`."
             )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -92,7 +92,7 @@ def values_from_function(
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
 ) -> Any:
-    """Calls `value_fn` once a replica and returns the structure with `PerReplica` leaves.
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
     Args:
         value_fn: Makes the value of a replica. It is used as it is, wherever it lives.
@@ -124,4 +124,4 @@ def _source(made: Any) -> Source:
     try:
         return as_source(made)
     except UnsupportedError as error:
-        raise UnsupportedError(f"`dataset_fn` returned no batches. {error}") from error
+        raise UnsupportedError(f"`dataset_fn` did not return batches. {error}") from error

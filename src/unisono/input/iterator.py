@@ -32,7 +32,9 @@ class OptionalElement:
     def get_value(self) -> Any:
         """Returns the input of the step, which must be there."""
         if not self._elements:
-            raise EndOfInputError("The input has ended; call `has_value` first.")
+            raise EndOfInputError(
+                "This optional has no value, because the input has ended. Call `has_value()` first."
+            )
         return self._elements[0]
 
 
@@ -78,8 +80,8 @@ class DistributedIterator(Iterator[Any]):
     def __next__(self) -> Any:
         if current_replica() is not None:
             raise ContextError(
-                "The next input was asked for on a replica. Take it outside of `run`, and pass it "
-                "as an argument."
+                "The next input was requested on a replica. Take it outside `run`, and pass it as "
+                "an argument."
             )
         if self._has_ended:
             raise StopIteration
@@ -112,8 +114,8 @@ class DistributedIterator(Iterator[Any]):
         except StopIteration:
             num_steps = self.progress.num_steps - self.progress.num_left_out
             raise EndOfInputError(
-                f"The input has ended after {num_steps} steps. Call `initialize` or iterate the "
-                "dataset again to start over."
+                f"The input has ended after {num_steps} steps. Iterate over the dataset again to "
+                "start over, or call `initialize()`."
             ) from None
 
     def get_next_as_optional(self) -> OptionalElement:
@@ -124,17 +126,17 @@ class DistributedIterator(Iterator[Any]):
             return OptionalElement()
 
     def initialize(self) -> None:
-        """Starts over. Before the first step there is nothing to do."""
+        """Starts the epoch again. Before the first step it does nothing."""
         if self._has_ended or self._epoch.progress.at_first is not None:
             self.close()
             self._take(self._dataset.begin())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns how far the epoch is; see `DistributedDataset.state_dict`."""
+        """Returns the position in the epoch; see `DistributedDataset.state_dict`."""
         return self.progress.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
-        """Goes to where another iterator was; see `DistributedDataset.load_state_dict`."""
+        """Continues where another iterator was; see `DistributedDataset.load_state_dict`."""
         progress = Progress.from_state_dict(state)
         self.close()
         self._take(
@@ -150,7 +152,7 @@ class DistributedIterator(Iterator[Any]):
 
     def _end(self) -> None:
         self.close()
-        # A finished epoch cannot be resumed: the next one begins anew.
+        # A finished epoch cannot be resumed: the next one starts at the beginning.
         self._epoch.progress.at_start = None
 
 

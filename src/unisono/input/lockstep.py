@@ -156,7 +156,9 @@ class Lockstep(Steps[PlacedBatch]):
             raise failure
         ranks = [rank for rank, reason in enumerate(reasons) if reason is not None]
         listed = ", ".join(f"worker {rank} raised {reasons[rank]}" for rank in ranks)
-        raise CommunicationError(f"Other workers cannot read their input: {listed}.", ranks)
+        raise CommunicationError(
+            f"Other workers failed to read their input: {listed}. Check their logs.", ranks
+        )
 
     def _show(self) -> None:
         """Shows those who have never seen a batch what one looks like."""

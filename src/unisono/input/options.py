@@ -1,4 +1,4 @@
-"""What an input function is told, and how input is fetched."""
+"""What an input function gets as its context, and how input is fetched."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from unisono.values import flatten
 
 @dataclass(frozen=True)
 class InputContext:
-    """Which part of the input a pipeline makes.
+    """The part of the input that an input pipeline produces.
 
     Attributes:
-        num_input_pipelines: How many pipelines there are, one a worker unless asked otherwise.
+        num_input_pipelines: How many pipelines there are, one per worker unless asked otherwise.
         input_pipeline_id: Which of them this is.
         num_replicas_in_sync: How many replicas all pipelines feed together.
     """
@@ -31,7 +31,7 @@ class InputContext:
         _check_one_of(self, "input_pipeline_id", "num_input_pipelines")
 
     def get_per_replica_batch_size(self, global_batch_size: int) -> int:
-        """Returns the share of one replica.
+        """Returns the batch size of one replica.
 
         Args:
             global_batch_size: How many samples all replicas get together.
@@ -43,16 +43,16 @@ class InputContext:
         share, rest = divmod(global_batch_size, self.num_replicas_in_sync)
         if rest:
             raise UnsupportedError(
-                f"A global batch of {global_batch_size} does not divide over "
-                f"{self.num_replicas_in_sync} replicas: {rest} are left over. Use a multiple of "
-                f"{self.num_replicas_in_sync}."
+                f"A global batch of {global_batch_size} does not divide evenly over "
+                f"{self.num_replicas_in_sync} replicas: the remainder is {rest}. Use a "
+                f"multiple of {self.num_replicas_in_sync}."
             )
         return share
 
 
 @dataclass(frozen=True)
 class ValueContext:
-    """Which replica a value is made for.
+    """The replica that a value is created for.
 
     Attributes:
         replica_id_in_sync_group: The replica.
@@ -93,7 +93,7 @@ class AutoShardPolicy(enum.IntEnum):
 
 
 class InputReplicationMode(enum.Enum):
-    """How often an input function is called: `PER_WORKER`, once a worker, or `PER_REPLICA`."""
+    """How often an input function is called: `PER_WORKER`, once per worker, or `PER_REPLICA`."""
 
     PER_WORKER = "PER_WORKER"
     PER_REPLICA = "PER_REPLICA"

@@ -31,7 +31,7 @@ class PlacedBatch:
 class Placement:
     """Copies the part of each replica to its device.
 
-    What is on a GPU is copied from pinned memory and on a stream of its own, so that neither the
+    What is on a GPU is copied from pinned memory and on a separate stream, so that neither the
     host nor the GPU's other work waits for it. CPU devices share the host's memory: their parts
     stay where they are.
     """

@@ -1,4 +1,4 @@
-"""Steps drawn ahead of use, on a thread of their own.
+"""Steps drawn ahead of use, on a separate thread.
 
 draw, draw, draw ...  ->  at most `size` steps  ->  next(), next() ...
 """
@@ -102,7 +102,7 @@ class _Buffer(Generic[T]):
             if error is not None:
                 raise error
         finally:
-            # The traceback holds this frame, and with the error in it the source: for ever.
+            # The traceback holds this frame, and with the error in it the source: forever.
             del error
         return step  # type: ignore[return-value]
 

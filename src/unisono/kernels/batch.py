@@ -21,7 +21,7 @@ def reduce_batch(
 ) -> list[tuple[Tensor, ...]]:
     """Combines the tensors of each item, and returns `copies` new tensors with each result.
 
-    The tensors of an item are dense, one a replica, and in one memory. Raises before anything is
+    The tensors of an item are dense, one per replica, and in one memory. Raises before anything is
     computed through torch if the tensors of an item do not go together.
     """
     results = reduce_fused(op, batch, copies)

@@ -53,7 +53,9 @@ def check_layout(
             "first."
         )
     if tensor.is_meta:
-        raise UnsupportedError(f"{what} is on the device 'meta', without numbers.")
+        raise UnsupportedError(
+            f"{what} is on the device 'meta', so it has no values. Move it to a real device first."
+        )
     if tensor.layout not in layouts:
         raise UnsupportedError(
             f"{what} has the layout {tensor.layout} and cannot be {action}. Call `.to_dense()` "
@@ -65,7 +67,9 @@ def check_axes(tensor: Tensor, axes: Sequence[int]) -> None:
     """Raises unless `tensor` can be reduced along the dimensions `axes`, each given once."""
     check_layout(tensor)
     if tensor.is_quantized:
-        raise UnsupportedError(f"A tensor of {tensor.dtype} has no sum. Call `.dequantize()`.")
+        raise UnsupportedError(
+            f"A quantized tensor ({tensor.dtype}) cannot be summed. Call `.dequantize()` first."
+        )
     if tensor.dtype != torch.bool:
         # torch counts bools.
         _check_dtype(ReduceOp.SUM, tensor.dtype, "The value")
@@ -78,7 +82,9 @@ def check_axes(tensor: Tensor, axes: Sequence[int]) -> None:
 def _check_axis(axis: int, num_dims: int) -> None:
     if not -num_dims <= axis < num_dims:
         if not num_dims:
-            raise UnsupportedError(f"`axis` is {axis}, but a scalar has no dimension. Use None.")
+            raise UnsupportedError(
+                f"`axis` is {axis}, but a scalar has no dimensions. Use `axis=None`."
+            )
         raise UnsupportedError(
             f"`axis` must be from {-num_dims} to {num_dims - 1}, the dimensions of the value, got "
             f"{axis}."
@@ -100,7 +106,7 @@ def check_gather(
             what, "number of dimensions", tensors, lambda t: t.dim(), first_id, action, holder
         )
     if first.dim() == 0:
-        raise UnsupportedError("A scalar has no axis to gather along; call `.reshape(1)` first.")
+        raise UnsupportedError("A scalar has no axis to gather along. Call `.reshape(1)` first.")
     _check_axis(axis, first.dim())
 
     def others(tensor: Tensor) -> tuple[int, ...]:
@@ -114,7 +120,9 @@ def check_gather(
 def _check_dtype(op: ReduceOp, dtype: torch.dtype, what: str) -> None:
     if dtype.is_complex:
         if op in _ORDERED:
-            raise UnsupportedError(f"{what} is {dtype}, and complex numbers have no {op}.")
+            raise UnsupportedError(
+                f"{what} is {dtype}, and complex numbers have no {op}. Use SUM or MEAN."
+            )
     elif dtype == torch.bool:
         raise UnsupportedError(
             f"{what} is torch.bool, which has no {op}. Convert it, for example to torch.int32."
@@ -138,6 +146,6 @@ def _mismatch(
     usual, _ = Counter(traits).most_common(1)[0]
     odd = ", ".join(f"{holder} {i} has {t}" for i, t in enumerate(traits, first_id) if t != usual)
     return ReplicaMismatchError(
-        f"{what} must have one {trait} on all {len(tensors)} {holder}s: {odd}, the others have "
-        f"{usual}. Nothing was {action}."
+        f"{what} must have the same {trait} on all {len(tensors)} {holder}s, but {odd}, and the "
+        f"others have {usual}. Nothing was {action}."
     )

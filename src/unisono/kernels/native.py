@@ -25,11 +25,13 @@ class NativeCore(NamedTuple):
 def native_core() -> NativeCore:
     """Loads the native core once. `UNISONO_NATIVE=0` in the environment leaves it out."""
     if os.environ.get("UNISONO_NATIVE") == "0":
-        return NativeCore("torch: the native core is turned off by UNISONO_NATIVE=0")
+        return NativeCore("torch: UNISONO_NATIVE=0 turns the native core off")
     try:
-        from unisono import _native
+        import unisono._native as _native
+    except ModuleNotFoundError:
+        return NativeCore("torch: Unisono was installed without the native core")
     except ImportError as error:
-        return NativeCore(f"torch: the native core is not installed ({error})")
+        return NativeCore(f"torch: the native core cannot be loaded ({error})")
     try:
         kernel = _native.HostKernel(torch.Tensor)
         reader = _native.GpuReader(torch.Tensor)

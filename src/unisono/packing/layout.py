@@ -100,7 +100,7 @@ class PackLayout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors that lie in `packs`, each with memory of its own.
+        """Returns the tensors that lie in `packs`, each with its own memory.
 
         The packs may have another dtype than what was packed, as after a mean of integers.
         """

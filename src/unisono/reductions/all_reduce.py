@@ -64,7 +64,7 @@ class AllReduce(ScheduledOps):
     def reduce_packs(
         self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces packs, one tensor a replica in each, and returns one tensor a destination."""
+        """Reduces packs, one tensor per replica in each, and returns one per destination."""
         routes = [self.route(ends, turn % len(ends.sources)) for turn in range(len(packs))]
         return [
             run(route.plan, op, [pack], route.places)[0]
@@ -91,6 +91,6 @@ def packing_of(num_packs: int | PackingRule) -> PackingRule:
         return num_packs
     if num_packs < 0:
         raise UnsupportedError(
-            f"`num_packs` must be 0 (no packing) or the number of packs, got {num_packs}."
+            f"`num_packs` must be 0 (no packing) or the number of packs to make, got {num_packs}."
         )
     return NumPacks(num_packs) if num_packs else NoPacking()

@@ -194,11 +194,11 @@ class CrossDeviceOps:
 
     @property
     def is_tree_sum(self) -> bool:
-        """Whether it adds up in the order of all sums, so that others may do so in its place."""
+        """Whether it adds in the order of the tree, so that other code may add instead."""
         return self.reads_values
 
     def close(self) -> None:
-        """Gives back what is kept for the next call, such as NCCL's communicators.
+        """Releases what is kept for the next call, such as NCCL's communicators.
 
         A strategy that is closed closes its operations; they can be used again. Here nothing is
         kept.
@@ -299,7 +299,7 @@ class CrossDeviceOps:
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """All-reduces tensors, one a replica, into themselves where that saves memory and time.
+        """All-reduces tensors, one per replica, into themselves where that saves memory and time.
 
         Args:
             reduce_op: How to combine them.
@@ -347,7 +347,8 @@ def _distributed(value: Any) -> DistributedValues:
         return PerReplica((as_tensor(value),))
     if not value.values:
         raise ReplicaMismatchError(
-            f"Cannot reduce a {type(value).__name__} without values: it has no replica."
+            f"Cannot reduce a {type(value).__name__} that holds no values. Give it one value per "
+            "replica."
         )
     return value
 

@@ -37,7 +37,10 @@ def destinations_of(destinations: Any) -> Destinations:
         return _named[destinations]
     if isinstance(destinations, DistributedValues):
         if not destinations.devices:
-            raise DestinationError("`destinations` has no component, so it names no device.")
+            raise DestinationError(
+                "`destinations` is a value without components, so it names no device. Pass a "
+                "device name, or a value that lives on devices."
+            )
         return Destinations(destinations.devices)
     if isinstance(destinations, Destinations):
         return destinations
@@ -51,8 +54,8 @@ def destinations_of(destinations: Any) -> Destinations:
         return Destinations((device,))
     raise DestinationError(
         "`destinations` must be a device name, a tensor, a distributed value or a variable, got "
-        f"{in_words(destinations)} of type {type(destinations).__name__}. To reduce to several "
-        "devices, pass a value that lives on them: the value itself for an all-reduce."
+        f"{in_words(destinations)} of type {type(destinations).__name__}. To reduce onto several "
+        "devices, pass a value that lives on them; for an all-reduce, pass the value itself."
     )
 
 
@@ -61,5 +64,7 @@ def listed_destinations(destinations: Any) -> Destinations:
     if not isinstance(destinations, (list, tuple)) or isinstance(destinations, Destinations):
         return destinations_of(destinations)
     if not destinations:
-        raise DestinationError("`destinations` is an empty list, so it names no device.")
+        raise DestinationError(
+            "`destinations` is an empty list, so it names no device. Name at least one."
+        )
     return Destinations(tuple(resolve(device) for device in destinations))

@@ -1,4 +1,4 @@
-"""`NcclAllReduce`: NCCL inside one process, one GPU a replica."""
+"""`NcclAllReduce`: NCCL inside one process, one GPU per replica."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _logger = logging.getLogger(__name__)
 class NcclAllReduce(AllReduce):
     """All-reduces through NCCL, for values on GPUs that are all different.
 
-    NCCL adds in an order of its own, so results may differ in the last bit from the other
+    NCCL adds in its own order, so results may differ in the last bit from the other
     reductions. Where NCCL cannot run (values on the CPU, replicas that share a GPU, a torch
     without NCCL, a dtype it does not know), the values meet on one device instead; the log says so
     once. Its communicators are kept for each set of GPUs until `close`.

@@ -33,7 +33,7 @@ _DTYPES = {
 }
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
-# Two threads that start work on the same GPUs in another order would wait for each other for ever.
+# Two threads that start work on the same GPUs in another order would deadlock.
 _launch_lock = threading.Lock()
 
 
@@ -74,7 +74,10 @@ class NcclGroup:
         try:
             library = _library()
         except OSError as error:
-            raise CommunicationError(f"There is no NCCL library to load ({error}).") from error
+            raise CommunicationError(
+                f"The NCCL library cannot be loaded ({error}). Use `HierarchicalCopyAllReduce`, "
+                "which needs no NCCL."
+            ) from error
         made = (ctypes.c_void_p * len(gpus))()
         with _launch_lock, torch.cuda.device(gpus[0]):
             code = library.ncclCommInitAll(made, len(gpus), (ctypes.c_int * len(gpus))(*gpus))
@@ -84,7 +87,7 @@ class NcclGroup:
         self._end.atexit = False
 
     def all_reduce(self, op: ReduceOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Combines contiguous tensors, one a GPU, on the current stream of each; no mean."""
+        """Combines contiguous tensors, one per GPU, on the current stream of each; no mean."""
         library = _library()
         with _launched_together():
             for given, output in zip(inputs, outputs, strict=True):

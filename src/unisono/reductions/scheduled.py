@@ -179,7 +179,7 @@ class ScheduledOps(CrossDeviceOps):
         ends: Ends,
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces dense tensors that go together, and returns one tensor a destination of each."""
+        """Reduces dense tensors that go together, and returns one per destination of each."""
         route = self.route(ends)
         return run(route.plan, op, batch, route.places)
 

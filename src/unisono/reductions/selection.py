@@ -45,11 +45,11 @@ def choose_cross_device_ops(
         GPUs of which replicas share some   the hierarchical copy, by the links of the machine
         one memory, or GPUs and host        the reduction on one device
 
-    Where links were measured and every replica has a memory of its own, what is not NCCL is the one
+    Where links were measured and every replica has its own memory, what is not NCCL is the one
     of the two that is predicted to be faster.
 
     Args:
-        devices: One a replica.
+        devices: One per replica.
         has_nccl: Whether there is NCCL; what this torch has if not given.
         tuning: What the links were measured to cost; None if they were not.
     """
@@ -90,7 +90,7 @@ def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # no
     machine = this_machine()
     memories = {machine.memory(device) for device in resolved}
     if len(resolved) < 2:
-        return Choice(ReductionToOneDevice(), "one replica has nobody to exchange values with")
+        return Choice(ReductionToOneDevice(), "one replica has nothing to exchange")
     if len(memories) == 1:
         return Choice(
             ReductionToOneDevice(),

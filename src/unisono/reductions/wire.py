@@ -223,7 +223,7 @@ def _found(module: str, name: str) -> Any:
 def _unknown(thing: Any) -> UnsupportedError:
     kind = thing if isinstance(thing, type) else type(thing)
     return UnsupportedError(
-        f"An object of {kind.__module__}.{kind.__qualname__} cannot be sent to other workers. What "
-        "can are numbers, texts, arrays and tensors in lists, tuples, dicts, named tuples and "
-        "dataclasses of classes that a module defines."
+        f"An object of {kind.__module__}.{kind.__qualname__} cannot be sent to other workers. Use "
+        "numbers, strings, arrays and tensors, in lists, tuples, dicts, named tuples and "
+        "dataclasses that a module defines."
     )

@@ -16,7 +16,7 @@ from unisono.kernels import check_gather
 from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
-# Small and seldom, so it travels through the memory that every communicator takes.
+# Small and rare, so it travels through the memory that every communicator takes.
 _HOST = torch.device("cpu")
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 
@@ -128,9 +128,7 @@ class Workers:
         ]
         for rank, ((refused, _), _) in enumerate(told):
             if refused:
-                raise UnsupportedError(
-                    f"Worker {rank} has something to tell all workers. {refused}"
-                )
+                raise UnsupportedError(f"Worker {rank} failed and told all workers. {refused}")
         return [reader.read(one) for (_, one), reader in told]
 
 

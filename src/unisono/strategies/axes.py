@@ -51,7 +51,10 @@ def reduce_leaf(
     for tensor in tensors:
         check_axes(tensor, axes)
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
-        raise UnsupportedError(f"With an `axis` the operation is SUM or MEAN, got {op}.")
+        raise UnsupportedError(
+            f"With an `axis`, the operation must be SUM or MEAN, got {op}. Reduce without an "
+            "`axis` first."
+        )
     are_counted = extended.counting.are_counted(value)
     sums = [tensor.sum(dim=axes) for tensor in tensors]
     total = _sum(

@@ -15,7 +15,7 @@ _TASK = re.compile(r"/job:(\w+)(?:/replica:\d+)?/task:(\d+)(?:/(?:device:)?(\w+:
 
 
 class RunOptions(NamedTuple):
-    """What TPUs are told about a run. CPUs and GPUs need none of it, there as here.
+    """Options of a run on TPUs. CPUs and GPUs ignore them, as in TensorFlow.
 
     Attributes:
         experimental_enable_dynamic_batch_size: Whether shapes of the input may differ from run to
@@ -68,7 +68,7 @@ def _parse(text: str) -> tuple[str, int, str | None]:
     match = _TASK.fullmatch(text)
     if match is None:
         raise ClusterError(
-            f"A task is written /job:worker/task:0, a device of it /job:worker/task:0/device:GPU:1;"
-            f" got {text!r}."
+            f"Cannot read the device filter {text!r}. Write a task as '/job:worker/task:0', and a "
+            "device as '/job:worker/task:0/device:GPU:1'."
         )
     return match[1], int(match[2]), match[3]

@@ -36,7 +36,7 @@ class Counting:
 
     Attributes:
         samples: How many samples each replica of all workers has in the run under way. None if all
-            have as many, or if that is not known.
+            have the same number, or if it is not known.
     """
 
     def __init__(self, devices: tuple[Device, ...], workers: Workers) -> None:
@@ -67,9 +67,9 @@ class Counting:
         return self._factors(op, self.samples) or [1.0] * len(self._devices)
 
     def _watch(self, inputs: Any) -> None:
-        """Tells once if batches go whole to every replica.
+        """Warns once if batches go whole to every replica.
 
-        One tensor may, such as a graph: that is told of if there is another. A program that has
+        One tensor may, such as a graph: the warning needs a second one. A program that has
         distributed something knows how to.
         """
         leaves, _ = flatten(inputs)

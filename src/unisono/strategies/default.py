@@ -21,8 +21,8 @@ class DefaultStrategy(Strategy):
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Refuses: outside every scope no gradients are reduced."""
         raise ContextError(
-            "There is no strategy here whose gradients a hook could reduce. Make one, and call its "
-            "`register_comm_hook`."
+            "The default strategy does not reduce gradients, so it takes no communication hook. "
+            "Make a strategy, and call its `register_comm_hook()`."
         )
 
 

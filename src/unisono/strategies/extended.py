@@ -64,7 +64,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         reduce_gradients: How the gradients of the replicas become one.
         options: Hints for all reductions.
         is_serial: Whether replicas run one after another.
-        synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas.
+        synchronize_batch_norm: Whether batch normalization is over the batches of all replicas.
         communicator: Connects this worker to the others; None if there are none.
         tuning: What the links were measured to cost, the same on all workers; None if they were
             not.
@@ -210,16 +210,16 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
         if self.has_hook:
             raise ContextError(
-                "The strategy has a communication hook already. Make one hook that does both."
+                "The strategy already has a communication hook. Register one hook that does both."
             )
         if self.mirrors.is_in_use:
             raise ContextError(
-                "A communication hook must be registered before anything is made in the scope. "
-                "Call `register_comm_hook` right after the strategy is made."
+                "A communication hook was registered after a model or variable was made in the "
+                "scope. Call `register_comm_hook()` right after making the strategy."
             )
         if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise UnsupportedError(
-                "A communication hook gives the mean of gradients, of which a sum can be made, but "
+                "A communication hook computes the mean or sum of gradients, but "
                 f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
             )
         communicator = self.workers.communicator

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class InputMethods:
-    """The part of a strategy that deals out input."""
+    """The part of a strategy that distributes input."""
 
     if TYPE_CHECKING:
 
@@ -53,7 +53,7 @@ class InputMethods:
         Args:
             dataset: A `DataLoader`, or any iterable of batches.
             options: How batches are fetched. Many workers read the same batches and each keeps its
-                part, unless their `auto_shard_policy` says that each has data of its own.
+                part, unless their `auto_shard_policy` says that each has its own data.
 
         Returns:
             An iterable, which can be iterated as often as `dataset` can.
@@ -69,7 +69,7 @@ class InputMethods:
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[[InputContext], Any], options: InputOptions | None = None
     ) -> DistributedDatasetsFromFunction:
-        """Deals out batches of per-replica size that `dataset_fn(input_context)` makes.
+        """Distributes batches of per-replica size that `dataset_fn(input_context)` makes.
 
         Args:
             dataset_fn: Called once on each worker, or once for each replica if the options say so.
@@ -116,7 +116,7 @@ class InputMethods:
         return numpy_dataset(numpy_input)
 
     def make_dataset_iterator(self, dataset: Any) -> DistributedIterator:
-        """Returns an iterator over `dataset`, distributed; its `initialize()` begins it anew.
+        """Returns an iterator over `dataset`, distributed; its `initialize()` restarts it.
 
         See `experimental_distribute_dataset`.
         """

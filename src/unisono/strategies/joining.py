@@ -30,6 +30,7 @@ from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import WorkerTimeoutError
 from unisono.options import CommunicationOptions
+from unisono.system import check_connections
 from unisono.tracing import join_workers
 
 
@@ -66,6 +67,7 @@ def join(
     tuning = current_tuning() if membership.rank == 0 else None
     if membership.size == 1:
         return IdentityCommunicator(), tuning
+    check_connections()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
     with translated_store_errors(), _joined(membership, timeout) as joined:
@@ -101,8 +103,8 @@ def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -
         store.set("constants", "none" if tuning is None else tuning.to_text())
     if not have_come(store, ["constants"], seconds):
         raise WorkerTimeoutError(
-            f"Rank {rank} waited {seconds:.1f} s for rank 0, which had come before, to say what it "
-            "has measured. Look at its log.",
+            f"Rank {rank} waited {seconds:.1f} s for the tuning of rank 0, which had started. "
+            "Check the log of rank 0.",
             [0],
         )
     text = store.get("constants").decode()
@@ -112,8 +114,8 @@ def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -
 def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> int:
     """Returns the number of the meeting in which this worker finds the others.
 
-    Every time that the workers join has one of its own. A worker that is started anew after the
-    others have waited for it in vain comes where the coordinator is by now.
+    Every attempt to join has a new number. A worker that is restarted after the others have given
+    up waiting for it joins the attempt that the coordinator is making now.
     """
     joined = PrefixStore("joined", store)
     before = joined.add(str(card.rank), 0)
@@ -167,7 +169,7 @@ def _answers(store: JobStore, deadline: float) -> bool:
 
 
 def _forget_others(current: Joined) -> None:
-    """Ends stores that nobody uses: whoever could has come to the current one instead."""
+    """Ends stores that nobody uses: all workers have joined the current one instead."""
     with _lock:
         for place, joined in list(_stores.items()):
             if joined is not current and not joined.users:

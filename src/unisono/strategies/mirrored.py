@@ -21,7 +21,7 @@ _logger = logging.getLogger("unisono")
 
 
 class MirroredStrategy(Strategy):
-    """Trains on all devices of a host, one replica a device, from one process.
+    """Trains on all devices of a host, one replica per device, from one process.
 
     Args:
         devices: One device per replica. None means all GPUs, or one CPU replica without any. CPU
@@ -32,8 +32,8 @@ class MirroredStrategy(Strategy):
             environment variable UNISONO_SERIAL=1 does the same.
         reduce_gradients: How gradients are aggregated. `MEAN` fits a loss that is a mean over the
             replica's batch, as torch's losses are; `SUM` one that is divided by the global batch.
-        synchronize_batch_norm: Whether batch normalisation is over the batches of all replicas. If
-            not, each replica normalises its own batch, and the running statistics are averaged
+        synchronize_batch_norm: Whether batch normalization is over the batches of all replicas. If
+            not, each replica normalizes its own batch, and the running statistics are averaged
             at the end of every `run`.
     """
 

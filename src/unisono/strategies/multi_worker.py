@@ -56,8 +56,8 @@ class MultiWorkerExtended(StrategyExtended):
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
         if self.workers.are_many:
             raise UnsupportedError(
-                "A strategy that is connected to other workers cannot be copied. Make another one "
-                "on every worker."
+                "A strategy that is connected to other workers cannot be copied. Make a new one on "
+                "every worker."
             )
         return self.maker(self.resolver, self.options, ConfigProto())
 
@@ -116,7 +116,7 @@ class MultiWorkerMirroredStrategy(Strategy):
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
-        """Says which workers there are."""
+        """The resolver that lists the workers."""
         return self._worker.resolver
 
     def configure(
@@ -157,8 +157,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         before = self._worker
         if before.mirrors.is_in_use:
             raise ClusterError(
-                "`configure()` with a cluster must come before anything is made in the scope and "
-                "before a communication hook: what there is now is not shared with other workers."
+                "`configure()` with a cluster was called after something was made in the scope or "
+                "a communication hook was registered, which other workers do not share. Call it "
+                "first."
             )
         resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
         self.close()
@@ -230,7 +231,7 @@ class _Maker:
         visible = config.visible(devices, membership.task_type, membership.task_id)
         if not visible:
             raise DeviceError(
-                f"Of the devices {', '.join(map(str, devices))} of this worker the filters "
-                f"{config.device_filters} leave none."
+                f"The filters {config.device_filters} leave none of this worker's devices "
+                f"{', '.join(map(str, devices))}. Name one of them in `device_filters`."
             )
         return visible

@@ -107,7 +107,7 @@ def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: An
         first = extended.workers.of_chief(strategy.experimental_local_results(value)[0])
         return always_mirrored(extended.broadcast_to(first, targets), targets)
     if aggregation is VariableAggregation.NONE:
-        raise UnsupportedError(f"`aggregation` must say how, got {aggregation}. Use SUM or MEAN.")
+        raise UnsupportedError(f"`aggregation` must be SUM or MEAN here, got {aggregation}.")
     op = _REDUCE_OPS.get(aggregation, aggregation)
     return always_mirrored(extended.reduce_to(op, value, targets), targets)
 

@@ -47,9 +47,10 @@ class OwnProcess:
             return
         if self.workers.are_many:
             raise ContextError(
-                f"{self.strategy!r} was made by process {self._process}, and this is process "
-                f"{os.getpid()}, forked from it. A forked process is no worker of the cluster. Use "
-                "the strategy in the process that made it, or start processes with `spawn`."
+                f"{self.strategy!r} was made by process {self._process}, but this is process "
+                f"{os.getpid()}, which was forked from it. A forked process is not a worker of the "
+                "cluster. Use the strategy in the process that made it, or start processes with "
+                "`spawn`."
             )
         self._process = os.getpid()
         self.mirrors.fronts.take_down_in_child()

@@ -193,7 +193,7 @@ class Runner:
         self._threads.close()
 
     def restarted(self) -> Runner:
-        """In a forked child: returns a runner with threads of its own."""
+        """In a forked child: returns a runner with its own threads."""
         self._threads.abandon()
         return Runner(self._devices, self._workers, is_serial=self._is_serial)
 

@@ -59,8 +59,8 @@ class MultiStepContext:
             return
         if reduce_op is None:
             raise UnsupportedError(
-                f"Each replica gives its own {name!r}, so `reduce_op` must say how they become "
-                "one. Pass a `ReduceOp`, or return the value from the step."
+                f"Each replica has its own {name!r}, so `reduce_op` must say how to combine them. "
+                "Pass a `ReduceOp`, or return the value from the step."
             )
         context = get_replica_context()
         assert context is not None

@@ -51,7 +51,7 @@ class Strategy(InputMethods):
 
     @property
     def extended(self) -> StrategyExtended:
-        """Further methods, for those who write training loops or strategies."""
+        """Further methods, for authors of training loops or strategies."""
         return self._extended
 
     @property
@@ -105,8 +105,8 @@ class Strategy(InputMethods):
             fn: What to call.
             args: Its arguments. Distributed values in them, also inside lists, tuples and dicts,
                 are replaced by the replica's own components.
-            kwargs: Its keyword arguments, likewise.
-            options: What TPUs are told about a run; CPUs and GPUs are told nothing.
+            kwargs: Its keyword arguments, with the same replacement.
+            options: Options of a run on TPUs; CPUs and GPUs ignore them.
 
         Returns:
             What the replicas return, merged into one structure of `PerReplica` values. What is the
@@ -156,7 +156,7 @@ class Strategy(InputMethods):
         return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
-        """Puts the components of a value end to end along `axis`, in replica order.
+        """Concatenates the components of a value along `axis`, in replica order.
 
         On many workers all of them call it, and all get the components of all replicas. What a
         replica without samples has returned is left out.
@@ -182,7 +182,7 @@ class Strategy(InputMethods):
         if not components or (is_distributed and len(components) != num_local):
             raise ReplicaMismatchError(
                 f"Cannot gather a value of {len(components)} components: the strategy has "
-                f"{num_local} replicas on this worker. Gather what its `run` has returned."
+                f"{num_local} replicas on this worker. Gather a value that its `run` returned."
             )
         tensors = [as_tensor(component).detach() for component in components]
         for tensor in tensors:
@@ -198,7 +198,7 @@ class Strategy(InputMethods):
         return workers.concatenate(tensors, axis)[0]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
-        """Returns what each replica of this worker has of `value`, always as a tuple.
+        """Returns the components of `value` of this worker, always as a tuple.
 
         What a replica without samples has returned is left out, so that sums and lists of these
         results hold every sample once.
@@ -220,7 +220,7 @@ class Strategy(InputMethods):
     unwrap = experimental_local_results
 
     def mirror(self, target: T) -> T:
-        """Brings in what was made elsewhere.
+        """Makes an object that was created elsewhere belong to the strategy.
 
         Args:
             target: A model, optimizer, scheduler or `GradScaler`.
@@ -236,8 +236,8 @@ class Strategy(InputMethods):
         if isinstance(target, type) or not (isinstance(target, nn.Module) or is_stepped):
             raise UnsupportedError(
                 "`mirror()` takes a model, optimizer, scheduler or `GradScaler`, got "
-                f"{in_words(target)} of type {type(target).__name__}. Bring in what a "
-                "container holds one by one."
+                f"{in_words(target)} of type {type(target).__name__}. Call it once for each object "
+                "in a container."
             )
         self._extended.bring_in(target)
         return target
@@ -266,7 +266,7 @@ class Strategy(InputMethods):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """On a replica: within the block backward passes add to its own gradients only.
+        """On a replica: backward passes in the block accumulate gradients without reducing them.
 
         The next backward pass outside the block reduces all that has been added up.
 
@@ -276,7 +276,8 @@ class Strategy(InputMethods):
         context = current_replica()
         if context is None or context.strategy is not self:
             raise ContextError(
-                "`no_sync()` is for code on a replica: enter it in the function you run."
+                "`no_sync()` was entered outside `run`. Enter it in the function that you pass to "
+                "`run`."
             )
         notes = context.notes
         before, notes.is_without_sync = notes.is_without_sync, True
@@ -286,11 +287,11 @@ class Strategy(InputMethods):
             notes.is_without_sync = before
 
     def experimental_initialize(self) -> list[Any]:
-        """Does what must be done before a run, which is nothing. Returns an empty list."""
+        """Does nothing, and returns an empty list."""
         return []
 
     def experimental_finalize(self) -> list[Any]:
-        """Does what must be done after the last run, which is `close`. Returns an empty list."""
+        """Calls `close`, and returns an empty list."""
         self.close()
         return []
 
@@ -314,9 +315,9 @@ class Strategy(InputMethods):
         """
         if cluster_spec is not None or task_type is not None or task_id is not None:
             raise UnsupportedError(
-                f"{type(self).__name__} is a strategy of one host, got "
+                f"{type(self).__name__} runs in one process, got "
                 f"`cluster_spec={in_words(cluster_spec)}`, `task_type={in_words(task_type)}`, "
-                f"`task_id={in_words(task_id)}`. Use a strategy of several workers."
+                f"`task_id={in_words(task_id)}`. Use `MultiWorkerMirroredStrategy` for a cluster."
             )
 
     def update_config_proto(self, config_proto: T) -> T:
@@ -351,8 +352,8 @@ class Strategy(InputMethods):
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         if self._extended.has_hook:
             raise UnsupportedError(
-                "A strategy with a communication hook cannot be copied: both would write to the "
-                "state of the hook. Make another one, and register a hook of its own."
+                "A strategy with a communication hook cannot be copied, because both would write "
+                "to the hook's state. Make a new strategy, and register a new hook."
             )
         duplicate = object.__new__(type(self))
         memo[id(self)] = duplicate
@@ -369,7 +370,7 @@ class Strategy(InputMethods):
             )
         if current_replica() is not None:
             raise ContextError(
-                f"`{what}` was called on a replica, but is for the program that runs them. "
+                f"`{what}` was called on a replica, inside `run`. "
                 + (remedy or "Call it outside `run`, or in a `merge_call`.")
             )
 

@@ -48,7 +48,7 @@ class VariableMethods:
             fn: Changes the component, in place. It is a tensor that also has the methods of a
                 variable: `assign`, `assign_add`, `assign_sub` and `scatter_*`.
             args: Its further arguments. Of distributed ones it gets the component of the replica.
-            kwargs: Its keyword arguments, likewise.
+            kwargs: Its keyword arguments, treated as `args` are.
             group: Whether the results become one `Mirrored`.
 
         Returns:
@@ -63,7 +63,7 @@ class VariableMethods:
         check_bool("group", group)
         if not isinstance(var, Variable):
             raise UnsupportedError(
-                f"`update()` is for a `Variable` of the strategy, got {type(var).__name__}."
+                f"`update()` takes a `Variable` of the strategy, got {type(var).__name__}."
             )
         if not self.variable_created_in_scope(var):
             raise ContextError(
@@ -113,7 +113,7 @@ class VariableMethods:
             colocate_with: The devices, as `non_slot_devices` returns them.
             fn: What to call.
             args: Its arguments. Of distributed ones it gets the component of the replica.
-            kwargs: Its keyword arguments, likewise.
+            kwargs: Its keyword arguments, treated as `args` are.
             group: Whether the results become one `Mirrored`; otherwise they are a tuple.
 
         Raises:
@@ -127,8 +127,8 @@ class VariableMethods:
         for device in devices:
             if not isinstance(device, Device) or device not in self.worker_devices:
                 raise UnsupportedError(
-                    f"`update_non_slot()` is for devices of {self.strategy!r}, got "
-                    f"{in_words(device)}. Take them from `non_slot_devices()`."
+                    f"`update_non_slot()` takes devices of {self.strategy!r}, got "
+                    f"{in_words(device)}. Pass those that `non_slot_devices()` returns."
                 )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))

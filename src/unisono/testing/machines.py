@@ -25,15 +25,15 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
     real = dict.fromkeys(this_machine().gpus)
     if not real:
         raise DeviceError(
-            f"Cannot make {num_gpus} virtual GPUs: this host has no GPU to map them to. Use CPU "
-            "devices instead: 'cpu:0', 'cpu:1', ..."
+            f"Cannot make {num_gpus} virtual GPUs, because this host has no GPU to map them to. "
+            "Use CPU devices instead: 'cpu:0', 'cpu:1', and so on."
         )
     gpus = list(real)
     return pretend(gpus=tuple(gpus[i % len(gpus)] for i in range(num_gpus)))
 
 
 def separate_memories() -> AbstractContextManager[Machine]:
-    """Within the block every CPU device has a memory of its own, as GPUs have.
+    """Within the block every CPU device has its own memory, as GPUs do.
 
     Values are then really copied from device to device, by the schedule and in the packs that
     the reduction says, so that algorithms for many GPUs can be tried and tested without one.

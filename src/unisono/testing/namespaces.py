@@ -57,8 +57,8 @@ def make_hosts(count: int) -> Iterator[Hosts]:
         except (OSError, subprocess.CalledProcessError) as error:
             told = getattr(error, "stderr", None) or str(error)
             raise UnsupportedError(
-                f"{count} network namespaces were asked for, and this kernel or user can make "
-                f"none: {told.strip()} Be root, on Linux with iproute2."
+                f"Cannot make {count} network namespaces: {told.strip()} Run as root, on Linux "
+                "with iproute2."
             ) from error
         yield hosts
 

@@ -1,17 +1,21 @@
-"""What every thread of every worker did and when: recorded, merged, drawn and summed up.
+"""What every thread of every worker does and when, recorded into files.
 
 with tracing.record("folder") as trace: ...     each worker writes folder/worker-RANK.jsonl
 span                                            one line at each place that is recorded
-read_folder, align                              the files of all workers, on one clock
-summarise, timeline                             where the step went; what Perfetto opens
+read_folder                                     the files of all workers
+align, summarise, timeline                      what they tell; from `unisono_tools`, when used
 """
 
-from unisono.tracing.clocks import align
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from unisono.tracing.files import Event, Thread, WorkerTrace, read_folder
 from unisono.tracing.recording import Trace, record, record_if_asked
 from unisono.tracing.spans import Span, join_workers, span
-from unisono.tracing.summary import Shares, Straggler, Summary, summarise
-from unisono.tracing.timeline import timeline
+
+if TYPE_CHECKING:
+    from unisono_tools.traces import Shares, Straggler, Summary, align, summarise, timeline
 
 __all__ = [
     "Event",
@@ -31,3 +35,21 @@ __all__ = [
     "summarise",
     "timeline",
 ]
+
+
+def _load(name: str) -> Any:
+    """Returns a name of the tools, which Python asks for when it is not here yet."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from unisono.tracing.recording import analysis
+
+    return getattr(analysis(), name)
+
+
+if not TYPE_CHECKING:
+    # A type checker that sees it takes every name to be there.
+    __getattr__ = _load
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from unisono.arguments import check_instance, in_words
 from unisono.errors import TraceError
+from unisono.system import boot_id, namespace
 from unisono.tracing.recorder import Clock, Lane
 from unisono.tracing.spans import Place
 
@@ -119,7 +120,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
     try:
         found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
     except OSError as error:
-        raise TraceError(f"The folder cannot be read: {error}.") from error
+        raise TraceError(f"The folder of the trace cannot be read: {error}.") from error
     if not found:
         raise TraceError(
             f"There is no trace in {folder}: it has no file worker-0.jsonl. Record one with "
@@ -130,7 +131,7 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
     if len(sizes) > 1:
         raise TraceError(
             f"{folder} holds files of several runs, with {' and '.join(map(str, sizes))} workers. "
-            "Record each run into a folder of its own."
+            "Record each run into its own folder."
         )
     return workers
 
@@ -141,7 +142,7 @@ def check_folder(folder: Any) -> Path:
     check_instance("folder", folder, (str, os.PathLike), wanted)
     path = Path(folder)
     if "\0" in str(path):
-        raise TraceError(f"A path has no NUL character, got {path!r}.")
+        raise TraceError(f"A path cannot have a NUL character, got {path!r}.")
     return path
 
 
@@ -150,8 +151,7 @@ def check_workers(workers: Any) -> None:
     is_list = isinstance(workers, (list, tuple)) and len(workers) > 0
     if not is_list or not all(isinstance(one, WorkerTrace) for one in workers):
         raise TraceError(
-            "A list with the trace of each worker is wanted, as `read_folder` returns it, got "
-            f"{in_words(workers)}."
+            f"`workers` must be the list that `read_folder()` returns, got {in_words(workers)}."
         )
 
 
@@ -165,9 +165,14 @@ def _read(path: Path) -> WorkerTrace:
                 number, *event = json.loads(line)
                 threads[number].append(Event(*event))
         except (ValueError, LookupError, TypeError) as error:
-            raise TraceError(f"{path} is no trace of a worker: {error!r}.") from error
+            raise TraceError(
+                f"{path} is not the trace of a worker: {error!r}. Remove it from the folder."
+            ) from error
     if not known:
-        raise TraceError(f"{path} is {header['format']!r}, but only {_FORMAT!r} can be read.")
+        raise TraceError(
+            f"{path} has the format {header['format']!r}, but this version reads {_FORMAT!r}. "
+            "Record the run again."
+        )
     return WorkerTrace(
         header["rank"],
         header["size"],
@@ -183,10 +188,7 @@ def _read(path: Path) -> WorkerTrace:
 
 def _clock_name(clock: Clock) -> str:
     """Names a clock so that processes which read the same one give it the same name."""
-    if clock is not time.perf_counter_ns:
-        return f"of process {os.getpid()} on {socket.gethostname()}"
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/time')}"
-    except OSError:
-        return f"of process {os.getpid()} on {socket.gethostname()}"
+    boot, offset = boot_id(), namespace("time")
+    if clock is time.perf_counter_ns and boot and offset:
+        return f"{boot} {offset}"
+    return f"of process {os.getpid()} on {socket.gethostname()}"

@@ -1,6 +1,6 @@
 """How long the replicas of one run wait for Python's interpreter lock.
 
-No clock shows this wait, so it is what remains. Between two moments a thread runs on a core, or it
+No clock shows this wait, so it is what remains. At any time a thread runs on a core, or it
 is ready and waits for a core, or it is blocked: Linux counts the first two per thread. A replica
 that is blocked outside of meetings, collectives and reductions waits for the lock, as a rule.
 """

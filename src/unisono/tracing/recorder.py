@@ -1,4 +1,4 @@
-"""Where events go while a trace is recorded: one lane a thread, so that no thread waits."""
+"""Where events go while a trace is recorded: one lane per thread, so that no thread waits."""
 
 from __future__ import annotations
 

@@ -8,24 +8,25 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_callable, check_int
 from unisono.errors import TraceError
 from unisono.sharing import computed_once
 from unisono.tracing import spans
-from unisono.tracing.clocks import align
 from unisono.tracing.files import WorkerTrace, check_folder, read_folder, write
 from unisono.tracing.recorder import Clock, Recorder
-from unisono.tracing.summary import Summary, summarise
-from unisono.tracing.timeline import timeline
+
+if TYPE_CHECKING:
+    from unisono_tools.traces import Summary
 
 # Of each thread: some 10,000 steps, and 40 MB.
 MAX_EVENTS = 100_000
 
 
 class Trace:
-    """What was, or is being, recorded.
+    """A recording that has ended or is still running.
 
     Args:
         folder: The folder with the files of all workers.
@@ -36,15 +37,25 @@ class Trace:
 
     def workers(self) -> list[WorkerTrace]:
         """Returns what each worker has written so far, on one clock."""
-        return align(read_folder(self.folder))
+        aligned: list[WorkerTrace] = analysis().align(read_folder(self.folder))
+        return aligned
 
     def summary(self) -> Summary:
         """Returns where the steps went, and who was waited for."""
-        return summarise(self.workers())
+        summary: Summary = analysis().summarise(self.workers())
+        return summary
 
     def timeline(self) -> dict[str, Any]:
         """Returns a timeline that Perfetto and chrome://tracing open, once written as JSON."""
-        return timeline(self.workers())
+        timeline: dict[str, Any] = analysis().timeline(self.workers())
+        return timeline
+
+
+def analysis() -> ModuleType:
+    """Returns the tools that read traces. A program that only records never loads them."""
+    from unisono_tools import traces
+
+    return traces
 
 
 @contextmanager
@@ -100,7 +111,7 @@ def record_if_asked() -> None:
 
     def end() -> None:
         spans.stop()
-        # A launcher has nothing to tell, and a forked child nothing of its own.
+        # A launcher has nothing to tell, and neither has a forked child.
         if recorder.lanes and os.getpid() == process:
             write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
 

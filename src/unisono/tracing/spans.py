@@ -210,8 +210,8 @@ def start(recorder: Recorder) -> None:
             _recorder = recorder
             return
     raise ContextError(
-        "A trace is being recorded already, by an outer `record` or because UNISONO_TRACE is set. "
-        "Leave the one or the other out."
+        "A trace is already being recorded, by an outer `record()` or because UNISONO_TRACE is "
+        "set. Remove one of the two."
     )
 
 

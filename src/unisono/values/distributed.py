@@ -1,4 +1,4 @@
-"""Values that exist once a replica: `PerReplica` where they differ, `Mirrored` where they agree."""
+"""Values with a component per replica: `PerReplica` if they differ, `Mirrored` if they agree."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DistributedValues:
-    """One component a replica, by replica id.
+    """One component per replica, by replica id.
 
     Args:
         values: The components. Anything may be a component; only tensors, and what can be read as
@@ -69,7 +69,7 @@ class DistributedValues:
         if not 0 <= replica_id < len(values):
             raise ReplicaMismatchError(
                 f"A {type(self).__name__} of {len(values)} values has none for replica "
-                f"{replica_id}. Give one value to every replica."
+                f"{replica_id}. Give it one value per replica."
             )
         return values[replica_id]
 
@@ -97,7 +97,7 @@ class PerReplica(TensorLike, DistributedValues):
         counts: How many samples each replica had: the replicas of all workers, while the components
             are those of this one. Input has them, and what a `run` with an uneven batch returns.
             A component whose replica had none is left out when values are reduced or gathered.
-            None if the number of samples is not known, or if all had as many.
+            None if the number of samples is not known, or if all had the same number.
         is_input: Whether this is a part of a batch that was split.
     """
 
@@ -142,11 +142,10 @@ class PerReplica(TensorLike, DistributedValues):
     def _not_one(self, what: str) -> str:
         return (
             f"A {type(self).__name__} {what} outside `run`, but it holds {len(self.values)} "
-            "values, one per replica. Make one tensor of them with "
-            '`strategy.reduce("MEAN", x)`, `strategy.reduce("SUM", x)` or `strategy.gather(x, '
-            "axis=0)`. `strategy.experimental_local_results(x)` is the tuple of all values. What "
-            "concerns a single replica, such as `backward()`, belongs in the function that you "
-            "`run`."
+            'values, one per replica. Make one tensor of them with `strategy.reduce("MEAN", x)` or '
+            "`strategy.gather(x, axis=0)`, or get all of them with "
+            "`strategy.experimental_local_results(x)`. Calls for a single replica, such as "
+            "`backward()`, belong in the function that you `run`."
         )
 
 
@@ -171,7 +170,7 @@ def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ..
     resolved = tuple(resolve(device) for device in check_iterable("devices", devices))
     if len(resolved) != num_values:
         raise ReplicaMismatchError(
-            f"Each component has one device: got {num_values} values and {len(resolved)} devices, "
+            f"Each value needs one device, got {num_values} values and {len(resolved)} devices: "
             f"{', '.join(map(str, resolved)) or 'none'}."
         )
     return resolved

@@ -28,8 +28,8 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     sparse_dims = [tensor.sparse_dim() for tensor in tensors]
     if len(set(sparse_dims)) > 1:
         raise ReplicaMismatchError(
-            "Sparse tensors must have one number of sparse dimensions on all "
-            f"{len(tensors)} replicas, got {sparse_dims} by replica. Nothing was reduced."
+            f"Sparse tensors must have the same number of sparse dimensions on all {len(tensors)} "
+            f"replicas, got {sparse_dims} by replica. Nothing was reduced."
         )
     parts = [tensor.detach() for tensor in tensors]
     indices = torch.cat([part._indices() for part in parts], dim=1)
@@ -44,8 +44,8 @@ def check_sparse_op(op: ReduceOp) -> None:
     """Raises unless sparse tensors can be reduced with `op`."""
     if op not in (ReduceOp.SUM, ReduceOp.MEAN):
         raise UnsupportedError(
-            f"Sparse tensors have {ReduceOp.SUM} and {ReduceOp.MEAN}, not {op}: what is not stored "
-            "would have to count as zero. Call `.to_dense()` first."
+            f"Sparse tensors can be reduced with {ReduceOp.SUM} and {ReduceOp.MEAN}, not {op}. "
+            "Call `.to_dense()` first."
         )
 
 

@@ -183,8 +183,8 @@ class _Visitor:
 
 def _too_deep() -> UnsupportedError:
     return UnsupportedError(
-        "A structure of lists, tuples and dicts holds itself, or is nested too deeply. Give "
-        "tensors in a structure of a few levels."
+        "A structure of lists, tuples and dicts contains itself, or is nested too deeply. Use a "
+        "structure of a few levels."
     )
 
 
@@ -200,7 +200,7 @@ def regroup(
     Args:
         structures: One per replica.
         devices: The devices of the replicas.
-        counts: How many samples each replica of all workers had, if they had not as many.
+        counts: How many samples each replica of all workers had, if not all had the same number.
     """
     try:
         return _regroup(structures, (), devices, counts)
@@ -210,9 +210,9 @@ def regroup(
         trees = [take_apart(structure)[0] for structure in structures]
         other = next((i for i, tree in enumerate(trees) if tree != trees[0]), len(trees) - 1)
         raise ReplicaMismatchError(
-            f"Replica {other} returned another structure than replica 0: "
-            f"{_spelled(structures[other])}, not {_spelled(structures[0])}. Return the same "
-            "nesting of lists, tuples, dicts and dataclasses on every replica."
+            f"Replica {other} returned {_spelled(structures[other])}, but replica 0 returned "
+            f"{_spelled(structures[0])}. Return the same nesting of lists, tuples, dicts and "
+            "dataclasses on every replica."
         ) from None
 
 

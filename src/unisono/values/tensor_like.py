@@ -75,9 +75,9 @@ class TorchArgument:
 
     def _refuse_change(self, what: str) -> Any:
         raise UnsupportedError(
-            f"`{what}` would change a {type(self).__name__} in place, but torch functions know no "
-            "replicas. Use the result of a function that changes nothing; a `Variable` is changed "
-            "with `assign()`, `assign_add()`, `assign_sub()` or `scatter_*()`."
+            f"`{what}` would change a {type(self).__name__} in place, which would change only one "
+            "replica's component. Use an operation that returns a new tensor, or a `Variable` with "
+            "`assign()`, `assign_add()`, `assign_sub()` or `scatter_*()`."
         )
 
     @classmethod
@@ -138,8 +138,8 @@ class TensorLike(TorchArgument):
         if name.startswith("_") or not hasattr(Tensor, name):
             return AttributeError(f"{text}.")
         return UnsupportedAttributeError(
-            f"{text}: it is not changed in place. Use the result of a function that changes "
-            "nothing; a `Variable` is changed with `assign()`, `assign_add()` or `assign_sub()`."
+            f"{text} because it cannot be changed in place. Use an operation that returns a new "
+            "tensor, or a `Variable` with `assign()`, `assign_add()` or `assign_sub()`."
         )
 
     def __format__(self, spec: str) -> str:

@@ -18,12 +18,12 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
     "caching_device": (None, "every replica reads its own component. Leave it out"),
     "variable_def": (
         None,
-        "there are no graphs. Pass `initial_value`, or `load()` the state of a checkpoint",
+        "Unisono has no graphs. Pass `initial_value`, or `load()` the state of a checkpoint",
     ),
-    "import_scope": (None, "there are no graphs. Leave it out"),
+    "import_scope": (None, "Unisono has no graphs. Leave it out"),
     "constraint": (
         None,
-        "optimizers of torch project no variables. Project the value after `optimizer.step()`, "
+        "torch's optimizers do not project variables. Project the value after `optimizer.step()`, "
         "with `variable.assign(...)`",
     ),
 }

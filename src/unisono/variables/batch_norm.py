@@ -1,4 +1,4 @@
-"""Batch normalisation over the batches of all replicas, as over one big batch."""
+"""Batch normalization over the batches of all replicas, as over one big batch."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _keep_statistics(
 
 
 class SynchronizedBatchNorm:
-    """Comes before the class of a batch normalisation, whose own `forward` it keeps."""
+    """Comes before the class of a batch normalization, whose own `forward` it keeps."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Does what the class does, and makes sure that it was over all replicas."""
@@ -81,8 +81,8 @@ class SynchronizedBatchNorm:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if context.notes.num_batch_norms == before:
             raise UnsupportedError(
-                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, whose "
-                "`forward` calls neither that of torch's class nor "
+                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, because "
+                "its `forward` calls neither `super().forward` nor "
                 "`torch.nn.functional.batch_norm`. Change its `forward`, or make the strategy "
                 "without `synchronize_batch_norm`."
             )
@@ -91,7 +91,7 @@ class SynchronizedBatchNorm:
 
 @computed_once
 def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
-    """Returns the class of clones of `cls` whose batch normalisation is over all replicas."""
+    """Returns the class of clones of `cls` whose batch normalization is over all replicas."""
     if not issubclass(cls, _BatchNorm) or issubclass(cls, nn.SyncBatchNorm):
         return cls
     namespace = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}

@@ -2,12 +2,12 @@
 
 Before a run each replica gets the values of the primary's buffers. After it, what the replicas have
 written is brought together in the primary: floating-point buffers, such as the running statistics
-of batch normalisation, become their mean over all replicas, others, such as counters, are those of
+of batch normalization, become their mean over all replicas, others, such as counters, are those of
 replica 0. So reading a buffer never communicates, and a run that fails changes none.
 
 Small buffers lie end to end in one *flat* tensor per replica and dtype, so that giving, comparing
 and averaging them takes a few calls of torch, whatever their number. Large ones are *loose*.
-torch does not count the writes of its batch normalisation, nor those through `.data`, so the values
+torch does not count the writes of its batch normalization, nor those through `.data`, so the values
 of small buffers are compared, and so are vectors of any size: running statistics are vectors. A
 large buffer of another shape has changed if torch has counted a write.
 """
@@ -315,9 +315,9 @@ class Buffers:
                     assert before is not None
                     assert found is not None
                     raise UnsupportedError(
-                        f"The buffer {self._name_of(before)} was resized in place in a step, from "
-                        f"{tuple(before.shape)} to {tuple(found.shape)}. Set a new tensor instead: "
-                        "`module.name = tensor`."
+                        f"The buffer {self._name_of(before)} was resized in place during a step, "
+                        f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
+                        "instead: `module.name = tensor`."
                     )
                 elif before is None or given is None or not _is_like(found, before):
                     yield module, name

@@ -21,7 +21,7 @@ from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import make_once, owner_of, parameters_of
+from unisono.variables.once_calls import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import (
     check_metric,
     note_made_in_step,
@@ -46,7 +46,7 @@ _all_mirrors: LiveSet[Mirrors] = LiveSet()
 def creating(mirrors: Mirrors) -> Iterator[None]:
     """Until the block ends, what this thread makes belongs to `mirrors`.
 
-    Modules become primaries at the end of the block: only then have they been initialised.
+    Modules become primaries at the end of the block: only then are they initialized.
     """
     _install_hooks()
     _all_mirrors.add(mirrors)

@@ -77,7 +77,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         fn: What to call. On many workers all call it, so it must do the same on each.
         args: Its arguments. What is the same object on all replicas arrives as it is. What differs
             arrives as a `PerReplica`. Parts of models arrive as those of the program.
-        kwargs: Its keyword arguments, likewise.
+        kwargs: Its keyword arguments, treated as `args` are.
 
     Returns:
         What `fn` returns; of a `PerReplica` in it, every replica gets its own component.

@@ -79,9 +79,9 @@ class GroupCopies:
             if not all(_is_same(value, values[0]) for value in values[1:]):
                 listed = ", ".join(map(str, values))
                 raise ReplicaMismatchError(
-                    f"The replicas have set `param_groups[{number}][{key!r}]` of "
-                    f"{type(optimizer).__name__} to different values: {listed}. Set it to one "
-                    "value on all replicas, or once for all, in a function given to `unisono.once`."
+                    f"The replicas set `param_groups[{number}][{key!r}]` of "
+                    f"{type(optimizer).__name__} to different values: {listed}. Set the same value "
+                    "on all replicas, or set it once with `unisono.once(fn)`."
                 )
 
     def _of_other_workers(self, value: Any) -> list[Any]:
@@ -118,9 +118,8 @@ def _changes(optimizer: Any, groups: Groups, copies: Groups | None) -> dict[tupl
         for own, group in zip(copies, groups, strict=False)
     ):
         raise ContextError(
-            f"The groups of {type(optimizer).__name__}, or their parameters, were changed in a "
-            "step. Change them outside `run`, or once for all replicas: `unisono.once(fn)`, where "
-            "`fn` changes them."
+            f"The parameter groups of {type(optimizer).__name__} were changed on a replica. Change "
+            "them outside `run`, or once for all replicas with `unisono.once(fn)`."
         )
     return {
         (number, key): own[key]

@@ -41,8 +41,8 @@ def packed(found: Mapping[int, Sequence[Part]], names: Mapping[int, str]) -> lis
                 numbers.append(len(value) if isinstance(value, list) else -1)
                 if not all(isinstance(one, Tensor) for one in as_list(value)):
                     raise UnsupportedError(
-                        f"The state {name!r} of {names[number]} holds what are no tensors, which "
-                        "workers cannot exchange. Update the metric outside of `run`."
+                        f"The state {name!r} of {names[number]} holds objects other than tensors, "
+                        "which workers cannot exchange. Update the metric outside `run`."
                     )
                 tensors += as_list(value)
     return [torch.tensor(numbers), *tensors] if numbers else []
@@ -71,7 +71,7 @@ def unpacked(
     for number in numbers:
         if number not in states:
             raise ReplicaMismatchError(
-                "Another worker has updated a metric that this one does not have. All workers make "
-                "and update the same metrics in the same order."
+                "Another worker has updated a metric that this worker does not have. Make and "
+                "update the same metrics in the same order on every worker."
             )
         yield number, [part(states[number]) for _ in range(next(numbers))]

@@ -195,9 +195,9 @@ class MirroredMetric(NamedTuple):
 
     def _refuse(self, why: str) -> None:
         raise UnsupportedError(
-            f"{self.name} was updated on replicas, but it {why}, so what the replicas have counted "
-            "cannot be merged. Return the predictions and targets from the step, and update it "
-            "outside of `run` with `metric.update(strategy.gather(predictions, axis=0), "
+            f"{self.name} was updated on replicas, but it {why}, so the results of the replicas "
+            "cannot be merged. Return predictions and targets from the step, and update the metric "
+            "outside `run` with `metric.update(strategy.gather(predictions, axis=0), "
             "strategy.gather(targets, axis=0))`."
         )
 

@@ -30,7 +30,7 @@ class Mirror:
     runs_read: int = 0
 
     def forget(self, name: str) -> None:
-        """Lets the clones be given an attribute anew, also if it is what they were given."""
+        """Lets the clones get an attribute again, even if its value has not changed."""
         self.given[name] = _ANEW
         self.owner.is_stale = True
 

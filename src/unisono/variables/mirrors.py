@@ -2,7 +2,7 @@
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
-(where they share its memory) but collect gradients of their own, and whose buffers are its own. In
+(where they share its memory) but collect their own gradients, and whose buffers are its own. In
 a replica's thread the primary answers with the clone, so that no two threads ever touch the same
 leaf or the same module.
 """
@@ -103,7 +103,7 @@ class Mirrors:
             return
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
-                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Build "
+                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
                 "the plain module in the scope, and script it after training."
             )
         let_data_be_watched()
@@ -260,8 +260,8 @@ class Mirrors:
         mirror = mirror_of(module)
         if mirror is not None and mirror.owner is not self:
             raise ContextError(
-                f"This {type(module).__name__} belongs to another strategy. Make a copy of it with "
-                "`copy.deepcopy`, which belongs to none."
+                f"This {type(module).__name__} belongs to another strategy. Mirror a copy of it, "
+                "which `copy.deepcopy` makes."
             )
         self.is_in_use = True
         if self.is_single:

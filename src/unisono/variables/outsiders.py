@@ -23,7 +23,7 @@ from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once import owner_of, parameters_of, reduce_hidden
+from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
 from unisono.variables.shares import watch_updates
 
 # The number of the replica that made a parameter or module in a step.
@@ -108,7 +108,7 @@ def check_statistics(context: ReplicaContext, running: Tensor) -> None:
 
     Args:
         context: The replica.
-        running: The running mean of a batch normalisation that it will write to.
+        running: The running mean of a batch normalization that it will write to.
     """
     _claim(
         context,
@@ -144,7 +144,7 @@ class MadeOutside:
         self._known: dict[int, weakref.ref[Tensor]] = {}
         # Another one after every parameter that is added or ends, on any thread.
         self._version = object()
-        # For each strategy, those of no model of its own, and the versions that they are of.
+        # For each strategy, those of models from elsewhere, and their versions.
         self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
             weakref.WeakKeyDictionary()
         )
@@ -199,9 +199,9 @@ def _leaves_below(nodes: Iterable[Any]) -> Iterator[Tensor]:
 def _shared_leaf(leaf: Tensor, context: ReplicaContext) -> str:
     return (
         f"A tensor of shape {tuple(leaf.shape)} with `requires_grad=True` belongs to no model of "
-        f"{context.strategy!r}, so all replicas would add their gradients to it at once and nobody "
-        "would reduce them. Make it a parameter of a model in `strategy.scope()`, or a "
-        "`unisono.Variable`. A tensor that belongs to a replica is made in the step."
+        f"{context.strategy!r}, so all replicas would add their gradients to it at once. Make "
+        "it a parameter of a model in `strategy.scope()`, or a `unisono.Variable`. Make a tensor "
+        "that belongs to one replica in the step."
     )
 
 
@@ -212,15 +212,15 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
     parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
     if context.strategy.extended.mirrors.leaves_of(parameter) is not None:
         return (
-            f"{what} uses {parameters} of a model of {context.strategy!r}, but not those of the "
-            "replica: TorchScript modules and custom functions keep what they were made with. Call "
-            "the model itself in the step, and hand its parameters over there."
+            f"{what} uses {parameters} of a model of {context.strategy!r}, but not the "
+            "replica's copies: TorchScript modules and custom functions keep the parameters they "
+            "were made with. Call the model itself in the step, or pass its parameters there."
         )
     return (
         f"{what} has {parameters} that belong to no model of {context.strategy!r}, so all replicas "
-        "would train them at once and nobody would reduce their gradients. Make the model in "
-        "`strategy.scope()`, or bring it in with `strategy.mirror(model)`. One that is only read "
-        "is frozen with `requires_grad_(False)`, or called under `torch.no_grad()`."
+        "would train them at once. Make the model in `strategy.scope()`, or bring it in with "
+        "`strategy.mirror(model)`. If the step only reads it, freeze it with "
+        "`requires_grad_(False)` or call it under `torch.no_grad()`."
     )
 
 
@@ -258,8 +258,8 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 raise ContextError(
                     f"{type(optimizer).__name__} is given a parameter of shape "
                     f"{tuple(parameter.shape)} that belongs to no model of the strategy, so all "
-                    "replicas have written to its one gradient at once. A model that is copied or "
-                    "loaded is brought in with `strategy.mirror()`, a tensor is made a `Variable`."
+                    "replicas wrote to its gradient at once. Bring a copied or loaded model in "
+                    "with `strategy.mirror()`, and make a tensor a `Variable`."
                 )
 
 
@@ -267,15 +267,15 @@ def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -
     name = type(optimizer).__name__
     if owner_of(optimizer) is context.strategy.extended.mirrors:
         raise ContextError(
-            f"`{name}.step` was kept from before the run, so every replica would make the update. "
+            f"`{name}.step` was looked up before `run`, so every replica would make the update. "
             "Call `optimizer.step()` in the step instead."
         )
     if all(_makers.get(parameter) == context.local_id for parameter in parameters_of(optimizer)):
         return
     raise ContextError(
         f"{name}.step() was called on a replica, but its parameters belong to no model of "
-        f"{context.strategy!r}: all replicas would write to them at once. Make model and optimizer "
-        "in `strategy.scope()`, or bring them in with `strategy.mirror()`."
+        f"{context.strategy!r}: all replicas would write to them at once. Make the model and the "
+        "optimizer in `strategy.scope()`, or bring them in with `strategy.mirror()`."
     )
 
 

@@ -42,9 +42,9 @@ class Parts:
         if not self._given.are_same():
             self._mirrors.is_stale = True
             raise ContextError(
-                f"{self._changed()} was set in a step, where each replica would have one of its "
-                "own that nobody reduces or saves. Set it outside `run`; for layers that are made "
-                "in the first call, call the model once before `run`."
+                f"{self._changed()} was set on a replica, so it would be neither reduced nor "
+                "saved. Set it outside `run`; if the first call makes layers, call the model once "
+                "before `run`."
             )
         for one in self._mirrors.all_leaves:
             found = {leaf.requires_grad for leaf in one.leaves}
@@ -57,8 +57,8 @@ class Parts:
                     leaf.requires_grad_(one.primary.requires_grad)
                 raise ContextError(
                     f"The parameter {name_of(self._mirrors, one.primary)} is trained on some "
-                    "replicas and not on others after a step. Call `requires_grad_()` on all of "
-                    "them, or outside `run`."
+                    "replicas and frozen on others after a step. Call `requires_grad_()` on all "
+                    "replicas, or outside `run`."
                 )
             with fit_for_training():
                 one.primary.requires_grad_(wanted)

@@ -20,7 +20,7 @@ _REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: 
 
 
 class VariableSynchronization(enum.Enum):
-    """When the components of a variable become one.
+    """When the components of a variable are combined.
 
     With `ON_WRITE` they are combined each time the variable is written, so all replicas always read
     the same. With `ON_READ` each replica writes for itself, and other code that reads gets them
@@ -101,19 +101,19 @@ class VariablePolicy:
         elif self.is_on_read and not is_on_replica:
             if write is not Write.ASSIGN and self.aggregation is VariableAggregation.SUM:
                 raise UnsupportedError(
-                    f"`{write.value}()` for all replicas of an ON_READ variable that is their SUM "
-                    "would count once a replica. Call it on a replica, or `assign()` the total."
+                    f"`{write.value}()` outside `run` would count once per replica, because the "
+                    "ON_READ variable is the SUM of its replicas. Call it on a replica, or "
+                    "`assign()` the total."
                 )
             if is_read:
-                self.check_read(f"`{write.value}()` reads what it wrote; nothing was written. ")
+                self.check_read(f"`{write.value}()` reads the new value, so nothing was written. ")
 
     def check_read(self, why: str = "") -> None:
         """Raises if components cannot be read as one."""
         if self.is_on_read and self.aggregation is VariableAggregation.NONE:
             raise UnsupportedError(
-                f"{why}An ON_READ variable with {self.aggregation} has no one value outside its "
-                "replicas. Give it an aggregation, read it on a replica, or pass "
-                "`read_value=False`."
+                f"{why}An ON_READ variable with {self.aggregation} has no single value outside "
+                "`run`. Give it an aggregation, read it on a replica, or pass `read_value=False`."
             )
 
     def owners(self, devices: Sequence[Device]) -> tuple[int, ...]:
@@ -142,16 +142,16 @@ class VariablePolicy:
         if any(not torch.equal(first, other) for other in others if other is not first):
             raise UnsupportedError(
                 f"An ON_READ variable of {self.dtype} that is the SUM of {num_replicas} replicas "
-                f"cannot be assigned {value.tolist()} in equal shares. Assign a multiple of "
-                f"{num_replicas}, or use `load()`, which gives the rest to the first replicas."
+                f"cannot split {value.tolist()} into equal shares. Assign a multiple of "
+                f"{num_replicas}, or use `load()`, which gives the remainder to the first replicas."
             )
 
     def check_not_sum(self, what: str, value: Any) -> None:
         """Raises if replicas' values are added, of which `value` is not one."""
         if self.reduce_op is ReduceOp.SUM:
             raise UnsupportedError(
-                f"{value!r} is one value for all replicas, so the SUM that {what} takes has no "
-                "meaning. Give each replica a tensor of its own, such as `torch.tensor(...)`, or "
+                f"{value!r} is the same value on all replicas, so the SUM that {what} takes of it "
+                "has no meaning. Give each replica its own tensor, such as `torch.tensor(...)`, or "
                 "write it outside `run`."
             )
 
@@ -164,8 +164,8 @@ class VariablePolicy:
         exclusive = (Write.SCATTER_MIN, Write.SCATTER_MAX, Write.SCATTER_UPDATE)
         if write in exclusive and self.reduce_op is not None:
             raise NotImplementedError(
-                f"`{write.value}()` has no meaning for a variable with {self.aggregation}: rows of "
-                f"several replicas cannot be added. Use {VariableAggregation.NONE} or "
+                f"`{write.value}()` cannot be used on a variable with {self.aggregation}, because "
+                f"the rows of several replicas cannot be added. Use {VariableAggregation.NONE} or "
                 f"{VariableAggregation.ONLY_FIRST_REPLICA}."
             )
 

@@ -46,6 +46,7 @@ def _clone(module: Any) -> Any:
     if clone is None and mirror_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
-            "whose replicas would share its parameters. Make it in the scope of the one that runs."
+            "so its replicas would share the parameters. Make it in the scope of the strategy that "
+            "runs the step."
         )
     return clone

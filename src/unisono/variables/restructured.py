@@ -97,7 +97,7 @@ def _kind(buffer: Tensor | None) -> str:
 def _mismatch(what: str, kinds: Sequence[str]) -> ReplicaMismatchError:
     found = ", ".join(f"{kind} on replica {i}" for i, kind in enumerate(kinds))
     return ReplicaMismatchError(
-        f"The buffer {what} was set in the step, and replicas do not have the same: {found}. A "
-        "buffer is one for all replicas after `run`. What belongs to a replica, such as a cache or "
-        "a hidden state, is a plain attribute: `self.cache = ...` without `register_buffer`."
+        f"The step set the buffer {what} to different values on the replicas: {found}. All "
+        "replicas share a buffer after `run`. Keep the state of one replica, such as a cache, in a "
+        "plain attribute: `self.cache = ...` without `register_buffer`."
     )

@@ -59,7 +59,7 @@ def _without_meeting(
 
 
 def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | None:
-    """Deals out the parameters so that each replica has about as many bytes to write."""
+    """Divides the parameters so that all replicas write about the same number of bytes."""
     loads = [0] * num_replicas
     dealt: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in loads]
     for number, group in enumerate(optimizer.param_groups):

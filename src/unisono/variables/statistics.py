@@ -49,7 +49,7 @@ class _Flat:
         return flat[start : start + primary.numel()].view(primary.shape).data
 
     def give(self) -> None:
-        """Gives the replicas what the primaries have, whoever has written it there and how."""
+        """Gives the replicas the values of the primaries, however they were written."""
         torch.cat(self._sources, out=self.whole)
         for part in self.parts:
             part.copy_(self.whole)

@@ -17,7 +17,7 @@ from unisono.variables.outsiders import check_statistics
 
 @computed_once
 def watch_calls() -> None:
-    """From now on, replicas look at batch normalisation, and synchronise it if that is asked."""
+    """From now on, replicas watch batch normalization, and synchronize it if asked to."""
     _watch_batch_norm()
 
 

@@ -71,6 +71,7 @@ def _parameter(given: Any) -> Any:
     if given.is_on_read:
         raise UnsupportedError(
             f"An optimizer makes one update for all replicas, but {variable.name!r} is ON_READ: "
-            "each replica writes its own component. Make it with ON_WRITE, or assign in a step."
+            "each replica writes its own component. Make the variable with ON_WRITE, or assign to "
+            "it in the step."
         )
     return variable.values[0]

@@ -157,7 +157,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     @property
     def owners(self) -> tuple[int, ...]:
-        """The replicas whose components have a storage of their own: writing to these is enough."""
+        """The replicas whose components have their own storage: writing to these is enough."""
         return tuple(dict.fromkeys(self._owner_of))
 
     def select(self, replica_id: int) -> Variable:
@@ -213,17 +213,17 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
         other = other_strategy(self._strategy)
-        # A variable that was made outside every scope has one component, whoever writes it once.
+        # A variable that was made outside every scope has one component, and is written once.
         is_plain = is_default(self._strategy) and current_replica() is None
         if other is not None and not is_plain:
             raise ContextError(
                 f"`{what}`: {self._what} was made under {self._strategy!r}, not under {other!r}. "
-                "Leave the scope of the latter, or make the variable there."
+                "Leave that scope, or make the variable in it."
             )
         if is_for_all and current_replica() is not None:
             raise ContextError(
-                f"`{what}` of {self._what} was called on a replica, but is for all. Call it "
-                "outside `run`."
+                f"`{what}` of {self._what} was called on a replica, inside `run`. Call it outside "
+                "`run`."
             )
 
     def _write(self, write: Write, given: Any, indices: Any = None, *, is_read: bool) -> Any:
@@ -265,8 +265,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         """In a `merge_call`: writes what replicas gave, a `PerReplica` or the same object."""
         if isinstance(variable, PerReplica) or isinstance(write, PerReplica):
             raise UnequalCallsError(
-                "Every replica must write the same variables in the same way and order, but they "
-                f"now write {variable} with {write}."
+                f"The replicas write different variables or in different ways: {variable} with "
+                f"{write}. Make the same writes in the same order on every replica."
             )
         op = variable._policy.reduce_op
         workers = variable._strategy.extended.workers
@@ -328,8 +328,9 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         if isinstance(value, Mirrored):
             return value.select(0)
         raise UnsupportedError(
-            f"{self._what} takes one value for all replicas here, got a {type(value).__name__} of "
-            f"{len(value.values)}. Reduce it first, or write each component on its replica."
+            f"{self._what} takes one value for all replicas outside `run`, got a "
+            f"{type(value).__name__} of {len(value.values)}. Reduce it first, or write each "
+            "component on its replica."
         )
 
     def _aliases(self, storages: dict[int, Tensor]) -> tuple[Tensor, ...]:

@@ -69,8 +69,8 @@ def check_value(what: str, value: Any, shape: torch.Size, dtype: torch.dtype) ->
     check_layout(tensor, f"What {what} is given")
     if tensor.shape != shape:
         raise UnsupportedError(
-            f"{what} takes a value of shape {tuple(shape)} here, got {tuple(tensor.shape)}. "
-            "Nothing is broadcast."
+            f"{what} takes a value of shape {tuple(shape)} here, got {tuple(tensor.shape)}. Expand "
+            "the value first: assignments do not broadcast."
         )
     if not torch.can_cast(tensor.dtype, dtype):
         raise UnsupportedError(

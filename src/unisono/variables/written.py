@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
 
 _REMEDY = (
-    "Let one call write for all replicas: `unisono.once(fn)` calls `fn` once while the replicas "
-    "wait, for example `unisono.once(lambda: model.weight.data.mul_(0.5))`."
+    "Write once for all replicas with `unisono.once`, for example `unisono.once(lambda: "
+    "model.weight.data.mul_(0.5))`."
 )
 _watches: LiveSet[Watch] = LiveSet()
 # Those whose parameters are in several memories, so that all writes must be seen.
@@ -128,8 +128,8 @@ class Watch:
         others = len(names) - 1
         more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
         raise ContextError(
-            f"A step wrote to {names[0]}{more}, on the storage that all replicas share, so the "
-            f"values are wrong now: load them from a checkpoint, or create them again. {_REMEDY}"
+            f"A step wrote to {names[0]}{more}, which all replicas share, so the values are wrong "
+            f"now: load them from a checkpoint. {_REMEDY}"
         )
 
 
@@ -188,6 +188,6 @@ def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
         primary = parameter
     if primary is not None and not mirrors.is_single:
         raise ContextError(
-            f"`data` of {name_of(mirrors, primary)} was assigned in a step, where all replicas "
+            f"`data` of {name_of(mirrors, primary)} was assigned on a replica, but all replicas "
             f"share the parameter. {_REMEDY}"
         )

@@ -51,7 +51,7 @@ def test_what_is_no_address_is_refused_and_shown(text: object) -> None:
     with pytest.raises(ClusterError) as caught:
         Address.parse(text)
 
-    assert f"got {text!r}" in str(caught.value)
+    assert repr(text) in str(caught.value)
 
 
 def test_a_derived_port_is_the_same_everywhere_and_below_those_that_linux_gives_out() -> None:

@@ -74,7 +74,7 @@ def test_what_torchrun_says_is_kept() -> None:
 
 
 def test_a_cluster_without_a_task_is_refused() -> None:
-    with pytest.raises(ClusterError, match="needs to know which task it is"):
+    with pytest.raises(ClusterError, match="must know which task it is"):
         Membership.of(SimpleClusterResolver(CLUSTER))
 
 

@@ -76,11 +76,11 @@ def test_a_job_that_is_not_there_is_refused_with_those_that_are() -> None:
         (["a:1"], "dictionary of addresses by job name"),
         ({"worker": "a:1"}, "got 'a:1'"),
         ({"worker": []}, r"at least one address.*got \[\]"),
-        ({"worker": ["a"]}, "got 'a'"),
+        ({"worker": ["a"]}, "the address 'a'"),
         ({1: ["a:1"]}, "got 1"),
         ({"": ["a:1"]}, "got ''"),
-        ({"worker": ["a:1", "b:1", "a:1"]}, "several have a:1"),
-        ({"chief": ["a:1"], "worker": ["a:1"]}, "several have a:1"),
+        ({"worker": ["a:1", "b:1", "a:1"]}, "several tasks have a:1"),
+        ({"chief": ["a:1"], "worker": ["a:1"]}, "several tasks have a:1"),
     ],
 )
 def test_what_is_no_cluster_is_refused(cluster: Any, message: str) -> None:
@@ -118,5 +118,5 @@ def test_tasks_are_numbered_with_whole_numbers(wrong: Any) -> None:
 def test_a_job_with_missing_tasks_does_not_train() -> None:
     spec = ClusterSpec({"worker": {1: "a:1"}})
 
-    with pytest.raises(ClusterError, match="has the tasks 1 and lacks others"):
+    with pytest.raises(ClusterError, match="has only the tasks 1"):
         validate(spec, "worker", 1)

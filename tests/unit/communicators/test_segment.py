@@ -14,13 +14,14 @@ from contextlib import ExitStack
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from unisono.communicators.segment import Host, create_segment, receive_segment
+from unisono.communicators.segment import Host, receive_segment
 from unisono.errors import (
     CommunicationError,
     JobMismatchError,
     WorkerLostError,
     WorkerTimeoutError,
 )
+from unisono.system import create_segment
 
 
 class Entered:

@@ -96,7 +96,7 @@ def test_contexts_are_known_outside_of_a_strategy() -> None:
     uo.contrib.require_replica_context(uo.get_replica_context())
     with MirroredStrategy(PAIR).scope():
         assert uo.contrib.has_distribution_strategy()
-        with pytest.raises(ContextError, match="must be on replica 0"):
+        with pytest.raises(ContextError, match="does not run on replica 0"):
             uo.contrib.require_tower_context(tower)
 
 
@@ -133,7 +133,7 @@ def test_a_number_of_gpus_is_a_list_of_devices() -> None:
     ],
 )
 def test_an_argument_and_its_older_name_exclude_each_other(arguments: dict[str, Any]) -> None:
-    with pytest.raises(UnsupportedError, match="Give one of"):
+    with pytest.raises(UnsupportedError, match="Give only one of"):
         MirroredStrategy(**arguments)
 
 

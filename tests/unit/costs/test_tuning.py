@@ -141,7 +141,7 @@ def test_what_is_no_file_does_not_stop_a_strategy(
         assert current_tuning() is None
 
     (line,) = caplog.messages
-    assert "no regular file" in line
+    assert "not a regular file" in line
 
 
 def test_a_folder_that_may_not_be_read_does_not_stop_a_strategy(

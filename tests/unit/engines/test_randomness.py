@@ -433,7 +433,7 @@ def test_a_generator_made_outside_cannot_be_seeded_in_a_step(mirrored: Make) -> 
         given.manual_seed(3)
         torch.rand(1, generator=given)
 
-    with pytest.raises(ContextError, match=r"Call `torch\.manual_seed\(\)` in the step"):
+    with pytest.raises(ContextError, match=r"call `torch\.manual_seed\(\)` in the step"):
         mirrored().run(step)
 
 

@@ -216,7 +216,7 @@ def test_parts_that_cannot_be_counted_are_refused() -> None:
     [
         (lambda batch, n: [batch], "list of 2 parts, .* got 1 parts"),
         (lambda batch, n: batch, "list of 2 parts, .* got <class 'torch.Tensor'>"),
-        (lambda batch, n: [None, None], "all None"),
+        (lambda batch, n: [None, None], "only None"),
     ],
 )
 def test_a_function_that_returns_no_part_per_replica_is_refused(made: Any, problem: str) -> None:

@@ -130,7 +130,7 @@ def test_a_replica_does_not_ask_for_the_next_step() -> None:
     replica = ReplicaContext.__new__(ReplicaContext)
     replica.__dict__.update(strategy=cast(Any, SimpleNamespace()))
 
-    with entered(replica), pytest.raises(ContextError, match="outside of `run`"):
+    with entered(replica), pytest.raises(ContextError, match="outside `run`"):
         next(iterator)
     assert iterator.last_counts == ()
 

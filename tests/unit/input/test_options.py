@@ -22,7 +22,7 @@ def test_a_global_batch_is_shared_evenly(global_batch_size: int, share: int) -> 
 
 
 def test_a_global_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"batch of 5 .* 2 replicas: 1 are left"):
+    with pytest.raises(ValueError, match=r"batch of 5 .* 2 replicas: the remainder is 1"):
         InputContext(num_replicas_in_sync=2).get_per_replica_batch_size(5)
 
 

@@ -368,7 +368,9 @@ def test_an_input_that_is_shorter_than_the_saved_one_is_refused() -> None:
     resumed = split_over_two([torch.arange(2)] * 2)
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match="3 batches into the input, which has only 2"):
+    with pytest.raises(
+        UnsupportedError, match="3 batches into the input, but this input has only 2"
+    ):
         iter(resumed)
 
 
@@ -377,7 +379,7 @@ def test_a_state_of_other_generators_is_refused() -> None:
     resumed = split_over_two(loader())
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match=r"with 1 random generators .* has 1 with 0"):
+    with pytest.raises(UnsupportedError, match=r"with 1 random generators.* has 1 sources with 0"):
         iter(resumed)
 
 
@@ -386,13 +388,13 @@ def test_a_state_of_another_number_of_batches_a_step_is_refused() -> None:
     resumed = split_over_two(loader())
     resumed.load_state_dict(iterator.state_dict())
 
-    with pytest.raises(UnsupportedError, match="2 batches a step, this input takes 1"):
+    with pytest.raises(UnsupportedError, match="2 batches per step, but this one takes 1"):
         iter(resumed)
 
 
 @pytest.mark.parametrize("wrong", [None, {}, {"num_steps": 3}], ids=str)
 def test_what_is_no_state_is_refused(wrong: Any) -> None:
-    with pytest.raises(UnsupportedError, match="state of an input holds"):
+    with pytest.raises(UnsupportedError, match="state of an input must have"):
         split_over_two(loader()).load_state_dict(wrong)
 
 

@@ -196,7 +196,7 @@ def test_a_sparse_batch_is_split_along_its_first_dimension() -> None:
 
 
 def test_batches_of_different_structure_are_not_joined() -> None:
-    with pytest.raises(ReplicaMismatchError, match=r"replica 1 holds \['b'\], .* 0 \['a'\]"):
+    with pytest.raises(ReplicaMismatchError, match=r"replica 1 holds \['b'\], .* 0 holds \['a'\]"):
         Splitter().join([{"a": 1}, {"b": 1}])
 
 

@@ -244,7 +244,7 @@ def test_batches_that_were_split_in_other_proportions_are_refused() -> None:
     assert counts_of((placed(2, 4), placed(1, 2))) == (2, 4)
     assert counts_of((placed(2, 4), placed(1, 1, is_input=False))) == (2, 4)
     assert counts_of((placed(3, 1, is_input=False), 5)) == (3, 1)
-    with pytest.raises(UnsupportedError, match=r"got \(2, 1\) samples of one and \(3, 1\)"):
+    with pytest.raises(UnsupportedError, match=r"got \(2, 1\) samples of one batch and \(3, 1\)"):
         counts_of((placed(2, 1), placed(3, 1)))
 
 
@@ -283,10 +283,10 @@ def test_data_that_all_read_alike_can_be_resumed_by_other_workers() -> None:
 @pytest.mark.parametrize(
     ("then", "now", "problem"),
     [
-        ((2, "function"), (3, "function"), "of 2 workers .* here are 3"),
-        ((2, "function"), (2, "shared"), "of 2 workers .* all read the same"),
-        ((2, "off"), (3, "off"), "of 2 steps a batch, this input makes 3"),
-        ((1, "off"), (2, "off"), "of 1 steps a batch, this input makes 2"),
+        ((2, "function"), (3, "function"), "2 workers .* this job has 3"),
+        ((2, "function"), (2, "shared"), "2 workers .* all workers read the same"),
+        ((2, "off"), (3, "off"), "2 steps per batch, but this one makes 3"),
+        ((1, "off"), (2, "off"), "1 steps per batch, but this one makes 2"),
     ],
 )
 def test_a_state_of_other_readers_is_refused(
@@ -315,7 +315,7 @@ def test_a_state_of_other_readers_is_refused(
 def test_nobody_knows_how_long_data_of_all_workers_is() -> None:
     def ask(workers: Workers) -> None:
         for dataset in (distributed(workers, batches(8, 2), 1, OFF), by_rank([], [])(workers)):
-            with pytest.raises(TypeError, match="data of its own"):
+            with pytest.raises(TypeError, match="its own data"):
                 len(dataset)
         assert len(distributed(workers, batches(8, 2))) == 4
 
@@ -362,10 +362,10 @@ TWO_FILES: ConcatDataset[int] = ConcatDataset([FILE_OF_3, FILE_OF_3])
     [
         ([torch.arange(4)], "got a list"),
         (DataLoader(FILE_OF_3), "got a range"),
-        (DataLoader(ConcatDataset([FILE_OF_3])), "each of 2 workers .* there are 1"),
+        (DataLoader(ConcatDataset([FILE_OF_3])), "each of the 2 workers .* only 1"),
         (DataLoader(TWO_FILES, sampler=SubsetRandomSampler([1])), "SubsetRandomSampler"),
         (DataLoader(TWO_FILES, sampler=RandomSampler(TWO_FILES, num_samples=2)), "RandomSampler"),
-        (DataLoader(TWO_FILES, batch_sampler=[[0, 1], [2]]), "what a list would draw"),
+        (DataLoader(TWO_FILES, batch_sampler=[[0, 1], [2]]), "not with a list"),
     ],
     ids=lambda one: one if isinstance(one, str) else "",
 )
@@ -375,7 +375,7 @@ def test_what_has_no_files_for_each_worker_is_refused(source: Any, problem: str)
 
 
 def test_a_policy_for_what_a_function_shares_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="must be AUTO, got FILE"):
+    with pytest.raises(UnsupportedError, match="must be AUTO here, got FILE"):
         DistributedDatasetsFromFunction(lambda _: [], InputContext(), cpu_slots(1), FILE)
 
 

@@ -171,7 +171,7 @@ def test_results_outlive_the_batch_and_each_other() -> None:
 def test_an_item_that_does_not_go_together_is_named_in_a_batch() -> None:
     good = [torch.ones(2), torch.ones(2)]
 
-    with pytest.raises(ReplicaMismatchError, match="Value 1 of the batch must have one shape"):
+    with pytest.raises(ReplicaMismatchError, match="Value 1 of the batch must have the same shape"):
         reduce_batch(ReduceOp.SUM, [good, [torch.ones(2), torch.ones(3)]], [1, 1])
 
 

@@ -26,8 +26,8 @@ def test_another_shape_is_an_error_that_names_the_replica_and_both_shapes() -> N
         check_replicas(ReduceOp.SUM, tensors, "The gradient of `weight`")
 
     assert str(caught.value) == (
-        "The gradient of `weight` must have one shape on all 4 replicas: replica 2 has (3,), the "
-        "others have (2,). Nothing was reduced."
+        "The gradient of `weight` must have the same shape on all 4 replicas, but replica 2 has "
+        "(3,), and the others have (2,). Nothing was reduced."
     )
 
 
@@ -36,7 +36,7 @@ def test_another_dtype_is_an_error_that_names_the_replica_and_both_dtypes() -> N
 
     with pytest.raises(
         ReplicaMismatchError,
-        match=r"one dtype .*replica 0 has torch.float64, the others have torch.float32",
+        match=r"same dtype .*replica 0 has torch.float64, and the others have torch.float32",
     ):
         check_replicas(ReduceOp.SUM, tensors)
 

@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from unisono.kernels import native_core
@@ -24,7 +26,18 @@ def test_the_environment_turns_it_off_and_the_status_says_so(
     core = load()
 
     assert core.kernel is None
-    assert core.status == "torch: the native core is turned off by UNISONO_NATIVE=0"
+    assert core.status == "torch: UNISONO_NATIVE=0 turns the native core off"
+
+
+def test_an_installation_without_the_core_says_so_plainly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("UNISONO_NATIVE", raising=False)
+    monkeypatch.setitem(sys.modules, "unisono._native", None)
+    monkeypatch.delattr("unisono._native", raising=False)
+
+    core = load()
+
+    assert core.kernel is None
+    assert core.status == "torch: Unisono was installed without the native core"
 
 
 @pytest.mark.usefixtures("path")

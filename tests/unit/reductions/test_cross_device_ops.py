@@ -147,9 +147,9 @@ def test_a_value_that_does_not_go_together_never_reaches_an_override() -> None:
     ops = Recording()
     odd = uo.PerReplica([torch.ones(1), torch.ones(2)])
 
-    with pytest.raises(ReplicaMismatchError, match="The value must have one shape"):
+    with pytest.raises(ReplicaMismatchError, match="The value must have the same shape"):
         ops.reduce(SUM, odd, "/cpu:0")
-    with pytest.raises(ReplicaMismatchError, match="Value 1 of the batch must have one shape"):
+    with pytest.raises(ReplicaMismatchError, match="Value 1 of the batch must have the same shape"):
         ops.batch_reduce(SUM, [(powers(), "/cpu:0"), (odd, "/cpu:0")])
 
     assert ops.calls == []
@@ -158,7 +158,7 @@ def test_a_value_that_does_not_go_together_never_reaches_an_override() -> None:
 @pytest.mark.parametrize(
     ("value", "error"),
     [
-        (uo.PerReplica([]), "without values"),
+        (uo.PerReplica([]), "holds no values"),
         (None, "Cannot read None"),
         ([[1.0, 2.0], [3.0]], "Cannot read"),
         (uo.PerReplica([1.0, None]), "Cannot read None"),

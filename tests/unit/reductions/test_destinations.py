@@ -41,7 +41,7 @@ def test_what_names_no_device_is_refused_and_shown(wrong: Any) -> None:
 
 
 def test_a_value_without_components_is_refused() -> None:
-    with pytest.raises(DestinationError, match="no component"):
+    with pytest.raises(DestinationError, match="without components"):
         destinations_of(PerReplica([]))
 
 

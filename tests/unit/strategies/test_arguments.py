@@ -77,7 +77,7 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "kwargs without names": (lambda s: s.run(abs, kwargs={1: 2}), "`kwargs` must be a dict"),
     "no empty kwargs": (lambda s: s.run(abs, kwargs=0), "`kwargs` must be a dict"),
     "mirror nothing": (lambda s: s.mirror(None), "takes a model, optimizer"),
-    "mirror a list": (lambda s: s.mirror([torch.nn.Linear(1, 1)]), "one by one"),
+    "mirror a list": (lambda s: s.mirror([torch.nn.Linear(1, 1)]), "once for each object"),
     "mirror a class": (lambda s: s.mirror(torch.nn.Linear), "takes a model, optimizer"),
     "gather far": (lambda s: s.gather(rows(), axis=99), "`axis` must be from -2 to 1"),
     "gather along a name": (lambda s: s.gather(rows(), axis="rows"), "`axis` must be an int"),

@@ -67,7 +67,7 @@ def test_a_hook_must_return_the_gradients(
     with strategy.scope():
         model = nn.Linear(4, 1)
 
-    with pytest.raises(UnsupportedError, match=rf"a tensor of 5 elements.*gave {found}"):
+    with pytest.raises(UnsupportedError, match=rf"returned {found}"):
         strategy.run(lambda: model(torch.ones(4)).sum().backward())
 
 
@@ -77,9 +77,9 @@ def test_a_hook_comes_first_and_alone(mirrored: Callable[..., uo.MirroredStrateg
         nn.Linear(1, 1)
     twice.register_comm_hook(None, default_hooks.allreduce_hook)
 
-    with pytest.raises(ContextError, match="before anything is made in the scope"):
+    with pytest.raises(ContextError, match="was made in the scope"):
         late.register_comm_hook(None, default_hooks.allreduce_hook)
-    with pytest.raises(ContextError, match="has a communication hook already"):
+    with pytest.raises(ContextError, match="already has a communication hook"):
         twice.register_comm_hook(None, default_hooks.allreduce_hook)
     with pytest.raises(UnsupportedError, match="cannot be copied"):
         copy.deepcopy(twice)
@@ -91,10 +91,10 @@ def test_what_cannot_be_a_hook_is_refused(mirrored: Callable[..., uo.MirroredStr
 
     with pytest.raises(UnsupportedError, match=r"a function of a state and a bucket, got 5"):
         strategy.register_comm_hook(None, 5)  # type: ignore[arg-type]
-    with pytest.raises(UnsupportedError, match=r"Give it `strategy\.process_group`"):
+    with pytest.raises(UnsupportedError, match=r"Pass `strategy\.process_group`"):
         strategy.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     with pytest.raises(UnsupportedError, match=r"`reduce_gradients` is ReduceOp\.MAX"):
         mirrored(2, reduce_gradients=uo.ReduceOp.MAX).register_comm_hook(None, print)
-    with pytest.raises(ContextError, match="There is no strategy here"):
+    with pytest.raises(ContextError, match="takes no communication hook"):
         uo.get_strategy().register_comm_hook(None, default_hooks.allreduce_hook)
     assert not distributed.is_initialized()

@@ -67,7 +67,10 @@ def test_threads_of_one_name_at_the_same_time_have_lanes_of_their_own() -> None:
 
 def test_a_trace_within_a_trace_is_refused(tmp_path: Path) -> None:
     with record(tmp_path / "outer"):
-        with pytest.raises(ContextError, match="recorded already"), record(tmp_path / "inner"):
+        with (
+            pytest.raises(ContextError, match="already being recorded"),
+            record(tmp_path / "inner"),
+        ):
             pass
         with span("step", "still recorded"):
             pass
@@ -94,10 +97,13 @@ def test_a_folder_without_a_trace_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("", "is no trace of a worker"),
+        ("", "is not the trace of a worker"),
         ("{}\n", "KeyError"),
-        ('{"format": "unisono trace 9", "threads": []}\n', "only 'unisono trace 1' can be read"),
-        ('{"format": "unisono trace 1", "threads": []}\n[0, 1, 2]\n', "is no trace of a worker"),
+        ('{"format": "unisono trace 9", "threads": []}\n', "this version reads 'unisono trace 1'"),
+        (
+            '{"format": "unisono trace 1", "threads": []}\n[0, 1, 2]\n',
+            "is not the trace of a worker",
+        ),
     ],
 )
 def test_a_file_that_is_no_trace_is_refused(content: str, message: str, tmp_path: Path) -> None:

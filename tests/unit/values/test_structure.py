@@ -56,7 +56,10 @@ def test_a_single_replica_is_never_wrapped() -> None:
 
 @pytest.mark.parametrize(
     ("other", "spelled"),
-    [([1, 2, 3], r"\[\*, \*, \*\], not \[\*, \*\]"), ((1, 2), r"\(\*, \*\), not \[\*, \*\]")],
+    [
+        ([1, 2, 3], r"\[\*, \*, \*\], but replica 0 returned \[\*, \*\]"),
+        ((1, 2), r"\(\*, \*\), but replica 0 returned \[\*, \*\]"),
+    ],
 )
 def test_another_structure_names_the_replica(other: Any, spelled: str) -> None:
     with pytest.raises(ReplicaMismatchError, match=f"Replica 2 returned.*{spelled}"):

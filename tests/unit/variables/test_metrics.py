@@ -413,4 +413,4 @@ def test_states_that_are_no_tensors_cannot_travel() -> None:
             strategy.run(step)
         return str(caught.value)
 
-    assert all("outside of `run`" in text for text in on_strategies(2, on_worker))
+    assert all("outside `run`" in text for text in on_strategies(2, on_worker))

@@ -167,7 +167,7 @@ def test_a_step_kept_from_before_the_run_says_what_to_write(mirrored: Make) -> N
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept = optimizer.step
 
-    with pytest.raises(ContextError, match="kept from before the run"):
+    with pytest.raises(ContextError, match="looked up before `run`"):
         strategy.run(lambda: kept())
 
 

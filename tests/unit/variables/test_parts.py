@@ -43,7 +43,7 @@ def test_what_a_step_sets_is_refused_and_the_next_run_is_as_before(
     change, name = CHANGES[kind]
     before = {key: value.clone() for key, value in model.state_dict().items()}
 
-    with pytest.raises(ContextError, match=f"{name} was set in a step.*outside `run`"):
+    with pytest.raises(ContextError, match=f"{name} was set on a replica.*outside `run`"):
         strategy.run(lambda: change(model))
 
     seen = strategy.run(lambda: [name for name, _ in model.named_parameters()])

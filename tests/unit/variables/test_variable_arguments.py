@@ -34,7 +34,7 @@ def test_per_replica_values_are_refused_outside_replicas(
 ) -> None:
     variable = made(pair, 1.0, SUM, synchronization)
 
-    with pytest.raises(UnsupportedError, match="one value for all replicas here, got a PerReplica"):
+    with pytest.raises(UnsupportedError, match=r"one value for all replicas .*got a PerReplica"):
         variable.assign(PerReplica([torch.tensor(2.0), torch.tensor(3.0)]))
     assert numbers(variable) == [1, 1]
 
@@ -94,9 +94,9 @@ def test_values_of_another_shape_or_a_lossy_dtype_are_refused(pair: MirroredStra
 def test_replicas_that_write_different_variables_are_told(pair: MirroredStrategy) -> None:
     a, b = made(pair, 1.0, MEAN, name="a"), made(pair, 1.0, MEAN, name="b")
 
-    with pytest.raises(UnequalCallsError, match="same variables in the same way"):
+    with pytest.raises(UnequalCallsError, match="write different variables"):
         pair.run(lambda: (a, b)[replica_id()].assign(number()))
-    with pytest.raises(UnequalCallsError, match="same variables in the same way"):
+    with pytest.raises(UnequalCallsError, match="write different variables"):
         pair.run(lambda: (a.assign, a.assign_add)[replica_id()](number()))
     pair.run(lambda: a.assign(number()))
     assert (numbers(a), numbers(b)) == ([1.5, 1.5], [1, 1])

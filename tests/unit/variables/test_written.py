@@ -91,7 +91,10 @@ def test_the_parameter_is_named_and_the_way_out(
 
 @pytest.mark.parametrize(
     ("write", "words"),
-    [(in_place, "weight` of Net, on"), (with_foreach, "weight` of Net and 1 more parameter, on")],
+    [
+        (in_place, "weight` of Net, which"),
+        (with_foreach, "weight` of Net and 1 more parameter, which"),
+    ],
 )
 def test_the_other_parameters_are_counted(
     mirrored: Make, write: Callable[[Net], None], words: str

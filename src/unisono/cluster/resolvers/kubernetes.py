@@ -30,9 +30,9 @@ class KubernetesClusterResolver(ClusterResolver):
         first = coordinator_address(variables, "kubernetes", None, port=None)
         if first is None:
             raise ClusterError(
-                f"The manifest says that {size} pods train together, and not where pod 0 is. Set "
-                f"{COORDINATOR} in it, such as 'JOB-0.SERVICE:29500', where SERVICE is a headless "
-                "service and the `subdomain` of the pods."
+                f"The manifest says that {size} pods train together, but not where pod 0 is. Set "
+                f"{COORDINATOR} in it, for example 'JOB-0.SERVICE:29500', where SERVICE is a "
+                "headless service and the `subdomain` of the pods."
             )
         super().__init__("worker", rank, environment="kubernetes")
         self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})

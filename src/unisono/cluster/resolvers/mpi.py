@@ -39,10 +39,9 @@ class MpiClusterResolver(ClusterResolver):
         if first is None:
             raise ClusterError(
                 f"mpirun has started {size} processes, {local_size} of them here, and does not "
-                f"tell the others where rank 0 is. Set {COORDINATOR} to the host:port, or "
-                "MASTER_ADDR to the host, where rank 0 runs, for all of them: with Open MPI "
-                f"`mpirun -x {COORDINATOR}=host:port`, with MPICH `mpiexec -genv {COORDINATOR} "
-                "host:port`."
+                f"tell the others where rank 0 is. Set {COORDINATOR} to the host:port of rank 0 "
+                f"for all of them: with Open MPI `mpirun -x {COORDINATOR}=host:port`, with MPICH "
+                f"`mpiexec -genv {COORDINATOR} host:port`."
             )
         super().__init__("worker", rank, environment="mpi")
         self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})

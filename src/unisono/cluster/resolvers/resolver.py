@@ -24,7 +24,7 @@ class Launch:
             launcher gives something to tell them apart.
         local_rank: Which worker of its host this is.
         local_size: How many workers its host has, as far as is known.
-        restart_count: How often the launcher has started the workers anew.
+        restart_count: How often the launcher has restarted the workers.
         uses_existing_store: Whether the launcher keeps a store at the address of the first task.
         gpus: The GPUs of its host that this worker uses; None means its share of them.
     """
@@ -107,7 +107,7 @@ class ClusterResolver(ABC):
         if asked != (self.task_type, self.task_id):
             raise ClusterError(
                 f"Only the GPUs of this process, {self.task_type} {self.task_id}, are known here, "
-                f"not those of {asked[0]} {asked[1]}. Ask in that process."
+                f"not those of {asked[0]} {asked[1]}. Call it in that process."
             )
         return {"GPU": len(this_machine().gpus)}
 

@@ -25,7 +25,7 @@ class SlurmClusterResolver(ClusterResolver):
     """A task that srun has started: SLURM_PROCID of SLURM_NTASKS.
 
     The first host of SLURM_STEP_NODELIST (or SLURM_NODELIST) is that of task 0. The port follows
-    from SLURM_JOB_ID and SLURM_STEP_ID, so two jobs on one host seldom get the same:
+    from SLURM_JOB_ID and SLURM_STEP_ID, so two jobs on one host rarely get the same:
     12000 + crc32("slurm-JOB.STEP") % 20000. MASTER_ADDR and MASTER_PORT, or UNISONO_COORDINATOR,
     say otherwise.
 
@@ -120,9 +120,9 @@ def _hosts_by_rank(
         said = f"tasks per node {text!r} ({' or '.join(_TASKS_PER_NODE)})"
     if len(counts) != len(hosts) or sum(counts) != size:
         raise ClusterError(
-            f"SLURM's variables do not go together: {size} tasks ({' or '.join(_TASKS)}), {said}, "
-            f"but the hosts {', '.join(hosts)}. Start the script with srun in the allocation that "
-            "set them."
+            f"SLURM's variables contradict each other: {size} tasks ({' or '.join(_TASKS)}), "
+            f"{said}, but the hosts {', '.join(hosts)}. Start the script with srun in the "
+            "allocation that set them."
         )
     return [host for host, count in zip(hosts, counts, strict=True) for _ in range(count)]
 
@@ -132,7 +132,7 @@ def _counts(hosts: list[str], tasks_per_node: int | Mapping[str, int]) -> list[i
         return [int(tasks_per_node)] * len(hosts)
     if set(tasks_per_node) != set(hosts):
         raise ClusterError(
-            f"`tasks_per_node` must have a number for each of {', '.join(hosts)}; got "
+            f"`tasks_per_node` must have a number for each of the hosts {', '.join(hosts)}; got "
             f"{dict(tasks_per_node)}."
         )
     return [int(tasks_per_node[host]) for host in hosts]

@@ -27,7 +27,8 @@ def expand_counts(text: str) -> list[int]:
         match = _COUNT.fullmatch(part.strip())
         if match is None:
             raise ClusterError(
-                f"Tasks per node are written as in '2(x3),1'; cannot read {part!r} in {text!r}."
+                f"Cannot read {part!r} in the tasks per node {text!r}. Write them as SLURM does, "
+                "for example '2(x3),1'."
             )
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
@@ -57,5 +58,6 @@ def _numbers(piece: str, text: str) -> list[str]:
 
 def _unreadable_hosts(text: str) -> ClusterError:
     return ClusterError(
-        f"A list of hosts is written as in 'node[01-03,7],login'; cannot read {text!r}."
+        f"Cannot read the list of hosts {text!r}. Write it as SLURM does, for example "
+        "'node[01-03,7],login'."
     )

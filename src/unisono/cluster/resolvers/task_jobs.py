@@ -20,7 +20,10 @@ def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, in
     """
     counts = {"worker": size} if jobs is None else dict(jobs)
     if sum(counts.values()) != size:
-        raise ClusterError(f"`jobs` has {sum(counts.values())} tasks, but {size} were started.")
+        raise ClusterError(
+            f"`jobs` has {sum(counts.values())} tasks, but {size} were started. Make the numbers "
+            "equal."
+        )
     unknown = [job for job in counts if job not in JOBS]
     if unknown:
         raise ClusterError(f"The jobs of a cluster are {', '.join(JOBS)}; got {unknown[0]!r}.")
@@ -52,8 +55,9 @@ class SharedGpus:
     def __post_init__(self) -> None:
         if self.are_given and self.per_task * self.most_tasks > self._per_node:
             raise ClusterError(
-                f"{self.most_tasks} tasks of a host with {self.per_task} GPUs each need more than "
-                f"its {self._per_node}. Lower `gpus_per_task`, or start fewer tasks per host."
+                f"{self.most_tasks} tasks per host with {self.per_task} GPUs each need more GPUs "
+                f"than the {self._per_node} of a host. Lower `gpus_per_task`, or start fewer tasks "
+                "per host."
             )
 
     @property

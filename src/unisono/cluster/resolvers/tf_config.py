@@ -54,7 +54,7 @@ class TFConfigClusterResolver(ClusterResolver):
         try:
             validate(self._spec, self.task_type, self.task_id)
         except ClusterError as error:
-            raise ClusterError(f"TF_CONFIG names no usable task. {error}") from None
+            raise ClusterError(f"The task in TF_CONFIG is not usable. {error}") from None
 
     def cluster_spec(self) -> ClusterSpec:
         """See `ClusterResolver.cluster_spec`."""
@@ -103,7 +103,7 @@ def _parse(text: str) -> dict[str, Any]:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         raise ClusterError(
-            f"TF_CONFIG is not JSON ({error}). Found {text[:200]!r}; expected such as {_EXAMPLE}."
+            f"TF_CONFIG is not JSON ({error}). Found {text[:200]!r}; write it like {_EXAMPLE}."
         ) from None
     if not isinstance(config, dict):
         raise ClusterError(f"TF_CONFIG must be a JSON object such as {_EXAMPLE}; found {config!r}.")
@@ -122,7 +122,7 @@ def _object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
 def _text(config: Mapping[str, Any], key: str) -> str | None:
     found = config.get(key)
     if found is not None and not isinstance(found, str):
-        raise ClusterError(f"`{key}` in TF_CONFIG must be a text; found {found!r}.")
+        raise ClusterError(f"`{key}` in TF_CONFIG must be a string; found {found!r}.")
     return found
 
 

@@ -1,4 +1,4 @@
-"""The variables that torchrun, and whoever follows it, sets for each worker."""
+"""The variables that torchrun, and launchers like it, set for each worker."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from unisono.errors import ClusterError
 
 
 class UnionClusterResolver(ClusterResolver):
-    """The tasks of several clusters as one cluster. All else is that of the first resolver.
+    """The tasks of several clusters as one cluster. Everything else comes from the first resolver.
 
     The lists of a job that several resolvers know are put end to end. If one of them gives the
     tasks of the job by number, all are taken by number, and no two may have the same.
@@ -33,7 +33,10 @@ class UnionClusterResolver(ClusterResolver):
         wrong = [one for one in args if not isinstance(one, ClusterResolver)]
         if not args or wrong:
             found = repr(wrong[0]) if wrong else "none"
-            raise ClusterError(f"A union is made of at least one cluster resolver; got {found}.")
+            raise ClusterError(
+                "A union needs at least one cluster resolver, and cluster resolvers alone; got "
+                f"{found}."
+            )
         first = args[0]
         super().__init__(
             first.task_type if task_type is None else task_type,
@@ -87,8 +90,8 @@ def _merged(job: str, specs: list[ClusterSpec]) -> Tasks:
         twice = merged.keys() & numbered.keys()
         if twice:
             raise ClusterError(
-                f"Several of the clusters have task {min(twice)} of the job {job!r}. Give each "
-                "task one number."
+                f"Several clusters of the union have task {min(twice)} of the job {job!r}. Give "
+                "each task a number that no other cluster uses."
             )
         merged.update(numbered)
     return merged

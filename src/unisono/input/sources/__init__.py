@@ -1,4 +1,4 @@
-"""Where batches come from: loaders, iterables and functions, opened anew for each epoch."""
+"""Where batches come from: loaders, iterables and functions, opened again for each epoch."""
 
 from unisono.input.sources.epoch import Epoch, Progress
 from unisono.input.sources.files import of_own_files

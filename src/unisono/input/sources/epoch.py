@@ -25,7 +25,7 @@ class Progress:
         steps_per_batch: Steps over which each batch is split.
         batch_size: The size of a full batch, where the split depends on it.
         at_start: The random generators before the sources were opened, of each worker that reads
-            data of its own; None when no epoch is under way, because none was begun or the last
+            its own data; None when no epoch is under way, because none was begun or the last
             one came to its end.
         at_first: The same, before the first batch was drawn.
         was_running: Which sources kept something from an earlier epoch.
@@ -73,8 +73,8 @@ class Progress:
         if not isinstance(state, Mapping) or set(state) != names:
             found = in_words(list(state) if isinstance(state, Mapping) else state)
             raise UnsupportedError(
-                f"The state of an input holds {sorted(names)}, got {found}. Load what its "
-                "`state_dict()` returned."
+                f"The state of an input must have the keys {sorted(names)}, got {found}. Load what "
+                "its `state_dict()` returned."
             )
         for name in ("num_steps", "num_left_out"):
             check_int(name, state[name], least=0)
@@ -159,8 +159,8 @@ def _check_length(progress: Progress, num_found: int) -> None:
     """Raises unless there was a batch in each step; the last step may have lacked some."""
     if num_found <= progress.num_consumed - progress.batches_per_step:
         raise UnsupportedError(
-            f"The saved state is {progress.num_consumed} batches into the input, which has only "
-            f"{num_found}. Resume with the input that was saved."
+            f"The saved state is {progress.num_consumed} batches into the input, but this input "
+            f"has only {num_found}. Resume with the same dataset."
         )
 
 
@@ -174,6 +174,6 @@ def _check(
     now = len(sources), len(generators)
     if then != now:
         raise UnsupportedError(
-            f"The saved state is of {then[0]} sources with {then[1]} random generators of their "
-            f"own, this input has {now[0]} with {now[1]}. Resume with the input that was saved."
+            f"The saved state is of {then[0]} sources with {then[1]} random generators, but this "
+            f"input has {now[0]} sources with {now[1]}. Resume with the same dataset and samplers."
         )

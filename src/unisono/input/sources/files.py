@@ -18,7 +18,10 @@ from unisono.errors import UnsupportedError
 from unisono.input.options import InputContext
 from unisono.input.sources.loaders import copied_settings
 
-_INSTEAD = "Use DATA, or give each worker its own in `distribute_datasets_from_function`."
+_INSTEAD = (
+    "Use AutoShardPolicy.DATA, or make each worker's dataset in "
+    "`distribute_datasets_from_function`."
+)
 
 
 def of_own_files(source: Any, context: InputContext) -> DataLoader[Any]:
@@ -28,8 +31,8 @@ def of_own_files(source: Any, context: InputContext) -> DataLoader[Any]:
     """
     if type(source) is not DataLoader:
         raise UnsupportedError(
-            "FILE shares the files of a `DataLoader` over a `ConcatDataset` or `ChainDataset`, got "
-            f"a {type(source).__name__}. {_INSTEAD}"
+            "AutoShardPolicy.FILE needs a `DataLoader` over a `ConcatDataset` or `ChainDataset`, "
+            f"got a {type(source).__name__}. {_INSTEAD}"
         )
     files = _own_files(source.dataset, context)
     settings = copied_settings(source) | {
@@ -46,15 +49,16 @@ def of_own_files(source: Any, context: InputContext) -> DataLoader[Any]:
 def _own_files(dataset: Dataset[Any], context: InputContext) -> Dataset[Any]:
     if not isinstance(dataset, (ConcatDataset, ChainDataset)):
         raise UnsupportedError(
-            "FILE needs a dataset that is made of files, a `ConcatDataset` or a `ChainDataset` "
-            f"with a member for each, got a {type(dataset).__name__}. {_INSTEAD}"
+            "AutoShardPolicy.FILE needs a `ConcatDataset` or `ChainDataset` with one member per "
+            f"file, got a {type(dataset).__name__}. {_INSTEAD}"
         )
     files = list(dataset.datasets)
     num_workers = context.num_input_pipelines
     if len(files) < num_workers:
         raise UnsupportedError(
-            f"FILE gives each of {num_workers} workers files of its own, and there are "
-            f"{len(files)} in all. Make at least {num_workers}, or use DATA."
+            f"AutoShardPolicy.FILE gives each of the {num_workers} workers its own files, but "
+            f"there are only {len(files)}. Split the data into at least {num_workers} files, or "
+            "use AutoShardPolicy.DATA."
         )
     own = files[context.input_pipeline_id :: num_workers]
     return ConcatDataset(own) if isinstance(dataset, ConcatDataset) else ChainDataset(own)
@@ -69,6 +73,6 @@ def _own_sampler(source: DataLoader[Any], files: ConcatDataset[Any]) -> Any:
         return RandomSampler(files, sampler.replacement, generator=sampler.generator)
     kind = sampler if has_own_batches else source.batch_sampler
     raise UnsupportedError(
-        "FILE can read files in order or with `shuffle=True`; what a "
-        f"{type(kind).__name__} would draw from the files of one worker is not known. {_INSTEAD}"
+        "AutoShardPolicy.FILE reads files in order or with `shuffle=True`, but not with a "
+        f"{type(kind).__name__}. {_INSTEAD}"
     )

@@ -1,4 +1,4 @@
-"""What batches come from: loaders, iterables, iterators and functions, opened anew each epoch."""
+"""What batches come from: loaders, iterables, iterators and functions, opened again each epoch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from unisono.input.sources.source import Source
 
 
 class IterableSource(Source):
-    """Anything that gives its batches anew each time it is iterated."""
+    """Anything that gives all its batches each time it is iterated."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -39,8 +39,8 @@ class IteratorSource(Source):
         """See `Source.open`."""
         if self._batches is None:
             raise UnsupportedError(
-                f"This input is a {self._kind}, which gives its batches once, and an epoch over it "
-                "was begun before. Distribute something that can be iterated again: a list, a "
+                f"This input is a {self._kind}, which gives its batches only once, and it has been "
+                "iterated before. Distribute something that can be iterated again: a list, a "
                 "`DataLoader`, or an object whose `__iter__` makes a new generator."
             )
         batches, self._batches = self._batches, None
@@ -88,18 +88,19 @@ def _refuse_what_is_no_batches(batches: Any) -> None:
         )
     if isinstance(batches, Dataset):
         raise UnsupportedError(
-            f"Input comes in batches, and this {kind} gives single samples. Wrap it in "
+            f"This {kind} gives single samples, but a strategy distributes batches. Wrap it in "
             "`DataLoader(dataset, batch_size=global_batch_size)`."
         )
     arrays = (Tensor, np.ndarray)
     is_tuple_of_arrays = isinstance(batches, tuple) and any(isinstance(x, arrays) for x in batches)
     if isinstance(batches, arrays) or is_tuple_of_arrays:
         raise UnsupportedError(
-            f"Input comes in batches, got a {kind} of data. Wrap it in "
-            "`DataLoader(numpy_dataset(arrays), batch_size=global_batch_size)`; if its items are "
-            "the batches, make it a list."
+            f"A strategy distributes batches, got a {kind} of data. Wrap it in "
+            "`DataLoader(numpy_dataset(arrays), batch_size=global_batch_size)`, or make it a list "
+            "if its items are batches."
         )
     if isinstance(batches, (str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UnsupportedError(
-            f"Input is a `DataLoader` or an iterable of batches, got {batches!r} of type {kind}."
+            f"Input must be a `DataLoader` or an iterable of batches, got {batches!r} of type "
+            f"{kind}."
         )

@@ -40,8 +40,8 @@ def check_random_states(name: str, states: Any) -> None:
                     raise TypeError(f"the state of a generator is {own.dtype}, {own.dim()}-d")
     except Exception as error:
         raise UnsupportedError(
-            f"The saved input state is damaged: `{name}` holds no states of random generators "
-            f"({type(error).__name__}: {error}). Load what `state_dict()` returned."
+            f"The saved input state is damaged: `{name}` does not hold the states of random "
+            f"generators ({type(error).__name__}: {error}). Load what `state_dict()` returned."
         ) from error
 
 
@@ -76,5 +76,5 @@ def set_random_state(state: RandomState, generators: Sequence[torch.Generator]) 
         except (RuntimeError, TypeError) as error:
             raise UnsupportedError(
                 f"A random generator on {generator.device} cannot be set to the saved state: "
-                f"{error}. Resume with the input that was saved."
+                f"{error}. Resume with the same dataset and samplers."
             ) from error

@@ -38,14 +38,14 @@ class Readers:
         """Returns the state of this worker among those that `states` returned, then or now."""
         if len(states) != 1:
             raise UnsupportedError(
-                f"The saved state is of {len(states)} workers that read data of their own, here "
-                "all read the same. Resume with the input that was saved."
+                f"In the saved state {len(states)} workers read different data, but here all "
+                "workers read the same data. Resume with the same dataset and policy."
             )
         return states[0]
 
 
 class ReadersApart(Readers):
-    """Many workers, each with data of its own."""
+    """Many workers, each with its own data."""
 
     are_apart = True
 
@@ -61,8 +61,8 @@ class ReadersApart(Readers):
         communicator = self.workers.communicator
         if len(states) != communicator.size:
             raise UnsupportedError(
-                f"The saved state is of {len(states)} workers that read data of their own, here "
-                f"are {communicator.size}. Resume with as many."
+                f"In the saved state {len(states)} workers read different data, but this job has "
+                f"{communicator.size} workers. Resume with {len(states)} workers."
             )
         return states[communicator.rank]
 

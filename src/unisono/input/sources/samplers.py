@@ -49,9 +49,9 @@ def of_all_samples(source: Any) -> Any:
     kinds = type(source), type(sampler), type(source.batch_sampler)
     if kinds != (DataLoader, DistributedSampler, BatchSampler):
         raise UnsupportedError(
-            f"{_described(sampler)} Batches are split over the replicas by the strategy, so this "
-            "would lose samples. Give the `DataLoader` a sampler that reads all samples, and the "
-            "global batch size."
+            f"{_described(sampler)} The strategy splits batches over the replicas itself, so "
+            "samples would be lost. Give the `DataLoader` the global batch size and a sampler that "
+            "reads all samples."
         )
     _tell(
         f"{_described(sampler)} The strategy splits every batch over the replicas itself, so all "
@@ -76,8 +76,8 @@ def check_share(source: Any, context: InputContext) -> None:
     if (sampler.rank, sampler.num_replicas) != own:
         raise UnsupportedError(
             f"{_described(sampler)} This is input pipeline {own[0]} of {own[1]}, so samples would "
-            f"be lost. Make it with `num_replicas={own[1]}, rank={own[0]}`: the `InputContext` has "
-            "both."
+            f"be lost. Make the sampler with `num_replicas={own[1]}, rank={own[0]}`, which the "
+            "`InputContext` has."
         )
 
 

@@ -44,8 +44,8 @@ class Source(ABC):
     def start(self) -> None:
         """Makes it keep what it keeps from epoch to epoch."""
         raise UnsupportedError(
-            "The saved state is of a `DataLoader` with workers that persist. Resume with the "
-            "input that was saved."
+            "The saved state is of a `DataLoader` with `persistent_workers=True`, and this one has "
+            "other settings. Resume with the same `DataLoader` settings."
         )
 
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:

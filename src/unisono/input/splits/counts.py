@@ -40,9 +40,9 @@ def _agreed(told: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
         if other is not first and _proportions(other) != _proportions(first):
             raise UnsupportedError(
                 "`run()` was given batches that were split in different proportions: the replicas "
-                f"got {first} samples of one and {other} of another, so it is not known how much "
-                "the loss of each replica counts. Make all batches of one step the same size, or "
-                "multiples of the number of replicas: with `drop_last=True`, say."
+                f"got {first} samples of one batch and {other} of another, so the weight of each "
+                "replica's loss is not known. Use batches of the same size in one step, for "
+                "example with `drop_last=True`."
             )
     return first
 

@@ -146,9 +146,9 @@ class Reader:
         if len({image.shape for image in images}) > 1 and num_samples <= _MOST_CHANNELS:
             raise UnsupportedError(
                 f"A list of {len(images)} tensors of different sizes can be read in two ways: one "
-                f"sample per tensor, or {num_samples} samples in the first dimension of each. Say "
-                "`InputOptions(batch_dim=0)` for the latter. For the former, give "
-                "`InputOptions(split=...)` a function that splits the list."
+                f"sample per tensor, or {num_samples} samples in the first dimension of each. Use "
+                "`InputOptions(split=...)` with a function that splits the list for the first, and "
+                "`InputOptions(batch_dim=0)` for the second."
             )
         return True
 
@@ -248,8 +248,8 @@ def _checked(path: str, leaf: Any, dim: int | None) -> int | None:
     if not -leaf.ndim <= dim < leaf.ndim:
         raise UnsupportedError(
             f"`batch_dim` is {dim}, but {path or 'the batch'} has the shape {tuple(leaf.shape)}. "
-            "Give each leaf its own, in the structure of a batch: `batch_dim=(1, 0)`, say; None "
-            "gives all of a leaf to every replica."
+            "Give each tensor its own dimension, in the structure of the batch, for example "
+            "`batch_dim=(1, 0)`; None copies a tensor to every replica."
         )
     return int(dim % leaf.ndim)
 
@@ -273,9 +273,9 @@ def _check_leaves(layout: Layout) -> None:
     if not layout.sizes:
         leaf = layout.leaves[0] if layout.leaves else "nothing"
         raise UnsupportedError(
-            f"Cannot split {in_words(leaf)} over the replicas: it has no batch dimension. "
-            "Distribute batches: wrap the dataset in a `DataLoader` with the global batch size. "
-            "Other batches are split by `InputOptions(split=...)`."
+            f"Cannot split {in_words(leaf)} over the replicas: it has no batch dimension. Wrap the "
+            "dataset in a `DataLoader` with the global batch size, or split batches yourself with "
+            "`InputOptions(split=...)`."
         )
     if layout.num_samples is None:
         listed = ", ".join(f"{path} has {size}" for path, size in layout.sizes.items())

@@ -77,6 +77,6 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
 def _check(num_workers: int, worker_id: int, num_replicas: int) -> None:
     if num_replicas < 1 or not 0 <= worker_id < num_workers:
         raise UnsupportedError(
-            "Input is split over 1 or more replicas on workers 0 to W - 1, got "
-            f"{num_replicas} replicas on worker {worker_id} of {num_workers}."
+            f"Input is split over 1 or more replicas on workers 0 to W - 1, got {num_replicas} "
+            f"replicas on worker {worker_id} of {num_workers}."
         )

@@ -139,24 +139,24 @@ class Splitter:
             found = f"{len(made)} parts" if isinstance(made, (list, tuple)) else repr(type(made))
             raise UnsupportedError(
                 f"The `split` of `InputOptions` must return a list of {num_parts} parts, one per "
-                f"replica of all workers, got {found}. A part may be None: its replica then has no "
-                "samples."
+                f"replica of all workers, got {found}. Return None for a replica without samples."
             )
         if all(part is None for part in made):
             raise UnsupportedError(
-                "The `split` of `InputOptions` has returned parts that are all None."
+                "The `split` of `InputOptions` returned only None. Give at least one replica a "
+                "part."
             )
         parts = self.join([MISSING if part is None else part for part in made])
         if parts is None or not parts.is_counted:
             raise UnsupportedError(
-                "Cannot tell how many samples there are in each part that `split` has returned, so "
-                "it is not known how much the loss of each replica counts. Give `InputOptions` a "
-                "function `count_samples`, which returns the number of samples of one part."
+                "The number of samples in each part that `split` returned is not known, so neither "
+                "is the weight of each replica's loss. Give `InputOptions` a function "
+                "`count_samples` that returns the number of samples of one part."
             )
         return parts
 
     def join(self, batches: Sequence[Any]) -> SplitBatch | None:
-        """Gives each replica a whole batch of its own; all must be of one structure.
+        """Gives each replica its own whole batch; all must have one structure.
 
         A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
         and there is no such thing, it returns None.
@@ -228,8 +228,8 @@ def grouped(
     trees = [taken_apart(batch, is_column)[0] for batch in batches]
     other = next(i for i, tree in enumerate(trees) if tree.paths != trees[0].paths)
     raise ReplicaMismatchError(
-        f"The batch of replica {other} holds {_listed(trees[other])}, that of replica 0 "
-        f"{_listed(trees[0])}. Make all batches of one structure."
+        f"The batch of replica {other} holds {_listed(trees[other])}, but the batch of replica 0 "
+        f"holds {_listed(trees[0])}. Give all batches the same structure."
     )
 
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 BLOCK = 2048
-# As many levels of the tree are written out below.
+# The number of inputs for which the levels of the tree are written out below.
 MAX_REPLICAS = 31
 
 SUM, PROD, MIN, MAX = (tl.constexpr(i) for i in range(4))
@@ -69,7 +69,7 @@ def _reduce_block(
     IS_WHOLE: tl.constexpr,
 ):
     lanes = tl.arange(0, BLOCK_SIZE)
-    # A binary counter: what is combined from 1, 2, 4, 8 and 16 neighbours waits for as many more.
+    # A binary counter: a sum of 1, 2, 4, 8 or 16 neighbours waits for another of its size.
     for i in tl.static_range(NUM_INPUTS):
         source = _address(row, i, DTYPE, IS_ALIGNED) + start
         if IS_WHOLE:

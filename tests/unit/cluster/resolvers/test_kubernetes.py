@@ -35,11 +35,17 @@ TYPES: dict[str, Any] = {
 }
 
 
-def manifests() -> list[dict[str, Any]]:
-    """A service and its job, and a job set."""
-    page = (ROOT / "docs" / "launchers.md").read_text()
-    texts = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+def manifests(source: str = "docs/launchers.md") -> list[dict[str, Any]]:
+    """A service and its job; of the page also a job set."""
+    text = (ROOT / source).read_text()
+    texts = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if source.endswith(".md") else [text]
     return [manifest for text in texts for manifest in yaml.safe_load_all(text)]
+
+
+# The page, and the file to copy.
+each_source = pytest.mark.parametrize(
+    "source", ["docs/launchers.md", "examples/jobs/kubernetes.yaml"]
+)
 
 
 def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
@@ -72,8 +78,9 @@ def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     return found
 
 
-def test_the_manifest_of_the_documentation_keeps_to_the_schema() -> None:
-    for manifest in manifests():
+@each_source
+def test_the_manifest_of_the_documentation_keeps_to_the_schema(source: str) -> None:
+    for manifest in manifests(source):
         assert faults(manifest, SCHEMAS[manifest["kind"]], manifest["kind"]) == []
 
 
@@ -88,8 +95,9 @@ def test_the_schema_finds_faults() -> None:
     assert len(faults(job_set, SCHEMAS["JobSet"], "job set")) == 2
 
 
-def test_the_manifest_of_the_documentation_describes_a_cluster() -> None:
-    service, job, _ = manifests()
+@each_source
+def test_the_manifest_of_the_documentation_describes_a_cluster(source: str) -> None:
+    service, job = manifests(source)[:2]
     pod = job["spec"]["template"]["spec"]
 
     # Pods of an Indexed Job are called JOB-INDEX.SUBDOMAIN; the service makes the names known.

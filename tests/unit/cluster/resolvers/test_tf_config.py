@@ -98,8 +98,8 @@ def test_the_environment_of_the_process_is_the_default(monkeypatch: pytest.Monke
         ({"cluster": CLUSTER, "task": {"type": "worker", "index": 2}}, "TF_CONFIG.*task 2"),
         ({"cluster": CLUSTER, "task": {"type": "worker", "index": -1}}, "TF_CONFIG.*task -1"),
         ({"cluster": CLUSTER, "task": {"type": "chief", "index": 0}}, "TF_CONFIG.*'chief'"),
-        ({"cluster": {"worker": ["a"]}}, "got 'a'"),
-        ({"rpc_layer": 1}, "`rpc_layer` in TF_CONFIG must be a text; found 1"),
+        ({"cluster": {"worker": ["a"]}}, "address 'a'"),
+        ({"rpc_layer": 1}, "`rpc_layer` in TF_CONFIG must be a string; found 1"),
     ],
 )
 def test_a_wrong_tf_config_is_refused_with_what_was_found(config: Any, message: str) -> None:

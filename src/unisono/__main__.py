@@ -1,0 +1,6 @@
+"""`python -m unisono`: the command `unisono`. Nothing in the package imports this."""
+
+from unisono_tools.cli import main
+
+if __name__ == "__main__":
+    main(prog_name="unisono")

@@ -1,3 +1,0 @@
-"""The competitors, each in processes of its own where it needs them."""
-
-__all__: list[str] = []

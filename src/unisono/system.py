@@ -1,0 +1,128 @@
+"""What only some systems have.
+
+Everything here is on Linux. macOS and Windows train through torch, and lack shared memory between
+processes; Windows also lacks `poll`, and with it connections between workers. No other module of
+the core names a function that a system may lack, but those that only Linux gets to.
+"""
+
+from __future__ import annotations
+
+import errno
+import getpass
+import os
+import platform
+import select
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+from unisono.errors import UnsupportedError
+
+try:
+    import fcntl
+except ImportError:
+    fcntl = None  # type: ignore[assignment]
+
+_GET_ADDRESS = 0x8915
+_NAME_BYTES = 15
+
+
+def cores() -> set[int]:
+    """Returns the cores that the current thread may use; empty where the system does not say."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def use_cores(wanted: set[int]) -> None:
+    """Lets the current thread use these cores, where the system can be told."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, wanted)
+
+
+def after_fork_in_child(call: Callable[[], object]) -> None:
+    """Calls `call` in every process that is forked from this one, where processes can fork."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=call)
+
+
+def user() -> str:
+    """Returns who runs this process: a number, or a name on Windows."""
+    return str(os.getuid()) if hasattr(os, "getuid") else getpass.getuser()
+
+
+def is_local(connected: socket.socket) -> bool:
+    """Returns whether a socket connects processes of one host, without a network."""
+    return connected.family == getattr(socket, "AF_UNIX", None)
+
+
+def boot_id() -> str | None:
+    """Returns what Linux calls its last start; None elsewhere."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+def namespace(kind: str) -> str:
+    """Returns the namespace of that kind, such as "net", that this process is in; "" if unknown."""
+    try:
+        return os.readlink(f"/proc/self/ns/{kind}")
+    except OSError:
+        return ""
+
+
+def processor() -> str:
+    """Returns the name of the processor, as precisely as the system knows it."""
+    try:
+        # Python's own answer is empty on most Linux systems.
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def interface_address(name: str) -> str:
+    """Returns the IPv4 address of a network interface, such as eth0.
+
+    Raises:
+        OSError: If it has none, or if this is not Linux.
+    """
+    if fcntl is None or platform.system() != "Linux":
+        raise OSError(errno.ENOTSUP, "only Linux can be asked for it")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        request = struct.pack("256s", name.encode()[:_NAME_BYTES])
+        return socket.inet_ntoa(fcntl.ioctl(probe, _GET_ADDRESS, request)[20:24])
+
+
+def create_segment(num_bytes: int) -> int:
+    """Returns a descriptor of new memory that can grow, of which pages are used when touched.
+
+    Raises:
+        OSError: If there is no memory, or if this is not Linux.
+    """
+    if fcntl is None or not hasattr(os, "memfd_create"):
+        raise OSError(errno.ENOTSUP, "memory without a name takes Linux")
+    fd = os.memfd_create("unisono", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.fchmod(fd, 0o600)
+        os.ftruncate(fd, num_bytes)
+    except OSError:
+        os.close(fd)
+        raise
+    # A process that shrank it would end the others with SIGBUS.
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def check_connections() -> None:
+    """Raises unless this system can watch many connections at a time.
+
+    Raises:
+        UnsupportedError: On Windows.
+    """
+    if not hasattr(select, "poll"):
+        raise UnsupportedError(
+            f"Several workers need `poll`, which {platform.system()} lacks. Use MirroredStrategy, "
+            "which trains in one process, or run the workers on Linux or macOS."
+        )

@@ -1,0 +1,321 @@
+"""Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
+
+Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
+this end the object has a subclass of its class, with the same name, for as long as replicas run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from unisono.contexts import ReplicaContext, current_replica, entered
+from unisono.errors import ContextError
+from unisono.options import ReduceOp
+from unisono.values import PerReplica, as_tensor
+from unisono.variables.for_all import for_all
+from unisono.variables.front import Front, plain_class
+from unisono.variables.groups import SeenState
+from unisono.variables.leaves import Leaves, clear
+from unisono.variables.mirrors import Mirrors
+from unisono.variables.settings import Settings
+from unisono.variables.shares import update_in_shares
+
+# Which strategy an object belongs to. Not an attribute of it, which would be saved with it.
+_owners: weakref.WeakKeyDictionary[Any, weakref.ref[Mirrors]] = weakref.WeakKeyDictionary()
+
+
+def do_once(
+    context: ReplicaContext, what: str, work: Callable[[], Any], settings: Settings | None = None
+) -> Any:
+    """Lets the replicas meet, does the work once for all of them, and gives all the result."""
+
+    def once(_: Any) -> list[Any]:
+        with for_all(context), torch._C.DisableTorchFunction():
+            return [work()] * context.num_local_replicas
+
+    return context.meeting.meet(
+        context.local_id, what, None, once, in_python=True, settings=settings
+    )
+
+
+class OnceStep:
+    """The `step` of an optimizer that makes one update for all replicas.
+
+    It also comes before a `step` that was set on the optimizer itself, as schedulers do.
+    """
+
+    def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
+        return _step if optimizer is None else types.MethodType(_step, optimizer)
+
+    def __set__(self, optimizer: Any, step: Any) -> None:
+        vars(optimizer)["step"] = step
+
+    def __delete__(self, optimizer: Any) -> None:
+        vars(optimizer).pop("step", None)
+
+
+def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    """Makes one update for all replicas, with the gradients that they have reduced."""
+    context = current_replica()
+    what = f"{type(optimizer).__name__}.step()"
+    if context is None or (closure is not None and owner_of(optimizer) is None):
+        return optimizer._update(closure, **kwargs)
+    if closure is None:
+        settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
+        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
+    return _step_with_closures(optimizer, context, what, closure)
+
+
+# torch wraps every `step`, to call hooks and to see that a scheduler does not come before it; the
+# one that makes the update is wrapped already.
+_step.hooked = True  # type: ignore[attr-defined]
+_step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
+
+class OnceUpdate(Front):
+    """Comes before the class of an optimizer of one replica while its run is recorded."""
+
+    step = OnceStep()
+
+    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
+        return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        step = vars(self).get("step") or super().step  # type: ignore[misc]
+        return step(**kwargs) if closure is None else step(closure, **kwargs)
+
+
+class OnceOptimizer(OnceUpdate):
+    """Comes before the class of an optimizer while replicas run."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+        """Clears the gradients of this replica; outside a replica, those of all."""
+        context = current_replica()
+        owners = _leaves(self)
+        # The primaries themselves are cleared, too, and not only the leaves that they stand for.
+        with torch._C.DisableTorchFunction():
+            if context is None:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
+                for leaves in owners:
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
+                return
+            replica_id = context.local_id
+            for leaves in owners:
+                if replica_id == 0:
+                    clear(leaves.primary, set_to_none=set_to_none)
+                leaves.clear(replica_id, set_to_none=set_to_none)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of parameters; on a replica its own copy of them, see `GroupCopies`."""
+        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        context = current_replica()
+        if context is None:
+            return groups
+        return context.strategy.extended.mirrors.groups.seen(self, groups, context)
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        _check_outside(self, "param_groups")
+        vars(self)["param_groups"] = groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; not on a replica."""
+        _check_outside(self, "add_param_group()")
+        super().add_param_group(param_group)  # type: ignore[misc]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the state; not on a replica."""
+        _check_outside(self, "load_state_dict()")
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def state(self) -> dict[Any, Any]:
+        """The state, which a replica finds under its own parameters, too."""
+        state: dict[Any, Any] = vars(self)["state"]
+        if isinstance(state, SeenState):
+            return state
+        mirrors = _mirrors_of(self)
+        with mirrors.groups.lock:
+            # Another replica may have been faster. What is written to its object must be seen here.
+            state = vars(self)["state"]
+            if not isinstance(state, SeenState):
+                state = vars(self)["state"] = SeenState(state, mirrors)
+        return state
+
+    @state.setter
+    def state(self, state: dict[Any, Any]) -> None:
+        vars(self)["state"] = state
+
+    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
+        take_gradients(self)
+        is_shared = context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory
+        if is_shared and not kwargs and context.meeting.recorder is None:
+            own = vars(self).get("step", _step)
+            if hasattr(own, "_wrapped_by_lr_sched"):
+                # What the scheduler's wrapper does, which the shares of an update do not call.
+                self._opt_called = True
+                if update_in_shares(self, plain_class(type(self)), context):
+                    _mirrors_of(self).spread(parameters_of(self))
+                    return None
+        return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        result = super()._update(closure, **kwargs)
+        _mirrors_of(self).spread(parameters_of(self))
+        return result
+
+
+class OnceScheduler(Front):
+    """Comes before the class of a learning-rate scheduler while replicas run."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Takes one step for all replicas."""
+        context = current_replica()
+        step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
+        if context is None:
+            return step()
+        return do_once(context, f"{type(self).__name__}.step()", step)
+
+
+class OnceScaler(Front):
+    """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
+
+    def unscale_(self, optimizer: Optimizer) -> Any:
+        """Unscales the reduced gradients, which the leaves of all replicas then have."""
+        return self._once("unscale_()", optimizer, super().unscale_)  # type: ignore[misc]
+
+    def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Makes one update for all replicas, unless a gradient is infinite."""
+        step = functools.partial(super().step, **kwargs)  # type: ignore[misc]
+        return self._once("step()", optimizer, step, *args)
+
+    def update(self, *args: Any, **kwargs: Any) -> Any:
+        """Updates the scale once for all replicas."""
+        context = current_replica()
+        update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
+        return update() if context is None else do_once(context, "GradScaler.update()", update)
+
+    def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
+        context = current_replica()
+        if context is None:
+            return method(optimizer, *args)
+
+        def work() -> Any:
+            take_gradients(optimizer)
+            result = method(optimizer, *args)
+            for leaves in _leaves(optimizer):
+                leaves.take_from_primary()
+            return result
+
+        return do_once(context, f"GradScaler.{what}", work)
+
+
+def make_once(target: Any, mirrors: Mirrors) -> None:
+    """Makes an optimizer, scheduler or scaler one that all replicas share."""
+    before = _before(target, is_single=mirrors.is_single)
+    if mirrors.is_single:
+        # It is a plain object, but for runs that are recorded.
+        mirrors.fronts.add(target, before)
+        return
+    is_new = owner_of(target) is not mirrors
+    _owners[target] = weakref.ref(mirrors)
+    if is_new:
+        mirrors.fronts.add(target, before, is_at_once=True)
+
+
+def _before(target: Any, *, is_single: bool) -> type:
+    if isinstance(target, Optimizer):
+        return OnceUpdate if is_single else OnceOptimizer
+    return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
+
+
+def owner_of(target: Any) -> Mirrors | None:
+    """Returns the mirrors that an object belongs to."""
+    owner = _owners.get(target)
+    return None if owner is None else owner()
+
+
+def _mirrors_of(target: Any) -> Mirrors:
+    mirrors = owner_of(target)
+    assert mirrors is not None
+    return mirrors
+
+
+def take_gradients(optimizer: Any) -> None:
+    """Gives the primaries the gradients that all replicas have, reduced."""
+    if owners := _leaves(optimizer):
+        _mirrors_of(optimizer).reduce_rest(owners)
+    for leaves in owners:
+        leaves.show_current_gradient()
+
+
+def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
+    """Before an update outside a run: reduces what replicas have written and nothing shows."""
+    owners = map(mirrors.leaves_of, parameters_of(optimizer))
+    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
+
+
+def _check_outside(optimizer: Any, what: str) -> None:
+    if current_replica() is not None:
+        raise ContextError(
+            f"`{what}` of {type(optimizer).__name__} was called or set on a replica. Do it outside "
+            "`run`, or once for all replicas with `unisono.once(fn)`."
+        )
+
+
+def parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    """Yields the parameters that an optimizer works on."""
+    for group in vars(optimizer)["param_groups"]:
+        yield from group["params"]
+
+
+def _leaves(optimizer: Any) -> list[Leaves]:
+    """Returns what replicas have of the parameters; nothing, where there is one replica."""
+    mirrors = owner_of(optimizer)
+    if mirrors is None:
+        return []
+    find = mirrors.leaves_of
+    return [one for p in parameters_of(optimizer) if (one := find(p)) is not None]
+
+
+def _step_with_closures(
+    optimizer: Any, context: ReplicaContext, what: str, closure: Callable[[], Any]
+) -> Any:
+    """Lets an optimizer evaluate the closures of all replicas as one function of their mean."""
+
+    def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
+        def evaluate() -> Tensor:
+            _mirrors_of(optimizer).spread(parameters_of(optimizer))
+            losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
+            take_gradients(optimizer)
+            extended = context.strategy.extended
+            given = PerReplica.placed(
+                tuple(loss.detach() for loss in losses),
+                extended.worker_devices,
+                extended.counting.samples,
+            )
+            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
+            return mean
+
+        with for_all(context):
+            return [optimizer._update(evaluate)] * context.num_local_replicas
+
+    def on_this_replica(meeting: Any) -> Any:
+        inner = dataclasses.replace(context, meeting=meeting)
+        with entered(inner), torch.enable_grad():
+            return closure()
+
+    replica_id = context.local_id
+    return context.meeting.meet(replica_id, what, on_this_replica, work)

@@ -1,6 +1,0 @@
-"""Writes the description of the commands anew: `python -m unisono_command`."""
-
-from unisono.cli.main import main
-from unisono_command import FILE, described
-
-FILE.write_text(described(main))

@@ -1,0 +1,1 @@
+"""Starts a script in several workers and looks after them."""

@@ -1,0 +1,200 @@
+"""Runs a command in all workers of a job on this host, through torch's elastic agent."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from unisono.cluster import Address, TFConfig
+from unisono.communicators import JOB_TOKEN
+from unisono.devices import this_machine
+from unisono.errors import ClusterError
+from unisono_tools.launching import worker_start
+from unisono_tools.launching.local_tasks import LocalTask, local_tasks
+from unisono_tools.launching.worker_output import WorkerOutput
+
+_LAST_LINES = 20
+
+
+class Job(NamedTuple):
+    """What the command line asks for; see the options of `unisono launch`."""
+
+    num_workers: int | None
+    num_hosts: int
+    host_rank: int | None
+    endpoint: str | None
+    max_restarts: int
+    cluster_file: Path | None
+    all_local: bool
+
+
+def run_workers(job: Job, command: Sequence[str]) -> int:
+    """Runs the workers of this host to their end, and returns the exit status of the launcher."""
+    try:
+        tasks = _tasks(job.num_workers, job.cluster_file, all_local=job.all_local)
+        if tasks and job.num_hosts > 1:
+            raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
+        num_workers = len(tasks) or job.num_workers or num_gpu_workers()
+        config = _config(num_workers, job.num_hosts, job.host_rank, job.endpoint)
+    except ClusterError as error:
+        raise click.UsageError(str(error)) from None
+    config.max_restarts = job.max_restarts
+    return _run(config, command, tasks)
+
+
+def _tasks(
+    num_workers: int | None, cluster_file: Path | None, *, all_local: bool
+) -> list[LocalTask]:
+    """The tasks of TF_CONFIG; none without a cluster there."""
+    text = os.environ.get("TF_CONFIG") if cluster_file is None else cluster_file.read_text()
+    if not text:
+        if all_local:
+            raise ClusterError(
+                "--all-local needs a cluster in TF_CONFIG or --tf-config-cluster. Without one, "
+                "give the number of workers, for example -n 4."
+            )
+        return []
+    tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
+    if num_workers not in (None, len(tasks)):
+        raise ClusterError(
+            f"TF_CONFIG has {len(tasks)} tasks on this host, but -n asks for {num_workers} "
+            "workers. Leave out -n, or unset TF_CONFIG."
+        )
+    return tasks
+
+
+def num_gpu_workers() -> int:
+    """Returns the number of workers where nobody says it: one for each GPU that torch sees.
+
+    Each worker takes its share of the GPUs, which is one.
+
+    Raises:
+        ClusterError: If there is no GPU.
+    """
+    num_gpus = len(this_machine().gpus)
+    if num_gpus == 0:
+        raise ClusterError(
+            "torch sees no GPU on this host, so the number of workers is not known. Give -n, for "
+            "example -n 4, or a cluster in TF_CONFIG or --tf-config-cluster."
+        )
+    return num_gpus
+
+
+def _config(
+    num_workers: int, num_hosts: int, host_rank: int | None, endpoint: str | None
+) -> LaunchConfig:
+    """How the agents of all hosts find each other."""
+    config = LaunchConfig(
+        min_nodes=num_hosts, max_nodes=num_hosts, nproc_per_node=num_workers, rdzv_backend="c10d"
+    )
+    if num_hosts == 1:
+        # The agent takes a free port, so that launches do not meet by accident.
+        config.rdzv_endpoint, config.local_addr = "localhost:0", "localhost"
+        config.run_id = uuid.uuid4().hex
+        return config
+    if endpoint is None:
+        raise ClusterError("Several hosts need --rdzv-endpoint, an address of the first host.")
+    config.rdzv_endpoint = str(Address.parse(endpoint))
+    config.run_id = f"unisono-{config.rdzv_endpoint}"
+    if host_rank is not None:
+        if host_rank >= num_hosts:
+            raise ClusterError(f"--node-rank {host_rank} must be less than --nnodes {num_hosts}.")
+        config.rdzv_backend = "static"
+        config.rdzv_configs = {"rank": host_rank}
+    return config
+
+
+def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask]) -> int:
+    """Runs the workers to their end, and returns the exit status of the launcher."""
+    plan = {
+        "command": command,
+        "tf_configs": [task.tf_config for task in tasks],
+        "launcher": os.getpid(),
+    }
+    variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
+    if config.max_nodes == 1 and _are_all(tasks) and not os.environ.get(JOB_TOKEN):
+        # Launchers of several hosts cannot agree on a secret that nobody else hears.
+        variables[JOB_TOKEN] = secrets.token_hex(32)
+    names = [task.name for task in tasks]
+    _hear_ctrl_c_while_waiting_for_hosts()
+    with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
+        output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
+        config.logs_specs = output
+        try:
+            with output, _environment(variables):
+                elastic_launch(config, sys.executable)("-I", "-S", worker_start.__file__)
+        except SignalException as error:
+            return 128 + int(error.sigval)
+        except ChildFailedError as error:
+            return _report(error, output)
+        except (RendezvousError, DistError) as error:
+            raise click.ClickException(
+                f"The {config.max_nodes} hosts cannot reach each other at {config.rdzv_endpoint}: "
+                f"{str(error).splitlines()[0]} Start the launcher on every host, and check "
+                "--rdzv-endpoint and the firewall."
+            ) from None
+    return 0
+
+
+def _are_all(tasks: Sequence[LocalTask]) -> bool:
+    """Whether no task of the cluster, if there is one, runs on another host."""
+    if not tasks:
+        return True
+    spec = TFConfig.read(tasks[0].tf_config).spec
+    return sum(map(spec.num_tasks, spec.jobs)) == len(tasks)
+
+
+def _hear_ctrl_c_while_waiting_for_hosts() -> None:
+    """Lets Ctrl-C end the process where torch waits and Python does not run.
+
+    The agent takes the signal over as soon as there are workers to end.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def _report(error: ChildFailedError, output: WorkerOutput) -> int:
+    """Says which worker failed first and how; returns its exit status as a shell counts it."""
+    rank, failure = error.get_first_failure()
+    name = output.name(failure.local_rank, {"RANK": str(rank)})
+    lines = output.last_lines(name, _LAST_LINES)
+    by_signal = failure.exitcode < 0
+    how = f"by signal {-failure.exitcode}" if by_signal else f"with status {failure.exitcode}"
+    print(f"{name} (process {failure.pid}) failed first, {how}.", file=sys.stderr)
+    if lines:
+        print("The last lines of its standard error:", *lines, sep="\n  ", file=sys.stderr)
+    return 128 - failure.exitcode if by_signal else int(failure.exitcode)
+
+
+def _thread_limit(num_workers: int) -> dict[str, str]:
+    """Shares the cores between the workers, unless somebody has said otherwise."""
+    if num_workers == 1 or "OMP_NUM_THREADS" in os.environ:
+        return {}
+    return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // num_workers, 1))}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that the workers inherit."""
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            del os.environ[name]

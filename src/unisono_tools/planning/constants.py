@@ -1,0 +1,54 @@
+"""The constants of a plan: those given, else those measured, else those of a cluster of today."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unisono.costs import Link, Tuning
+
+# A cluster of today: GPUs with fast links in a host, 400 Gbit/s between hosts.
+_INSIDE = Link(5e-6, 200e9)
+_BETWEEN = Link(15e-6, 50e9)
+_MEMORY_RATE = 1e12
+
+
+class Constants(NamedTuple):
+    """What a plan is made with, and where it is from.
+
+    Attributes:
+        inside: The link of a rank inside its host.
+        between: The link of a host.
+        memory_rate: Bytes per second that a sum reads and writes.
+        sources: In words where each is from: a file, an option, an assumption.
+    """
+
+    inside: Link
+    between: Link
+    memory_rate: float
+    sources: dict[str, str]
+
+
+def constants_of(given: dict[str, float | None], tuning: Tuning | None) -> Constants:
+    """Returns the constants, given the options of the command and what was measured."""
+    sources: dict[str, str] = {}
+
+    def constant(option: str, tuned: float | None, assumed: float) -> float:
+        found = {"given": given[option], "tuned": tuned, "assumed": assumed}
+        sources[option] = next(source for source, value in found.items() if value is not None)
+        return float(found[sources[option]] or 0.0)
+
+    def link(prefix: str, tuned: Link | None, assumed: Link) -> Link:
+        constants = [
+            constant(prefix + name, None if tuned is None else getattr(tuned, name), value)
+            for name, value in (("latency", assumed.latency), ("bandwidth", assumed.bandwidth))
+        ]
+        if tuned is not None and sources[f"{prefix}latency"] == "tuned":
+            constants.append(tuned.overhead)
+        return Link(*constants)
+
+    return Constants(
+        link("inside_", None if tuning is None else tuning.inside, _INSIDE),
+        link("", None if tuning is None else tuning.between, _BETWEEN),
+        constant("memory_rate", None if tuning is None else tuning.sum_rate, _MEMORY_RATE),
+        sources,
+    )

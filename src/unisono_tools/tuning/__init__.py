@@ -1,0 +1,15 @@
+"""Measures links, and finds the constants of the cost model that explain the measured times."""
+
+from unisono_tools.tuning.measured import Measured, errors_between, fitted, predicted_seconds
+from unisono_tools.tuning.rank_sweeps import local_rank_sweeps, rank_sweeps
+from unisono_tools.tuning.sweeps import local_sweep
+
+__all__ = [
+    "Measured",
+    "errors_between",
+    "fitted",
+    "local_rank_sweeps",
+    "local_sweep",
+    "predicted_seconds",
+    "rank_sweeps",
+]

@@ -1,0 +1,178 @@
+"""What `unisono tune` does: measure, fit, write the file, say what has changed."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import click
+
+from unisono.cluster import Membership, detect, open_store
+from unisono.costs import Link, Tuning, read_tuning, tuning_path
+from unisono.costs.tuning import LINKS, TUNING, library_version, this_machine_in_words
+from unisono.errors import TuningError, UnisonoError
+from unisono.kernels import native_core
+from unisono_tools.tables import (
+    LINK_NAMES,
+    change_in_words,
+    show_table,
+    spell_bytes,
+    spell_rate,
+    spell_seconds,
+)
+from unisono_tools.tuning.measured import Measured, errors_between, fitted
+from unisono_tools.tuning.rank_sweeps import local_rank_sweeps, rank_sweeps
+from unisono_tools.tuning.sweeps import local_sweep
+
+_TIMEOUT_SECONDS = 60.0
+
+
+class Extent(NamedTuple):
+    """How much is measured: which sizes, and how long each."""
+
+    sizes: Sequence[int]
+    seconds: float
+
+
+FULL = Extent([2**power for power in range(8, 25)], 0.15)
+QUICK = Extent([2**power for power in range(10, 23)], 0.03)
+
+
+def tune_here_or_cluster(num_ranks: int | None, output: Path | None, *, quick: bool) -> None:
+    """Measures this host, or the cluster whose launcher has started this, and writes the file.
+
+    Args:
+        num_ranks: Processes of this host to measure between, if no launcher has started any.
+        output: The file to write, if not the one in the user's cache.
+        quick: Whether to measure fewer sizes, and each for a shorter time.
+    """
+    try:
+        extent = QUICK if quick else FULL
+        membership = _membership()
+        if membership is None:
+            ranks = num_ranks or 2
+            _tune(measure_here(ranks, extent), output, num_measurements(ranks, extent))
+            return
+        if num_ranks is not None:
+            raise click.UsageError(
+                f"A launcher has started {membership.size} workers, and the command measures "
+                "between these: leave out -n."
+            )
+        measured = _measure_cluster(membership, extent)
+        if membership.rank == 0:
+            _tune(measured, output)
+        else:
+            list(measured)
+    except UnisonoError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def measure_here(num_ranks: int, extent: Extent) -> Iterator[Measured]:
+    """Measures this host, between so many processes."""
+    if num_ranks > 1:
+        yield from local_rank_sweeps(num_ranks, *extent)
+    yield from local_sweep(*extent)
+
+
+def num_measurements(num_ranks: int, extent: Extent) -> int:
+    """Returns how many measurements `measure_here` makes."""
+    num_links = 2 if native_core().kernel is not None else 1
+    num_groups = min(num_ranks, 3) - 1
+    return (2 + num_links * num_groups) * len(extent.sizes)
+
+
+def with_progress(measured: Iterable[Measured], count: int | None) -> list[Measured]:
+    """Collects measurements, and shows on the terminal how far they are."""
+    with click.progressbar(
+        measured,
+        length=count,
+        label="Measuring",
+        item_show_func=_in_words,
+        # Starting the processes takes longest, and the bar would take all to be as slow.
+        show_eta=False,
+        file=sys.stderr,
+    ) as found:
+        return list(found)
+
+
+def _membership() -> Membership | None:
+    """The place of this process among launched workers; None if it is alone."""
+    resolver = detect()
+    membership = None if resolver is None else Membership.of(resolver)
+    return membership if membership is not None and membership.size > 1 else None
+
+
+def _measure_cluster(membership: Membership, extent: Extent) -> Iterator[Measured]:
+    store = open_store(membership, _TIMEOUT_SECONDS)
+    yield from rank_sweeps(store, membership.rank, membership.size, *extent)
+    if membership.rank == 0:
+        yield from local_sweep(*extent)
+
+
+def _tune(measured: Iterable[Measured], output: Path | None, count: int | None = None) -> None:
+    path = output or tuning_path()
+    # Now, because it is the wrong moment to fail when all is measured.
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = _former(path)
+    rows = with_progress(measured, count)
+    found, sum_rate = fitted(rows)
+    kept = {} if before is None else {name: getattr(before, name) for name in LINKS}
+    links: dict[str, Link | None] = {name: found.get(name, kept.get(name)) for name in LINKS}
+    tuning = Tuning(
+        **links,  # type: ignore[arg-type]
+        sum_rate=sum_rate,
+        machine=this_machine_in_words(),
+        date=datetime.date.today().isoformat(),
+        version=library_version(),
+    )
+    _write(path, tuning)
+    _report(before, tuning, errors_between(rows))
+    click.echo(f"Written to {path}.")
+    if os.environ.get(TUNING) == "off":
+        click.echo(f"{TUNING}=off is set: no run reads it.")
+    elif path != tuning_path():
+        click.echo(f"Runs read it with {TUNING}={path}.")
+
+
+def _former(path: Path) -> Tuning | None:
+    """What was known of this machine before."""
+    try:
+        tuning = read_tuning(path)
+    except TuningError:
+        return None
+    return tuning if tuning.machine == this_machine_in_words() else None
+
+
+def _write(path: Path, tuning: Tuning) -> None:
+    # A run that starts meanwhile reads the old file or the new one, never half of it.
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.write_text(tuning.to_text())
+    fresh.replace(path)
+
+
+def _report(before: Tuning | None, tuning: Tuning, errors: dict[str, float]) -> None:
+    spellings: dict[str, Callable[[float], str]] = {
+        "latency": spell_seconds,
+        "bandwidth": spell_rate,
+    }
+    rows = []
+    for name in LINKS:
+        link: Link | None = getattr(tuning, name)
+        if link is None:
+            continue
+        old: Link | None = None if before is None else getattr(before, name)
+        row = [LINK_NAMES[name]]
+        for constant, spell in spellings.items():
+            now = getattr(link, constant)
+            then = None if old is None else getattr(old, constant)
+            row += [spell(now), change_in_words(then, now) if name in errors else "kept"]
+        rows.append([*row, f"{errors[name]:.0%}".replace("%", " %") if name in errors else ""])
+    show_table(["link", "latency", "change", "bandwidth", "change", "missed by"], rows)
+
+
+def _in_words(one: Measured | None) -> str:
+    return "" if one is None else f"{LINK_NAMES[one.link]}, {spell_bytes(one.num_bytes)}"
