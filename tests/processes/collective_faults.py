@@ -100,6 +100,7 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
     is_culprit = rank == injection.culprit
 
     def body() -> None:
+        injection.meet(desk, rank)
         if is_culprit and injection.fault is Fault.KILLED_AT_START:
             injection.strike(desk)
         communicator = connect(

@@ -10,6 +10,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import Enum
 from typing import Any, NamedTuple
 
@@ -90,6 +91,14 @@ class Injection:
     delay: float
     seed: int
     seconds: float
+
+    def meet(self, desk: Desk, rank: int) -> None:
+        """Called by all who come, so that a busy machine makes nobody look absent."""
+        desk.store.set(f"{self.name} begins on {rank}", "")
+        ranks = [
+            one for one in range(self.size) if self.fault is not Fault.ABSENT or one != self.culprit
+        ]
+        desk.store.wait([f"{self.name} begins on {one}" for one in ranks], timedelta(seconds=60))
 
     def strike(self, desk: Desk) -> None:
         """Called by the culprit at the moment of the failure."""

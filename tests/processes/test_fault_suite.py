@@ -104,7 +104,7 @@ def rng() -> random.Random:
 def test_shared_memory_at_random_moments(rng: random.Random) -> None:
     drawn = faults(rng, 0.4, {**USUAL, Fault.KILLED: 0.25})
     with crews_of(2, 3, 5, 2, 3) as crews:
-        given = shared_out(rng, drawn, crews, seconds=1.5)
+        given = shared_out(rng, drawn, crews, seconds=3.0)
         one_engine = Engine(AUTO)
         assert together(given, lambda crew, one: inject(crew, one, suffer, 2.0, one_engine)) == len(
             drawn

@@ -90,6 +90,7 @@ def train(desk: Desk, injection: Injection, rank: int, job: Job) -> Report | Non
     made: list[Any] = []
 
     def body() -> None:
+        injection.meet(desk, rank)
         if rank == injection.culprit and injection.fault is Fault.KILLED_AT_START:
             injection.strike(desk)
         strategy = job.join(rank, injection.size, injection.seconds_before)
