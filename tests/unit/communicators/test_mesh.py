@@ -113,9 +113,11 @@ def test_a_peer_that_closed_is_named(pair: tuple[Mesh, Mesh]) -> None:
 def test_closing_ends_a_wait_of_another_thread(pair: tuple[Mesh, Mesh]) -> None:
     first, _ = pair
     message = first.receive(1, filled(4, 0))
-    threading.Timer(0.2, first.close).start()
+    timer = threading.Timer(0.2, first.close)
+    timer.start()
     start = time.monotonic()
 
     with pytest.raises(BrokenConnectionError):
         first.progress([message], SECONDS)
     assert time.monotonic() - start < SECONDS / 2
+    timer.join()
