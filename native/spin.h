@@ -20,8 +20,8 @@ inline void pauseBriefly() {
 }
 
 // Returns whether the condition came true within that many looks at it. What is waited for may need
-// this very core, on a busy machine or where the scheduler has put both threads there, so the thread
-// offers the core now and then.
+// this very core, on a busy machine or where the scheduler has put both threads there, so the
+// thread offers the core now and then.
 template <class Condition>
 bool spinUntil(int looks, const Condition& condition) {
   constexpr int kLooksPerOffer = 64;
