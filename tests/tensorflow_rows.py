@@ -1373,7 +1373,7 @@ def _() -> None:
 
 
 @row(DIFFERENT, "`dataset.with_options`")
-@row(DIFFERENT, "AutoShardPolicy.FILE needs")
+@row(DIFFERENT, "FILE shares the files that a pipeline reads")
 def _() -> None:
     files: Any = ConcatDataset([TensorDataset(torch.arange(2) + 10 * i) for i in range(2)])
     policy = uo.AutoShardPolicy.FILE

@@ -56,7 +56,7 @@ LEFT_OUT = {
     "apart": _CALLED_BY_US,
     # Of distributed datasets.
     "begin": _CALLED_BY_US,
-    "deal": _CALLED_BY_US,
+    "split": _CALLED_BY_US,
     "resume": _CALLED_BY_US,
     # Of a configuration.
     "leader_rank": _CALLED_BY_US,

@@ -22,7 +22,7 @@ _CPU = torch.device("cpu")
 class CallerThread:
     """What a run changes on the thread of its caller, which is the thread of replica 0.
 
-    Whoever changes it also puts it right, but Ctrl-C may end that halfway.
+    The code that changes it also restores it, but Ctrl-C may end that halfway.
     """
 
     __slots__ = ("_depth", "_is_drawing", "_is_grad_enabled", "_is_multithreaded")

@@ -123,7 +123,8 @@ def _inner(thing: Any) -> Iterable[Any]:
     if isinstance(thing, types.MethodType):
         return (thing.__func__, thing.__self__, *getattr(thing.__self__, "__dict__", {}).values())
     if isinstance(thing, nn.Module):
-        return {type(one).forward for one in thing.modules()}
+        # Not through `type(one).forward`: a scripted module cannot be asked for it.
+        return {_forward_of(type(one)) for one in thing.modules()}
     if not isinstance(thing, types.FunctionType):
         return ()
     if (thing.__module__ or "").partition(".")[0] in ("torch", _PACKAGE):
@@ -132,6 +133,10 @@ def _inner(thing: Any) -> Iterable[Any]:
     names = _names_in(thing.__code__).intersection(thing.__globals__)
     held = [cell.cell_contents for cell in cells]
     return (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
+
+
+def _forward_of(kind: type) -> Any:
+    return next((vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)), None)
 
 
 def _names_in(code: types.CodeType) -> set[str]:

@@ -2,8 +2,8 @@
 
 torch has `torch.cuda.nccl`, but keeps every communicator that it makes until the process ends. So
 NCCL is called through ctypes, a handful of functions of the library that torch has loaded. Bindings
-such as CuPy's or nccl4py would bring a second NCCL and CUDA libraries of their own, whose streams
-and versions need not be torch's.
+such as CuPy's or nccl4py would load a second NCCL and other CUDA libraries, whose streams and
+versions need not be torch's.
 """
 
 from __future__ import annotations

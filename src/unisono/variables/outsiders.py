@@ -114,7 +114,7 @@ def check_statistics(context: ReplicaContext, running: Tensor) -> None:
     _claim(
         context,
         running,
-        f"A batch normalisation that belongs to no model of {context.strategy!r} is in training "
+        f"A batch normalization that belongs to no model of {context.strategy!r} is in training "
         "mode, so all replicas would write to its running statistics at once. Call `eval()` on its "
         "model, or bring the model in with `strategy.mirror(model)`.",
     )

@@ -71,7 +71,7 @@ def test_the_few_are_at_fault_and_all_are_where_nobody_can_tell() -> None:
         (MEAN, [torch.ones(2, dtype=torch.int32)], "mean of torch.int32 has another dtype"),
         (SUM, [torch.ones(3, 4).t()], "contiguous"),
         (SUM, [torch.eye(2).to_sparse()], "all_reduce_sparse"),
-        (SUM, [torch.ones(2), torch.ones(3)], "one shape"),
+        (SUM, [torch.ones(2), torch.ones(3)], "same shape"),
     ],
 )
 def test_terms_that_cannot_be_reduced_are_refused(

@@ -283,7 +283,7 @@ def test_local_results_can_be_asked_for_anywhere(mirrored: Make) -> None:
 def test_no_sync_is_for_replicas(mirrored: Make) -> None:
     strategy = mirrored()
 
-    with pytest.raises(ContextError, match="on a replica"), strategy.no_sync():
+    with pytest.raises(ContextError, match="outside `run`"), strategy.no_sync():
         pass
 
 

@@ -41,7 +41,7 @@ def test_gpu_slots_on_one_gpu_share_its_memory() -> None:
 def test_a_gpu_that_is_absent_is_an_error_that_lists_those_there_are() -> None:
     with (
         pretend(gpus=GPUS),
-        pytest.raises(DeviceError, match=r"no cuda:2 on this host.*cuda:0, cuda:1 "),
+        pytest.raises(DeviceError, match=r"no cuda:2 on this host.*cuda:0, cuda:1\."),
     ):
         resolve("/gpu:2")
 

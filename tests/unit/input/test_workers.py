@@ -263,14 +263,18 @@ def test_workers_take_over_the_random_generators_of_the_chief() -> None:
 
 def test_data_that_all_read_alike_can_be_resumed_by_other_workers() -> None:
     numbers: Any = range(24)
-    loader = DataLoader(numbers, batch_size=6, shuffle=True)
-    iterator = iter(DistributedDataset(loader, cpu_slots(1)))
+
+    def loader() -> DataLoader[Any]:
+        # These workers are threads, which share the global random generators.
+        return DataLoader(numbers, batch_size=6, shuffle=True, generator=torch.Generator())
+
+    iterator = iter(DistributedDataset(loader(), cpu_slots(1)))
     next(iterator)
     state = iterator.state_dict()
     rest = [element.tolist() for element in iterator]
 
     def ask(workers: Workers) -> Any:
-        dataset = distributed(workers, loader)
+        dataset = distributed(workers, loader())
         dataset.load_state_dict(state)
         return lists(dataset)
 

@@ -91,7 +91,7 @@ def test_odd_clusters_have_a_table_and_a_picture(shape: tuple[str, str], tmp_pat
 
     assert result.exit_code == 0, result.output
     assert "ring" in result.output
-    assert "Unisono uses" in result.output
+    assert "Unisono runs" in result.output
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
