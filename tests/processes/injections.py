@@ -29,7 +29,7 @@ _DOING = re.compile(
     r"between collectives|to start|has not come|not connected|never came|to join|to invite|"
     r"to connect|to answer|"
     r"did not answer|found nobody|cannot be reached|could not connect|does not answer|"
-    r"were connected"
+    r"were connected|for the tuning"
 )
 
 
