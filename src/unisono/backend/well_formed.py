@@ -26,7 +26,7 @@ def listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor], 
 
 
 def in_parts(whole: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
-    """Whether each of `whole` has `size` times as many elements as its part, of one kind."""
+    """Whether each of `whole` has `size` times the elements of its part, of the same kind."""
     if not whole or len(whole) != len(parts):
         return False
     for one, part in zip(whole, parts, strict=True):

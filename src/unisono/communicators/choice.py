@@ -124,7 +124,7 @@ def choose(
         why = f"ranks by host are {layout}{why}"
         flat = _flat(engine, layout, why, tuning)
         return _faster(_hierarchical(engine, layout, why, tuning), flat, layout)
-    told = f"ranks by host are {layout}, which is not as many on each, one host after the other"
+    told = f"ranks by host are {layout}, which differ between hosts or are not in order"
     return _flat(engine, layout, f"{told}{why}", tuning)
 
 

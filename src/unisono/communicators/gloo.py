@@ -53,7 +53,7 @@ def make_gloo_group(
     options._timeout = timedelta(seconds=left.seconds() / _GLOO_PATIENCE)
     device = _device(own)
     options._devices = [device]
-    # As many collectives as are under way at a time.
+    # One thread for each collective that may run at the same time.
     options._threads = num_threads
     patient = _PatientStore(PrefixStore("gloo", store), left)
     make = functools.partial(group, patient, rank, size, options)

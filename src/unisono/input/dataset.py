@@ -261,8 +261,9 @@ class DistributedDataset(DistributedInput):
     def steps_per_batch(self) -> int:
         """See `DistributedInput.steps_per_batch`.
 
-        A worker whose batches are its own makes parts for the replicas of all workers of each,
-        and uses as many a step as it has replicas. So a step is of one global batch in all.
+        A worker with its own batches splits each batch into one part per replica of all workers. In
+        each step it uses one part per replica that it has, so all workers together use one global
+        batch per step.
         """
         return self._num_workers if self._is_fixed else 1
 

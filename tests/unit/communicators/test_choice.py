@@ -47,7 +47,7 @@ CARRIERS = {
     UNEVEN: Carrier.FLAT,
     APART: Carrier.FLAT,
 }
-UNLIKE = ", which is not as many on each, one host after the other"
+UNLIKE = ", which differ between hosts or are not in order"
 
 
 @pytest.mark.parametrize(
