@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
 import threading
 import time
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from keyboard import ctrl_c
 
 from unisono.communicators.greeting import (
     Guest,
@@ -175,14 +175,8 @@ def test_a_call_ends_at_its_deadline(does: Callable[[socket.socket], None]) -> N
 
 
 def test_a_call_hears_ctrl_c() -> None:
-    main = threading.main_thread().ident
-    assert main is not None
-    with somebody_who(say_nothing) as address:
-        timer = threading.Timer(0.3, signal.pthread_kill, [main, signal.SIGINT])
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            call(address, KEY, 1, None, time.monotonic() + SECONDS)
-        timer.join()
+    with somebody_who(say_nothing) as address, ctrl_c():
+        call(address, KEY, 1, None, time.monotonic() + SECONDS)
 
 
 def test_something_else_is_told(door: Door) -> None:

@@ -1,14 +1,12 @@
-import os
 import random
-import signal
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
 import torch
+from keyboard import ctrl_c
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError
@@ -173,44 +171,23 @@ def test_system_exit_ends_the_step(mirrored: Make, others: Callable[[], None]) -
     assert_usable(strategy)
 
 
-@pytest.fixture
-def ctrl_c() -> Iterator[Callable[[], None]]:
-    """Presses Ctrl-C a moment after it is called."""
-    timers: list[threading.Timer] = []
-
-    def press() -> None:
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timers.append(timer)
-        timer.start()
-
-    yield press
-    for timer in timers:
-        timer.join()
-
-
 @pytest.mark.parametrize("work", [compute_for_long, compute_in_torch])
-def test_ctrl_c_ends_the_step(
-    mirrored: Make, ctrl_c: Callable[[], None], work: Callable[[], None]
-) -> None:
+def test_ctrl_c_ends_the_step(mirrored: Make, work: Callable[[], None]) -> None:
     strategy = mirrored(3)
 
     for _ in range(2):
-        ctrl_c()
-        with Stopwatch(), pytest.raises(KeyboardInterrupt):
+        with Stopwatch(), ctrl_c():
             strategy.run(work)
     assert_usable(strategy)
 
 
-def test_ctrl_c_ends_a_step_in_which_one_computes_and_others_wait(
-    strategy: uo.Strategy, ctrl_c: Callable[[], None]
-) -> None:
+def test_ctrl_c_ends_a_step_in_which_one_computes_and_others_wait(strategy: uo.Strategy) -> None:
     def step() -> None:
         if replica_id() == 0:
             compute_for_long()
         wait_in_a_collective()
 
-    ctrl_c()
-    with Stopwatch(), pytest.raises(KeyboardInterrupt):
+    with Stopwatch(), ctrl_c():
         strategy.run(step)
     assert_usable(strategy)
 
