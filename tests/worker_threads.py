@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -33,19 +33,25 @@ def on_strategies(
     num_workers: int,
     target: Callable[[uo.Strategy], T],
     *,
-    num_replicas: int = 1,
+    num_replicas: int | Sequence[int] = 1,
     wrap: Callable[[Communicator], Communicator] = lambda communicator: communicator,
     make_ops: Callable[[], uo.CrossDeviceOps] = uo.ReductionToOneDevice,
     **settings: Any,
 ) -> list[T]:
-    """Calls `target` on each worker with its strategy, and returns what it returned, by rank."""
+    """Calls `target` on each worker with its strategy, and returns what it returned, by rank.
+
+    All workers have `num_replicas`, or each the number at its rank.
+    """
+    counts = [num_replicas] * num_workers if isinstance(num_replicas, int) else num_replicas
 
     def call(workers: Workers) -> T:
-        devices = tuple(uo.Device("cpu", i) for i in range(num_replicas))
+        devices = tuple(uo.Device("cpu", i) for i in range(counts[workers.communicator.rank]))
         ops = make_ops()
         communicator = wrap(workers.communicator)
         strategy = uo.Strategy(
-            uo.StrategyExtended(devices, ops, communicator=communicator, **settings)
+            uo.StrategyExtended(
+                devices, ops, communicator=communicator, replicas_per_worker=counts, **settings
+            )
         )
         try:
             result = target(strategy)

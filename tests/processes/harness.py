@@ -95,13 +95,13 @@ def run_ranks(size: int, target: Target, *args: Any, timeout: float = 120.0) -> 
 
 
 def strategy_of(
-    rank: int, ports: list[int], num_replicas: int, **settings: Any
+    rank: int, ports: list[int], num_devices: int, **settings: Any
 ) -> uo.MultiWorkerMirroredStrategy:
-    """Makes the strategy of one of as many workers as there are ports."""
+    """Makes the strategy of one worker; there are as many workers as ports."""
     resolver = uo.cluster_resolver.SimpleClusterResolver(
         {"worker": [f"127.0.0.1:{port}" for port in ports]}, task_type="worker", task_id=rank
     )
-    devices = [f"cpu:{i}" for i in range(num_replicas)]
+    devices = [f"cpu:{i}" for i in range(num_devices)]
     options = uo.experimental.CommunicationOptions(timeout_seconds=30)
     return uo.MultiWorkerMirroredStrategy(resolver, options, devices=devices, **settings)
 

@@ -29,7 +29,7 @@ MEETS = """
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
 
 membership = Membership.of(detect())
-met = meet(open_store(membership, 30), WorkerCard.of(membership, num_replicas=1), 30)
+met = meet(open_store(membership, 30), WorkerCard.of(membership, num_devices=1), 30)
 print(membership.task_type, membership.rank, "of", len(met), membership.restart_count, flush=True)
 """
 # Takes no time to start.

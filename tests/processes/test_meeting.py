@@ -31,7 +31,7 @@ timeout_seconds = float(os.environ.get("TEST_TIMEOUT", "30"))
 try:
     membership = Membership.of(detect())
     store = open_store(membership, timeout_seconds)
-    card = WorkerCard.of(membership, num_replicas=1)
+    card = WorkerCard.of(membership, num_devices=1)
     met = meet(store, card, timeout_seconds)
     answer = [membership.rank, membership.size, membership.job, [one.rank for one in met]]
 except UnisonoError as error:

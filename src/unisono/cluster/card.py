@@ -20,7 +20,7 @@ from unisono.cluster.membership import Membership
 # What must be equal on all workers, and how a message names it.
 _FACTS = {
     "size": "number of workers",
-    "num_replicas": "number of replicas of each worker",
+    "num_replicas": "`num_replicas`",
     "script": "script",
     "library": "version of unisono",
     "python": "version of Python",
@@ -37,7 +37,8 @@ class WorkerCard:
         host: The name of its host.
         process_id: Its process there.
         size: How many workers it counts.
-        num_replicas: How many replicas it has.
+        num_devices: How many devices it has.
+        num_replicas: How many replicas it wants on all workers; None for one per device.
         script: The name of its script, and a digest of the file.
         library: Its version of Unisono.
         python: Its version of Python, without the last number.
@@ -48,7 +49,8 @@ class WorkerCard:
     host: str
     process_id: int
     size: int
-    num_replicas: int
+    num_devices: int
+    num_replicas: int | None
     script: str
     library: str
     python: str
@@ -57,14 +59,16 @@ class WorkerCard:
     @staticmethod
     def of(
         membership: Membership,
-        num_replicas: int,
+        num_devices: int,
+        num_replicas: int | None = None,
         script: str | None = None,
     ) -> WorkerCard:
         """Returns the card of this process.
 
         Args:
             membership: Its place among the workers.
-            num_replicas: How many replicas it has.
+            num_devices: How many devices it has.
+            num_replicas: How many replicas it wants on all workers; None for one per device.
             script: The file that it runs; `sys.argv[0]` if not given.
         """
         return WorkerCard(
@@ -72,6 +76,7 @@ class WorkerCard:
             host=socket.gethostname(),
             process_id=os.getpid(),
             size=membership.size,
+            num_devices=num_devices,
             num_replicas=num_replicas,
             script=_script(sys.argv[0] if script is None else script),
             library=_version(),

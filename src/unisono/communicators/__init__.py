@@ -8,6 +8,7 @@ from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.job_store import JobStore
 from unisono.communicators.nccl import gpu_identity
+from unisono.communicators.nodes import Node, all_reduce_nodes, nodes_of, plain_terms
 from unisono.communicators.sparse import all_reduce_sparse
 from unisono.communicators.stores import (
     DEFAULT_TIMEOUT_SECONDS,
@@ -34,7 +35,9 @@ __all__ = [
     "IdentityCommunicator",
     "JobStore",
     "Layout",
+    "Node",
     "TracedCommunicator",
+    "all_reduce_nodes",
     "all_reduce_sparse",
     "choose",
     "connect",
@@ -42,7 +45,9 @@ __all__ = [
     "gpu_identity",
     "have_come",
     "in_thread",
+    "nodes_of",
     "own_op",
+    "plain_terms",
     "slice_of",
     "tcp_store",
     "translated_store_errors",

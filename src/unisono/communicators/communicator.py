@@ -26,7 +26,8 @@ class Communicator(ABC):
 
     Sums follow the order of the whole library, a tree over neighbours (`unisono.kernels.tree`), so
     they do not depend on who carries them. A rank may bring several terms: the terms of rank 0 come
-    first, then those of rank 1, and so on. Every rank brings the same number.
+    first, then those of rank 1, and so on. Every rank brings the same number; `all_reduce_nodes` is
+    for ranks that do not.
 
     Tensors are dense; an implementation says in `takes` which memories it serves.
 
@@ -51,6 +52,10 @@ class Communicator(ABC):
     @abstractmethod
     def takes(self, device: torch.device) -> bool:
         """Returns whether tensors on `device` can be given."""
+
+    def keeps_order(self, tensor: Tensor) -> bool:
+        """Returns whether sums of tensors like this one follow the order of the whole library."""
+        return True
 
     @abstractmethod
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:

@@ -33,6 +33,10 @@ class DelegatingCommunicator(Communicator):
         """Returns whether tensors on `device` can be given."""
         return self._carrier.takes(device)
 
+    def keeps_order(self, tensor: Tensor) -> bool:
+        """Returns whether sums of tensors like this one follow the order of the whole library."""
+        return self._carrier.keeps_order(tensor)
+
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank."""
         self._carrier.all_reduce(op, terms, count)

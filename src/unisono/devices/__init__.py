@@ -9,6 +9,7 @@ from unisono.devices.machine import (
     pretend,
     replica_devices,
     resolve,
+    spread,
     this_machine,
 )
 from unisono.devices.streams import Trail, lend
@@ -34,5 +35,6 @@ __all__ = [
     "pretend",
     "replica_devices",
     "resolve",
+    "spread",
     "this_machine",
 ]

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from unisono.arguments import in_words
-from unisono.devices.device import Device, DeviceLike
+from unisono.devices.device import Device, DeviceLike, cpu_slots
 from unisono.devices.reading import read_topology
 from unisono.devices.topology import Link, LinkKind, Topology
 from unisono.errors import DeviceError
@@ -142,7 +142,7 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
         names = ", ".join(map(str, resolved))
         raise DeviceError(
             f"Each device can have only one replica, got {names}. Name every device once; CPU "
-            "replicas are cpu:0, cpu:1, and so on."
+            "replicas are cpu:0, cpu:1, and so on, and two replicas on one GPU cuda:0, cuda:0#1."
         )
     return resolved
 
@@ -155,6 +155,26 @@ def _check_one_meant(device: DeviceLike) -> None:
             f"`devices={device!r}` may mean one GPU or all {num_gpus} of this host. Write "
             "`devices=None` for all of them, or `devices=['cuda:0']` for one."
         )
+
+
+def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]:
+    """Returns a device per replica, where replicas share devices if there are fewer.
+
+    Neighbours share a device. CPU replicas have their own slots anyway.
+
+    >>> spread((Device("cpu", 0),), 2), spread((Device("cuda", 0), Device("cuda", 1)), 3)
+    ((cpu:0, cpu:1), (cuda:0, cuda:0#1, cuda:1))
+    """
+    if num_replicas <= len(devices):
+        return devices[:num_replicas]
+    if all(device.type == "cpu" for device in devices):
+        return cpu_slots(num_replicas)
+    share, num_larger = divmod(num_replicas, len(devices))
+    return tuple(
+        Device(device.type, device.index, device.job, device.task, slot)
+        for i, device in enumerate(devices)
+        for slot in range(share + (i < num_larger))
+    )
 
 
 def default_devices() -> tuple[Device, ...]:

@@ -61,8 +61,9 @@ class ReplicaThreads:
     The threads start with the first run and end with the object, or with `close`.
     """
 
-    def __init__(self, num_replicas: int) -> None:
+    def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
         self._num_replicas = num_replicas
+        self._num_intraop = num_intraop
         self._board = _Board(num_replicas)
         self._threads: list[threading.Thread] = []
         self._finalizer: weakref.finalize[Any, Any] | None = None
@@ -71,7 +72,7 @@ class ReplicaThreads:
     def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
         num_threads = torch.get_num_threads()
-        num_intraop = max(1, num_threads // self._num_replicas)
+        num_intraop = self._num_intraop or max(1, num_threads // self._num_replicas)
         self._start(num_intraop)
         outcomes: Outcomes = {}
         others = {i: (calls[i], outcomes) for i in range(1, self._num_replicas)}

@@ -16,6 +16,7 @@ from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
+from unisono.reductions.replicas import Terms
 from unisono.variables import Leaves
 
 
@@ -32,15 +33,15 @@ class FlatPack(Pack):
         members: The parameters.
         ops: Connects the workers.
         dtype: What the gradients are kept in.
-        together: How many replicas of this worker make a term.
+        shape: Which replicas of this worker make a term.
     """
 
     def __init__(
-        self, members: Sequence[Leaves], ops: AcrossWorkers, dtype: torch.dtype, together: int
+        self, members: Sequence[Leaves], ops: AcrossWorkers, dtype: torch.dtype, shape: Terms
     ) -> None:
         super().__init__(members)
         self._ops = ops
-        self._together = together
+        self._shape = shape
         self._trail = Trail()
         self._num_used_at = sum(one.primary.numel() for one in members)
         length = self._num_used_at + len(members)
@@ -48,9 +49,10 @@ class FlatPack(Pack):
         self._place = ops.place(first.device)
         # Whether the gradients of the first replica can be views of the pack.
         self._can_lend = first.dtype == dtype and first.device == self._place
-        num_terms = len(members[0].leaves) // together
+        num_terms = len(shape.own)
         num_bytes = num_terms * length * dtype.itemsize
-        if self._place.type == "cpu":
+        # Shared memory is for workers that all bring the same number of terms.
+        if self._place.type == "cpu" and shape.are_plain:
             memory = ops.communicator.allocate(num_bytes)
         else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
@@ -80,9 +82,8 @@ class FlatPack(Pack):
                 views[0].copy_(combined[one])
                 continue
             grads = gradients_of(one.leaves)
-            for number, view in enumerate(views):
-                first = number * self._together
-                own = grads[first : first + self._together]
+            for replicas, view in zip(self._shape.own, views, strict=True):
+                own = grads[replicas]
                 if len(own) > 1:
                     self._combine(own, view)
                 elif not own:
@@ -139,14 +140,12 @@ class WorkerPack(FlatPack):
     """A pack that is summed, or averaged, over the replicas of all workers in their order."""
 
     def __init__(self, members: Sequence[Leaves], ops: AcrossWorkers, op: ReduceOp) -> None:
-        num_replicas = len(members[0].leaves)
-        together = ops.replicas_in_a_term(num_replicas)
+        shape = ops.terms(len(members[0].leaves))
         # Partial sums of half precision are not rounded before the last.
         dtype = members[0].leaves[0].dtype
-        dtype = wide_dtype(dtype) if together > 1 else dtype
-        super().__init__(members, ops, dtype, together)
+        dtype = wide_dtype(dtype) if shape.are_sums else dtype
+        super().__init__(members, ops, dtype, shape)
         self._op = op
-        self._count = num_replicas * ops.communicator.size
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         if not self._ops.is_tree_sum:
@@ -156,12 +155,15 @@ class WorkerPack(FlatPack):
             view.copy_(tree_reduce(ReduceOp.SUM, here))
 
     def _reduce(self) -> None:
-        count = self._count if self._op is ReduceOp.MEAN else None
-        self._ops.communicator.all_reduce(self._op, self._terms, count)
+        count = self._ops.num_replicas if self._op is ReduceOp.MEAN else None
+        self._shape.all_reduce(self._ops.communicator, self._op, self._terms, count)
 
 
 class HookedPack(FlatPack):
     """A pack that a hook turns from the mean of this worker into the mean of all.
+
+    If workers have different numbers of replicas, the mean of a worker is scaled by its number over
+    the mean number. So the mean of what the workers bring is the mean of all replicas.
 
     Args:
         members: The parameters.
@@ -183,8 +185,8 @@ class HookedPack(FlatPack):
         is_last: bool,
     ) -> None:
         leaves = members[0].leaves
-        super().__init__(members, ops, leaves[0].dtype, len(leaves))
-        self._factor = 1 if op is ReduceOp.MEAN else len(leaves) * ops.communicator.size
+        super().__init__(members, ops, leaves[0].dtype, ops.whole)
+        self._factor = 1 if op is ReduceOp.MEAN else ops.num_replicas
         self._hook = hook
         self._index = index
         self._is_last = is_last
@@ -196,6 +198,8 @@ class HookedPack(FlatPack):
     def _reduce(self) -> None:
         """Lets the hook reduce the gradients; which of them are new the hook does not see."""
         flat, is_new = self._terms[0].split([self._num_used_at, len(self.members)])
+        if self._ops.share != 1:
+            flat.mul_(self._ops.share)
         parameters = [one.primary for one in self.members]
         bucket = GradBucket(self._index, flat, parameters, is_last=self._is_last)
         is_on_gpu = self._place.type == "cuda"

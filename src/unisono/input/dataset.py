@@ -32,8 +32,15 @@ from unisono.input.sources import (
     readers_of,
 )
 from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
-from unisono.reductions import Workers
+from unisono.reductions import Replicas, Workers
 from unisono.values import PerReplica
+
+
+def replicas_of(workers: Workers | None, context: InputContext, num_local: int) -> Replicas:
+    """Returns which replicas each worker has, where this one has `num_local`."""
+    if workers is not None and workers.are_many:
+        return workers.replicas(num_local)
+    return Replicas((num_local,) * context.num_input_pipelines, context.input_pipeline_id)
 
 
 class DistributedInput:
@@ -82,6 +89,11 @@ class DistributedInput:
     def placement(self) -> Placement:
         """Where the parts go."""
         return self._placement
+
+    @property
+    def replicas(self) -> Replicas:
+        """Which replicas each worker has."""
+        return replicas_of(self._readers.workers, self._context, len(self._placement.devices))
 
     @property
     def is_wrapped(self) -> bool:
@@ -255,6 +267,13 @@ class DistributedDataset(DistributedInput):
         else:
             source = of_all_samples(source)
         readers = readers_of(workers, own_data=self._is_fixed)
+        if self._is_fixed and not readers.workers.replicas(len(devices)).are_equal:
+            raise UnsupportedError(
+                f"With the policy {policy.name}, each worker splits its batches into the same "
+                "number of steps, but workers have different numbers of replicas. Use "
+                "`AutoShardPolicy.DATA`, `distribute_datasets_from_function`, or a `num_replicas` "
+                "that is a multiple of the number of workers."
+            )
         super().__init__([as_source(source)], [given], devices, context, options, readers)
 
     @property
@@ -279,7 +298,7 @@ class DistributedDataset(DistributedInput):
         if not self.is_wrapped:
             return WholeBatches(epoch, splitter)
         kind = OwnBatches if self._is_fixed else SharedBatches
-        return kind(epoch, splitter, len(self.placement.devices), self._context)
+        return kind(epoch, splitter, self.replicas)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.dataset import DistributedInput
+from unisono.input.dataset import DistributedInput, replicas_of
 from unisono.input.options import (
     AutoShardPolicy,
     InputContext,
@@ -61,7 +61,9 @@ class DistributedDatasetsFromFunction(DistributedInput):
             )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            contexts = _replica_contexts(input_context, len(devices))
+            replicas = replicas_of(workers, input_context, len(devices))
+            total = input_context.num_replicas_in_sync
+            contexts = [InputContext(replicas.total, number, total) for number in replicas.own]
         self._batches_per_step = len(devices) // len(contexts)
         given = [dataset_fn(context) for context in contexts]
         for one, context in zip(given, contexts, strict=True):
@@ -107,15 +109,6 @@ def values_from_function(
     # Every leaf is taken by itself, unless lists have different lengths.
     is_one_tree = all(other == tree for other in others)
     return grouped(values, tree=tree if is_one_tree else None).distributed(tuple(devices))
-
-
-def _replica_contexts(context: InputContext, num_replicas: int) -> list[InputContext]:
-    first = context.input_pipeline_id * num_replicas
-    num_pipelines = context.num_input_pipelines * num_replicas
-    return [
-        InputContext(num_pipelines, first + i, context.num_replicas_in_sync)
-        for i in range(num_replicas)
-    ]
 
 
 def _source(made: Any) -> Source:

@@ -1,6 +1,6 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
-from unisono.reductions.across_workers import AcrossWorkers, replicas_in_a_term
+from unisono.reductions.across_workers import AcrossWorkers
 from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
@@ -15,6 +15,7 @@ from unisono.reductions.destinations import Destinations, destinations_of, liste
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
+from unisono.reductions.replicas import Replicas, dealt
 from unisono.reductions.scheduled import Ends, ScheduledOps
 from unisono.reductions.selection import (
     choose_cross_device_ops,
@@ -34,12 +35,14 @@ __all__ = [
     "NcclAllReduce",
     "Pair",
     "ReductionToOneDevice",
+    "Replicas",
     "Result",
     "ScheduledOps",
     "Workers",
     "always_mirrored",
     "check_ops",
     "choose_cross_device_ops",
+    "dealt",
     "destinations_of",
     "is_all_reduce",
     "listed_destinations",
@@ -47,6 +50,5 @@ __all__ = [
     "mirrored",
     "packing_of",
     "predicted_cost",
-    "replicas_in_a_term",
     "select_cross_device_ops",
 ]

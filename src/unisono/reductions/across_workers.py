@@ -8,13 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators import Communicator, all_reduce_sparse
+from unisono.communicators import all_reduce_sparse
 from unisono.devices import Device, this_machine
 from unisono.kernels import check_replicas, divide, result_dtype, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
+from unisono.reductions.replicas import Terms
+from unisono.reductions.workers import Workers
 from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
 
 # Large enough that there are few collectives, small enough to be gone from no cache in between.
@@ -26,18 +28,20 @@ class AcrossWorkers(CrossDeviceOps):
 
     Args:
         local: What reduces between the devices of this worker.
-        communicator: Connects the workers.
+        workers: All workers.
         devices: The devices of this worker's replicas.
     """
 
     reads_values = True
 
     def __init__(
-        self, local: CrossDeviceOps, communicator: Communicator, devices: tuple[Device, ...]
+        self, local: CrossDeviceOps, workers: Workers, devices: tuple[Device, ...]
     ) -> None:
         self._local = local
-        self.communicator = communicator
+        self._workers = workers
+        self.communicator = workers.communicator
         self._devices = devices
+        self.num_replicas = workers.replicas(len(devices)).total
 
     def close(self) -> None:
         """See `CrossDeviceOps.close`."""
@@ -82,7 +86,8 @@ class AcrossWorkers(CrossDeviceOps):
     def _read(self, op: ReduceOp, value: Any) -> list[Tensor]:
         tensors = tuple(as_tensor(component).detach() for component in value.values)
         rank = self.communicator.rank
-        check_replicas(op, tensors, f"The value of worker {rank}", rank * len(tensors))
+        first = self._workers.replicas(len(tensors)).own.start
+        check_replicas(op, tensors, f"The value of worker {rank}", first)
         if any(map(is_sparse, tensors)) and not all(map(is_sparse, tensors)):
             return [tensor.to_dense() for tensor in tensors]
         return list(tensors)
@@ -103,43 +108,53 @@ class AcrossWorkers(CrossDeviceOps):
         """Reduces the values of one pack."""
         tensors = [values[i] for i in members]
         dtype = tensors[0][0].dtype
-        num_replicas = len(tensors[0]) * self.communicator.size
+        num_replicas = self._workers.replicas(len(tensors[0])).total
         is_mean_of_integers = op is ReduceOp.MEAN and result_dtype(op, dtype) != dtype
         sent = ReduceOp.SUM if is_mean_of_integers else op
         layout = PackLayout.of_groups([Spec.of(own[0]) for own in tensors], [range(len(tensors))])
-        terms = [layout.pack(term)[0] for term in self._terms(sent, tensors)]
-        self.communicator.all_reduce(sent, terms, num_replicas if sent is ReduceOp.MEAN else None)
+        shape = self.terms(len(tensors[0]))
+        terms = [layout.pack(term)[0] for term in self._terms(sent, tensors, shape)]
+        count = num_replicas if sent is ReduceOp.MEAN else None
+        shape.all_reduce(self.communicator, sent, terms, count)
         total = terms[0]
         if is_mean_of_integers:
             total = divide(total, num_replicas, dtype)
         return layout.unpack([total.to(result_dtype(op, dtype))])
 
-    def _terms(self, op: ReduceOp, tensors: list[list[Tensor]]) -> list[list[Tensor]]:
-        """Returns what this worker brings of each value, term by term, where it can be sent.
-
-        Replicas are combined here as far as they are whole subtrees of the sum over all workers.
-        """
-        num_replicas = len(tensors[0])
-        together = self.replicas_in_a_term(num_replicas)
+    def _terms(self, op: ReduceOp, tensors: list[list[Tensor]], shape: Terms) -> list[list[Tensor]]:
+        """Returns what this worker brings of each value, term by term, where it can be sent."""
         dtype = tensors[0][0].dtype
         place = self.place(tensors[0][0].device)
         terms = []
-        for first in range(0, num_replicas, together):
-            parts = [own[first : first + together] for own in tensors]
-            if together > 1:
-                wide = [[part.to(wide_dtype(dtype)) for part in own] for own in parts]
-                parts = [[total] for total in self._combine(op, wide)]
+        for own in shape.own:
+            parts = [replicas[own] for replicas in tensors]
+            if shape.are_sums:
+                parts = [[part.to(wide_dtype(dtype)) for part in one] for one in parts]
+            is_sum = len(parts[0]) > 1
+            if is_sum:
+                parts = [[total] for total in self._combine(op, parts)]
             # Collectives write where they read, and what a replica gave stays as it is.
-            is_own = together > 1
-            terms.append([own[0].to(place, copy=not is_own).contiguous() for own in parts])
+            terms.append([one[0].to(place, copy=not is_sum).contiguous() for one in parts])
         return terms
 
-    def replicas_in_a_term(self, num_replicas: int) -> int:
-        """Returns how many replicas are combined before anything is sent.
+    def terms(self, num_local: int) -> Terms:
+        """Returns which replicas are combined before anything is sent.
 
-        A user's own reduction is given all replicas of its worker.
+        They are as many as are whole subtrees of the sum over all workers. A user's own reduction
+        is given all replicas of its worker.
         """
-        return replicas_in_a_term(num_replicas) if self.is_tree_sum else num_replicas
+        replicas = self._workers.replicas(num_local)
+        return replicas.terms if self.is_tree_sum else replicas.whole
+
+    @property
+    def whole(self) -> Terms:
+        """One term per worker, of all its replicas."""
+        return self._workers.replicas(len(self._devices)).whole
+
+    @property
+    def share(self) -> float:
+        """The number of this worker's replicas over the mean number of all workers."""
+        return len(self._devices) * self.communicator.size / self.num_replicas
 
     @property
     def is_tree_sum(self) -> bool:
@@ -183,7 +198,7 @@ class AcrossWorkers(CrossDeviceOps):
     def _reduce_between(self, op: ReduceOp, totals: list[Tensor]) -> None:
         """Reduces what this worker has combined with what the others have, in place."""
         for i, total in enumerate(totals):
-            count = len(self._devices) * self.communicator.size
+            count = self.num_replicas
             if is_sparse(total):
                 sent = total.to(self.place(total.device))
                 totals[i] = all_reduce_sparse(self.communicator, op, sent, count)
@@ -215,24 +230,14 @@ class AcrossWorkers(CrossDeviceOps):
     def _reduce_sparse(self, op: ReduceOp, tensors: list[Tensor]) -> Tensor:
         place = self.place(tensors[0].device)
         total = concatenate(_undivided(op), [tensor.to(place) for tensor in tensors])
-        return all_reduce_sparse(
-            self.communicator, op, total, len(tensors) * self.communicator.size
-        )
+        count = self._workers.replicas(len(tensors)).total
+        return all_reduce_sparse(self.communicator, op, total, count)
 
     def _deliver(self, total: Tensor, destinations: Destinations) -> Result:
         machine = this_machine()
         first, *others = (machine.torch_device(device) for device in destinations.devices)
         copies = (total.to(first), *(total.to(other, copy=True) for other in others))
         return mirrored(copies, destinations)
-
-
-def replicas_in_a_term(num_replicas: int) -> int:
-    """Returns how many neighbours of a worker's replicas are a whole subtree on every worker.
-
-    >>> [replicas_in_a_term(num_replicas) for num_replicas in (1, 2, 3, 4, 6)]
-    [1, 2, 1, 4, 2]
-    """
-    return num_replicas & -num_replicas
 
 
 def _only(result: Result) -> Tensor:

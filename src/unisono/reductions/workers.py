@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
-from unisono.errors import UnsupportedError
+from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_gather
+from unisono.reductions.replicas import Replicas
 from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
@@ -26,10 +27,33 @@ class Workers:
 
     Args:
         communicator: Connects the workers; the chief is its rank 0.
+        counts: How many replicas each worker has; the same number on all workers if not given.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
+    def __init__(self, communicator: Communicator, counts: Sequence[int] | None = None) -> None:
         self.communicator = communicator
+        self._counts = None if counts is None else tuple(counts)
+        self._replicas: dict[int, Replicas] = {}
+
+    def replicas(self, num_local: int) -> Replicas:
+        """Returns which worker has which replicas, where this worker has `num_local`.
+
+        Raises:
+            ReplicaMismatchError: If workers have different numbers, and this one another.
+        """
+        if num_local not in self._replicas:
+            rank, size = self.communicator.rank, self.communicator.size
+            if self._counts is not None and len(set(self._counts)) > 1:
+                if num_local != self._counts[rank]:
+                    raise ReplicaMismatchError(
+                        f"A value has {num_local} components on worker {rank}, which has "
+                        f"{self._counts[rank]} of the {sum(self._counts)} replicas. Give one "
+                        "component per replica."
+                    )
+                self._replicas[num_local] = Replicas(self._counts, rank)
+            else:
+                self._replicas[num_local] = Replicas((num_local,) * size, rank)
+        return self._replicas[num_local]
 
     @property
     def are_many(self) -> bool:
@@ -85,7 +109,7 @@ class Workers:
             ReplicaMismatchError: If they differ in anything else. All workers raise it.
             UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
-        check_gather(tensors, axis, len(tensors) * self.communicator.rank)
+        check_gather(tensors, axis, self.replicas(len(tensors)).own.start)
         place = tensors[0].device
         here = torch.cat([tensor.detach().to(place) for tensor in tensors], dim=axis)
         gathered = self.gather(here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ from unisono.values import (
     PerReplica,
     factors_of,
     flatten,
+    map_leaves,
     regroup,
     tensors_of,
     weighed,
@@ -41,10 +43,11 @@ class Counting:
 
     def __init__(self, devices: tuple[Device, ...], workers: Workers) -> None:
         self._devices = devices
-        communicator = workers.communicator
-        first = communicator.rank * len(devices)
-        self._own = slice(first, first + len(devices))
-        self._num_replicas = communicator.size * len(devices)
+        replicas = workers.replicas(len(devices))
+        self._own = slice(replicas.own.start, replicas.own.stop)
+        self._num_replicas = replicas.total
+        self._is_wrapped = replicas.are_several
+        self._is_mixed = replicas.are_several and 1 in replicas.counts
         self.samples: tuple[int, ...] | None = None
         # Of tensors that the only replica of this worker has returned. They come bare, while a
         # `PerReplica` knows its samples by itself.
@@ -128,16 +131,30 @@ class Counting:
                 return [factor != 0.0 for factor in factors]
         return [True] * len(self._devices)
 
-    def regrouped(self, results: Sequence[Any]) -> Any:
-        """Makes one structure of what the replicas of this worker have returned."""
-        if len(results) > 1:
-            return regroup(results, self._devices, self.samples)
+    def regrouped(self, results: Sequence[Any], *, are_arguments: bool = False) -> Any:
+        """Makes one structure of what the replicas of this worker have returned.
+
+        If some workers have one replica and others several, tensors and numbers are `PerReplica`
+        values on all workers, also where replicas share an object. Numbers that are arguments of a
+        `merge_call` stay as they are: they may be settings, such as an axis.
+        """
+        if self._is_wrapped:
+            grouped = regroup(results, self._devices, self.samples)
+            if not self._is_mixed:
+                return grouped
+            kinds = (Tensor,) if are_arguments else (Tensor, int, float, complex)
+            return map_leaves(functools.partial(self._wrapped, kinds), grouped)
         if self.samples is not None or self._marks:
             for tensor in tensors_of(results[0]):
                 self._marks.pop(tensor, None)
                 if self.samples is not None:
                     self._marks[tensor] = self.samples
         return results[0]
+
+    def _wrapped(self, kinds: tuple[type, ...], leaf: Any) -> Any:
+        if isinstance(leaf, kinds):
+            return PerReplica.placed((leaf,) * len(self._devices), self._devices, self.samples)
+        return leaf
 
     def _counts_of(self, value: Any) -> tuple[int, ...] | None:
         if isinstance(value, PerReplica):

@@ -67,6 +67,9 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_serial: Whether replicas run one after another.
         synchronize_batch_norm: Whether batch normalization is over the batches of all replicas.
         communicator: Connects this worker to the others; None if there are none.
+        replicas_per_worker: How many replicas each worker has; None if all have the same number.
+        threads_per_replica: How many threads torch may use inside an operator on each replica. None
+            means that the replicas of a worker share its threads.
         tuning: What the links were measured to cost, the same on all workers; None if they were
             not.
     """
@@ -87,6 +90,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         is_serial: bool = False,
         synchronize_batch_norm: bool = False,
         communicator: Communicator | None = None,
+        replicas_per_worker: Sequence[int] | None = None,
+        threads_per_replica: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
         super().__init__()
@@ -106,10 +111,13 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             options=options,
             is_serial=is_serial,
             synchronize_batch_norm=synchronize_batch_norm,
+            threads_per_replica=threads_per_replica,
             tuning=tuning,
         )
         self._devices = devices
-        self.workers = Workers(communicator or IdentityCommunicator())
+        self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
+        # Which replicas each worker has.
+        self.replicas = self.workers.replicas(len(devices))
         self.reduce_gradients = reduce_gradients
         self.options = options
         machine = this_machine()
@@ -127,8 +135,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             watch_torch()
         self.cross_device_ops = self._local_ops = cross_device_ops
         if self.workers.are_many:
-            communicator = self.workers.communicator
-            self.cross_device_ops = AcrossWorkers(cross_device_ops, communicator, devices)
+            self.cross_device_ops = AcrossWorkers(cross_device_ops, self.workers, devices)
         self.gradients = GradientReducer(
             self.mirrors,
             devices,
@@ -139,7 +146,9 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(devices, self.workers, is_serial=is_serial)
+        self._runner = Runner(
+            devices, self.workers, is_serial=is_serial, num_intraop=threads_per_replica
+        )
         self.current_weights = [1.0] * len(devices)
         self.counting = Counting(devices, self.workers)
         self._num_runs = 0
@@ -173,12 +182,12 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over which gradients are aggregated, on all workers."""
-        return len(self._devices) * self.workers.communicator.size
+        return self.replicas.total
 
     @property
     def first_replica_id(self) -> int:
         """The number of this worker's first replica among those of all workers."""
-        return len(self._devices) * self.workers.communicator.rank
+        return self.replicas.own.start
 
     @property
     def host(self) -> Device:
@@ -227,7 +236,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.gradients = GradientReducer(
             self.mirrors,
             self._devices,
-            AcrossWorkers(self._local_ops, communicator, self._devices),
+            AcrossWorkers(self._local_ops, self.workers, self._devices),
             self.reduce_gradients,
             self.options,
             hook=CommHook(
@@ -340,7 +349,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             leaves, rebuild = flatten(value)
             if any(isinstance(leaf, DistributedValues) for leaf in leaves):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if len(self._devices) > 1:
+            if self.replicas.are_several:
                 return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:

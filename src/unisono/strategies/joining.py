@@ -28,8 +28,9 @@ from unisono.communicators import (
 )
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
-from unisono.errors import WorkerTimeoutError
+from unisono.errors import ClusterError, WorkerTimeoutError
 from unisono.options import CommunicationOptions
+from unisono.reductions import dealt
 from unisono.system import check_connections
 from unisono.tracing import join_workers
 
@@ -58,23 +59,28 @@ _LEAST_SECONDS = 2.0
 
 
 def join(
-    membership: Membership, devices: Sequence[Device], options: CommunicationOptions
-) -> tuple[Communicator, Tuning | None]:
-    """Meets all workers of the job, and returns what connects them, and the constants of rank 0.
+    membership: Membership,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    num_replicas: int | None = None,
+) -> tuple[Communicator, tuple[int, ...], Tuning | None]:
+    """Meets all workers of the job.
 
-    All workers must cut gradients alike, so what one of them has measured counts for all.
+    Returns what connects them, how many replicas each has, and the constants of rank 0. All workers
+    must cut gradients alike, so what one of them has measured counts for all.
     """
+    _check_enough(num_replicas, membership.size)
     tuning = current_tuning() if membership.rank == 0 else None
     if membership.size == 1:
-        return IdentityCommunicator(), tuning
+        return IdentityCommunicator(), (num_replicas or len(devices),), tuning
     check_connections()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
     with translated_store_errors(), _joined(membership, timeout) as joined:
-        card = WorkerCard.of(membership, len(devices))
+        card = WorkerCard.of(membership, len(devices), num_replicas)
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
         own = _meeting(joined.store, number)
-        meet(_door(own), card, left.seconds())
+        cards = meet(_door(own), card, left.seconds())
         tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning, left.seconds())
         connected = connect(
             PrefixStore("connect", own),
@@ -95,7 +101,16 @@ def join(
     communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
-    return communicator, tuning
+    counts = tuple(one.num_devices for one in cards)
+    return communicator, dealt(num_replicas, len(cards)) if num_replicas else counts, tuning
+
+
+def _check_enough(num_replicas: int | None, size: int) -> None:
+    if num_replicas is not None and num_replicas < size:
+        raise ClusterError(
+            f"`num_replicas` is {num_replicas}, but there are {size} workers, and each needs a "
+            f"replica. Start at most {num_replicas} workers, or ask for at least {size} replicas."
+        )
 
 
 def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -> Tuning | None:

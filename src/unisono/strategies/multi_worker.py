@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from unisono.arguments import check_bool
+from unisono.arguments import check_bool, check_int
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
 from unisono.cluster.rules import collective_leader
-from unisono.devices import Device, DeviceLike, replica_devices
+from unisono.devices import Device, DeviceLike, replica_devices, spread
 from unisono.errors import ClusterError, DeviceError, UnsupportedError
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
 from unisono.reductions import CrossDeviceOps, check_ops, select_cross_device_ops
@@ -72,8 +72,12 @@ class MultiWorkerMirroredStrategy(Strategy):
     Args:
         cluster_resolver: Says which workers there are; found out if None.
         communication_options: How collectives travel, and how long they may take.
-        devices: One device per replica of this worker. None means its share of the host's GPUs,
-            or one CPU replica. Every worker must have the same number of devices.
+        devices: The devices of this worker. None means its share of the host's GPUs, or its CPU.
+            Workers may have different numbers of devices.
+        num_replicas: The number of replicas on all workers. They are dealt to the workers as
+            evenly as possible: 8 replicas over 3 workers are 3, 3 and 2. Replicas of a worker share
+            its devices. None means one replica per device. The results do not depend on where the
+            replicas are. For that, torch uses one thread per CPU replica inside an operator.
         cross_device_ops: What reduces between the devices of one worker.
         serial: See `MirroredStrategy`.
         reduce_gradients: See `MirroredStrategy`.
@@ -86,6 +90,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         *,
         devices: DeviceLike | Sequence[DeviceLike] | None = None,
+        num_replicas: int | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         serial: bool = False,
         reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
@@ -104,8 +109,11 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         chosen = None if devices is None else replica_devices(devices)
         check_ops(cross_device_ops)
+        if num_replicas is not None:
+            check_int("num_replicas", num_replicas, least=1)
         maker = _Maker(
             chosen,
+            num_replicas,
             cross_device_ops,
             is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
             reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
@@ -196,10 +204,12 @@ class _Maker:
     def __init__(
         self,
         devices: tuple[Device, ...] | None,
+        num_replicas: int | None,
         cross_device_ops: CrossDeviceOps | None,
         **settings: Any,
     ) -> None:
         self._devices = devices
+        self._num_replicas = num_replicas
         self._ops = cross_device_ops
         self._settings = settings
 
@@ -211,7 +221,8 @@ class _Maker:
         if config.timeout_seconds is not None:
             options = replace(options, timeout_seconds=config.timeout_seconds)
         devices = self._visible(membership, config)
-        communicator, tuning = join(membership, devices, options)
+        communicator, counts, tuning = join(membership, devices, options, self._num_replicas)
+        devices = spread(devices, counts[communicator.rank])
         return MultiWorkerExtended(
             self,
             resolver,
@@ -220,6 +231,9 @@ class _Maker:
             self._ops or select_cross_device_ops(devices, tuning),
             options=options,
             communicator=communicator,
+            replicas_per_worker=counts,
+            # Where an operator has more threads, it may add numbers up in another order.
+            threads_per_replica=None if self._num_replicas is None else 1,
             tuning=tuning,
             **self._settings,
         )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,13 +41,20 @@ if TYPE_CHECKING:
 class Runner:
     """One thread per replica, or the caller's own where there is one replica."""
 
-    def __init__(self, devices: tuple[Device, ...], workers: Workers, *, is_serial: bool) -> None:
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        workers: Workers,
+        *,
+        is_serial: bool,
+        num_intraop: int | None = None,
+    ) -> None:
         self._devices = devices
+        self._num_intraop = num_intraop
         self._workers = workers
         rank = workers.communicator.rank
-        # Replicas are numbered over all workers.
         where = f" of worker {rank}" if workers.are_many else ""
-        numbers = range(rank * len(devices), (rank + 1) * len(devices))
+        numbers = workers.replicas(len(devices)).own
         self._names = [f"replica {number}{where}" for number in numbers]
         self._for_all = ReplicaGenerators(-1)
         self.generators = [ReplicaGenerators(number, self._for_all) for number in numbers]
@@ -55,7 +62,7 @@ class Runner:
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
         self._all_at_once = Turns(len(devices))
-        self._threads = ReplicaThreads(len(devices))
+        self._threads = ReplicaThreads(len(devices), num_intraop)
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
@@ -160,6 +167,7 @@ class Runner:
                 _on_device(self._places[0]),
                 # Backward hooks must find the replica, so they run on its thread.
                 set_multithreading_enabled(False),
+                _intraop_threads(self._num_intraop),
                 drawing(),
             ):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
@@ -196,11 +204,30 @@ class Runner:
     def restarted(self) -> Runner:
         """In a forked child: returns a runner with its own threads."""
         self._threads.abandon()
-        return Runner(self._devices, self._workers, is_serial=self._is_serial)
+        return Runner(
+            self._devices,
+            self._workers,
+            is_serial=self._is_serial,
+            num_intraop=self._num_intraop,
+        )
 
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
+
+
+@contextmanager
+def _intraop_threads(num_threads: int | None) -> Iterator[None]:
+    """In the block, torch uses `num_threads` inside an operator; as many as before if None."""
+    if num_threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:

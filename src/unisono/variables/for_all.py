@@ -121,7 +121,7 @@ def merge(
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
     """Calls `fn` with the arguments that all replicas gave, and parts its result."""
     extended = context.strategy.extended
-    args, kwargs = extended.counting.regrouped(given)
+    args, kwargs = extended.counting.regrouped(given, are_arguments=True)
     extended.mirrors.metrics.end(extended.current_weights)
     with for_all(context):
         result = fn(*args, **kwargs)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
-from unisono.reductions import Workers, replicas_in_a_term
+from unisono.reductions import Workers
 
 _WIDE = torch.float64
 # Vector units and libraries for GPUs like the beginning of a tensor to be aligned.
@@ -195,11 +195,10 @@ def _exact(
 
 def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor:
     """Combines a vector per replica over the replicas of all workers, in the order of all sums."""
-    together = replicas_in_a_term(len(packs)) if workers.are_many else len(packs)
-    groups = [packs[first : first + together] for first in range(0, len(packs), together)]
-    terms = [reduce_batch(op, [tuple(group)], [1])[0][0] for group in groups]
+    shape = workers.replicas(len(packs)).terms
+    terms = [reduce_batch(op, [tuple(packs[own])], [1])[0][0] for own in shape.own]
     if workers.are_many:
-        workers.communicator.all_reduce(op, terms)
+        shape.all_reduce(workers.communicator, op, terms)
     return terms[0]
 
 

@@ -254,7 +254,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             return
         # A number does not say whether it is the replica's own, and whether replicas give equal
         # ones may depend on the data: refused always, and not only when they do.
-        if isinstance(value, NUMBERS) and replica.num_local_replicas > 1:
+        if isinstance(value, NUMBERS) and self._strategy.extended.replicas.are_several:
             self._policy.check_not_sum(self._what, value)
         elif not isinstance(value, Tensor):
             value = cast(value, self.dtype)
@@ -270,7 +270,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             )
         op = variable._policy.reduce_op
         workers = variable._strategy.extended.workers
-        if len(variable._values) == 1 or (workers.are_many and not isinstance(value, PerReplica)):
+        is_for_all = not isinstance(value, PerReplica)
+        if is_for_all and (workers.are_many or len(variable._values) == 1):
             value = PerReplica.placed((value,) * len(variable._values), variable.devices)
         if not isinstance(value, PerReplica):
             variable._policy.check_not_sum(variable._what, value)

@@ -21,7 +21,7 @@ def cards(size: int, **facts: Any) -> list[WorkerCard]:
     resolvers = [
         SimpleClusterResolver(cluster, task_type="worker", task_id=rank) for rank in range(size)
     ]
-    own = [WorkerCard.of(Membership.of(resolver), num_replicas=1) for resolver in resolvers]
+    own = [WorkerCard.of(Membership.of(resolver), num_devices=1) for resolver in resolvers]
     return [replace(card, process_id=1000 + card.rank, **facts) for card in own]
 
 
@@ -52,7 +52,7 @@ def test_workers_that_belong_together_get_all_cards_by_rank(size: int) -> None:
     [
         ("size", 4, "number of workers: 3 on ranks 0 and 1, 4 on rank 2"),
         ("size", 2, "number of workers: 3 on ranks 0 and 1, 2 on rank 2"),
-        ("num_replicas", 2, "number of replicas of each worker: 1 on ranks 0 and 1, 2 on rank 2"),
+        ("num_replicas", 2, "`num_replicas`: None on ranks 0 and 1, 2 on rank 2"),
         ("script", "other.py (12)", "script: .* on ranks 0 and 1, other.py .12. on rank 2"),
         ("library", "0.0", "version of unisono: .*, 0.0 on rank 2"),
         ("python", "3.0", "version of Python: .*, 3.0 on rank 2"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from unisono.input.options import InputContext
 from unisono.input.sources import Epoch
 from unisono.input.splits.sizes import filled_slices, fixed_sizes, slices_of
 from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter
+from unisono.reductions import Replicas
 
 
 class SplitEpoch(ABC):
@@ -38,13 +38,10 @@ class WholeBatches(SplitEpoch):
 class SharedBatches(SplitEpoch):
     """All workers draw the same batches, and each keeps the parts of its replicas."""
 
-    def __init__(
-        self, epoch: Epoch, splitter: Splitter, num_replicas: int, context: InputContext
-    ) -> None:
+    def __init__(self, epoch: Epoch, splitter: Splitter, replicas: Replicas) -> None:
         super().__init__(epoch, splitter)
-        first = context.input_pipeline_id * num_replicas
-        self._own = slice(first, first + num_replicas)
-        self._num_parts = context.num_input_pipelines * num_replicas
+        self._own = slice(replicas.own.start, replicas.own.stop)
+        self._num_parts = replicas.total
 
     def draw(self) -> SplitBatch:
         """See `SplitEpoch.draw`."""
@@ -58,12 +55,10 @@ class OwnBatches(SplitEpoch):
     in order. The first batch of the first epoch says what a full one is, unless the source does.
     """
 
-    def __init__(
-        self, epoch: Epoch, splitter: Splitter, num_replicas: int, context: InputContext
-    ) -> None:
+    def __init__(self, epoch: Epoch, splitter: Splitter, replicas: Replicas) -> None:
         super().__init__(epoch, splitter)
-        self._num_replicas = num_replicas
-        self._place = context.num_input_pipelines, context.input_pipeline_id, num_replicas
+        self._num_replicas = len(replicas.own)
+        self._place = len(replicas.counts), replicas.rank, self._num_replicas
         progress = epoch.progress
         if progress.batch_size is None:
             progress.batch_size = epoch.sources[0].batch_size

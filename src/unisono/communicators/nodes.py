@@ -1,0 +1,187 @@
+"""Sums of ranks that bring different numbers of terms.
+
+Every sum of the library is one tree over the replicas (`unisono.kernels.tree`). A rank that has
+replicas 3, 4 and 5 brings two *nodes* of it, the value of 3 and the sum of 4 and 5:
+
+    8 replicas   ((0 + 1) + (2 + 3)) + ((4 + 5) + (6 + 7))
+    rank 0         0 + 1     2
+    rank 1                       3       4 + 5
+    rank 2                                         6 + 7
+
+Each rank gets its part of all nodes, combines them in the order of the tree, and gives the result
+to all others. So every layout gives the bits of one rank with all replicas.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.link import as_bytes
+from unisono.communicators.sums import combine_into
+from unisono.costs import SMALL_BYTES
+from unisono.kernels import divide, wide_dtype
+from unisono.options import ReduceOp
+
+
+class Node(NamedTuple):
+    """A node of the tree: what replicas `start` to `stop - 1` make together."""
+
+    start: int
+    stop: int
+
+
+def nodes_of(start: int, stop: int, num_replicas: int) -> list[Node]:
+    """Returns the fewest nodes of the tree of `num_replicas` that make `start` to `stop - 1`.
+
+    >>> [tuple(node) for node in nodes_of(3, 6, 8)], [tuple(node) for node in nodes_of(4, 7, 7)]
+    ([(3, 4), (4, 6)], [(4, 7)])
+    """
+    nodes: list[Node] = []
+    for replica in range(start, stop):
+        nodes.append(Node(replica, replica + 1))
+        while len(nodes) > 1 and _are_siblings(nodes[-2], nodes[-1], num_replicas):
+            right, left = nodes.pop(), nodes.pop()
+            nodes.append(Node(left.start, right.stop))
+    return nodes
+
+
+def all_reduce_nodes(
+    communicator: Communicator,
+    op: ReduceOp,
+    terms: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+    count: int | None = None,
+) -> None:
+    """Combines the nodes of all ranks into the first term of each rank.
+
+    Args:
+        communicator: Connects the ranks.
+        op: How terms are combined.
+        terms: The nodes that this rank brings: contiguous, of one shape and dtype.
+        nodes: Which nodes each rank brings, by rank. Together they are all replicas.
+        count: For a mean, what to divide the sum by; the number of replicas if not given.
+    """
+    header = replace(Header.of_terms("all_reduce", 0, op, terms, count), terms=1)
+    flat = [term.detach().view(-1) for term in terms]
+    every = [node for own in nodes for node in own]
+    count = (every[-1].stop if count is None else count) if op is ReduceOp.MEAN else None
+    if not communicator.keeps_order(terms[0]):
+        total = _combined(op, flat, nodes[communicator.rank], every[-1].stop)
+        communicator.all_reduce(op, [total], count)
+        flat[0].copy_(total)
+        return
+    finish = functools.partial(_finished, op, every, count, terms[0].dtype)
+    if len(every) * flat[0].nbytes <= SMALL_BYTES:
+        message = torch.cat([_prefix(header, flat[0]), *map(as_bytes, flat)])
+        flat[0].copy_(finish(_opened(communicator.all_gather(message), flat[0].dtype, nodes)))
+        return
+    parts = _exchanged(communicator, header, flat, nodes)
+    torch.cat(communicator.all_gather(finish(parts)), out=flat[0])
+
+
+def _exchanged(
+    communicator: Communicator,
+    header: Header,
+    terms: Sequence[Tensor],
+    nodes: Sequence[Sequence[Node]],
+) -> list[Tensor]:
+    """Returns this rank's part of all nodes of all ranks."""
+    size, length = communicator.size, len(terms[0])
+    most_nodes, most_elements = max(map(len, nodes)), -(-length // size)
+    prefix = _prefix(header, terms[0])
+    room = most_nodes * most_elements * terms[0].itemsize
+    message = prefix.new_zeros(size, HEADER_BYTES + room)
+    message[:, :HEADER_BYTES] = prefix
+    for rank in range(size):
+        own = torch.cat([as_bytes(term[slice_of(rank, size, length)]) for term in terms])
+        message[rank, HEADER_BYTES : HEADER_BYTES + len(own)] = own
+    part = slice_of(communicator.rank, size, length)
+    num_bytes = (part.stop - part.start) * terms[0].itemsize
+    received = [
+        one[: HEADER_BYTES + len(own) * num_bytes]
+        for one, own in zip(communicator.all_to_all(message.view(-1)), nodes, strict=True)
+    ]
+    return _opened(received, terms[0].dtype, nodes)
+
+
+def _prefix(header: Header, term: Tensor) -> Tensor:
+    return torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(term.device)
+
+
+def _opened(
+    messages: Sequence[Tensor], dtype: torch.dtype, nodes: Sequence[Sequence[Node]]
+) -> list[Tensor]:
+    """Returns the nodes in the messages of all ranks, which must call the same."""
+    encoded = [one[:HEADER_BYTES].cpu().numpy().tobytes() for one in messages]
+    if any(other != encoded[0] for other in encoded):
+        check_agreement(dict(enumerate(map(Header.decode, encoded))))
+    return [
+        term
+        for message, own in zip(messages, nodes, strict=True)
+        for term in message[HEADER_BYTES:].view(dtype).chunk(len(own))
+    ]
+
+
+def _finished(
+    op: ReduceOp, nodes: Sequence[Node], count: int | None, dtype: torch.dtype, terms: list[Tensor]
+) -> Tensor:
+    total = _combined(op, terms, nodes, nodes[-1].stop)
+    return total.to(dtype) if count is None else divide(total, count, dtype)
+
+
+def _combined(
+    op: ReduceOp, terms: Sequence[Tensor], nodes: Sequence[Node], num_replicas: int
+) -> Tensor:
+    """Combines neighbouring nodes, without rounding to a narrow dtype. May overwrite `terms`.
+
+    Nodes that are left over, because a part of the tree is missing, are combined last.
+    """
+    combine = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    merged: list[tuple[Node, Tensor]] = []
+
+    def merge() -> None:
+        (last, right), (first, left) = merged.pop(), merged.pop()
+        combine_into(combine, [left, right], [left], None)
+        merged.append((Node(first.start, last.stop), left))
+
+    wide = wide_dtype(terms[0].dtype)
+    for node, term in zip(nodes, terms, strict=True):
+        merged.append((node, term.to(wide)))
+        while len(merged) > 1 and _are_siblings(merged[-2][0], merged[-1][0], num_replicas):
+            merge()
+    while len(merged) > 1:
+        merge()
+    return merged[0][1]
+
+
+def _are_siblings(left: Node, right: Node, num_replicas: int) -> bool:
+    width = right.start - left.start
+    is_node = width & (width - 1) == 0 and left.start % (2 * width) == 0
+    end = min(left.start + 2 * width, num_replicas)
+    return left.stop == right.start and is_node and right.stop == end
+
+
+def plain_terms(ranges: Sequence[range]) -> int | None:
+    """Returns how many neighbours make a term, if every rank can bring the same number of terms.
+
+    The tree over these terms, which is what `Communicator.all_reduce` adds up, is then that of all
+    replicas.
+
+    >>> plain_terms([range(0, 2), range(2, 3)]), plain_terms([range(0, 3), range(3, 6)])
+    (2, 1)
+    >>> plain_terms([range(0, 3), range(3, 6), range(6, 8)])
+    """
+    for level in reversed(range(max(map(len, ranges)).bit_length() + 1)):
+        width = 1 << level
+        are_aligned = all(own.start % width == 0 for own in ranges)
+        if are_aligned and len({-(-len(own) // width) for own in ranges}) == 1:
+            return width
+    return None
