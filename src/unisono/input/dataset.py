@@ -128,6 +128,11 @@ class DistributedInput:
         return 1
 
     @property
+    def batches_by_worker(self) -> int | list[int]:
+        """How many batches each source gives a step, on each worker if they differ."""
+        return self.batches_per_step
+
+    @property
     def steps_per_batch(self) -> int:
         """Over how many steps each batch is split."""
         return 1
@@ -198,7 +203,24 @@ class DistributedInput:
 
         What was fetched ahead but not handed out does not count. `torch.save` takes it.
         """
-        return (self._pending[0] if self._pending else self._progress).state_dict()
+        return self.saved(self._pending[0] if self._pending else self._progress)
+
+    def saved(self, progress: Progress) -> dict[str, Any]:
+        """Returns a progress as it is saved: what one worker saves serves all."""
+        return {**progress.state_dict(), "batches_per_step": self.batches_by_worker}
+
+    def loaded(self, state: Mapping[str, Any]) -> Progress:
+        """Reads what `saved` returned, perhaps on another worker."""
+        found = state.get("batches_per_step") if isinstance(state, Mapping) else None
+        if isinstance(found, (list, tuple)):
+            if list(found) != self.batches_by_worker:
+                raise UnsupportedError(
+                    f"The saved state is of workers that take {list(found)} batches per step, but "
+                    f"these take {self.batches_by_worker}. Resume with the same numbers of "
+                    "replicas."
+                )
+            state = {**state, "batches_per_step": self.batches_per_step}
+        return Progress.from_state_dict(state)
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
         """Makes the next epoch go on where another one was saved.
@@ -213,7 +235,7 @@ class DistributedInput:
             refetch: Whether a `DataLoader` with workers draws and drops too, so that random
                 transforms in the workers give the same bits. Turned off, its sampler skips at once.
         """
-        progress = Progress.from_state_dict(state)
+        progress = self.loaded(state)
         self._pending = None if progress.at_start is None else (progress, refetch)
         self._progress = self._progress.anew()
 

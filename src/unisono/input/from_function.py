@@ -78,6 +78,13 @@ class DistributedDatasetsFromFunction(DistributedInput):
         """See `DistributedInput.batches_per_step`."""
         return self._batches_per_step
 
+    @property
+    def batches_by_worker(self) -> int | list[int]:
+        """See `DistributedInput.batches_by_worker`."""
+        mode = self.options.experimental_replication_mode
+        is_each_one = mode is InputReplicationMode.PER_REPLICA or self.replicas.are_equal
+        return self._batches_per_step if is_each_one else list(self.replicas.counts)
+
     def split(self, epoch: Epoch) -> SplitEpoch:
         """See `DistributedInput.split`."""
         return BatchPerReplica(epoch, Splitter(self.options))

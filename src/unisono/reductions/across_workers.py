@@ -140,8 +140,8 @@ class AcrossWorkers(CrossDeviceOps):
     def terms(self, num_local: int) -> Terms:
         """Returns which replicas are combined before anything is sent.
 
-        They are as many as are whole subtrees of the sum over all workers. A user's own reduction
-        is given all replicas of its worker.
+        They are whole subtrees of the sum over all workers. A user's own reduction is given all
+        replicas of its worker.
         """
         replicas = self._workers.replicas(num_local)
         return replicas.terms if self.is_tree_sum else replicas.whole

@@ -14,7 +14,7 @@ from unisono.options import ReduceOp
 
 
 def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
-    """Returns how many replicas each worker has if they are dealt as evenly as possible.
+    """Returns how many replicas each worker has if they are shared as evenly as possible.
 
     >>> dealt(8, 3), dealt(4, 4)
     ((3, 3, 2), (1, 1, 1, 1))

@@ -74,8 +74,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: How collectives travel, and how long they may take.
         devices: The devices of this worker. None means its share of the host's GPUs, or its CPU.
             Workers may have different numbers of devices.
-        num_replicas: The number of replicas on all workers. They are dealt to the workers as
-            evenly as possible: 8 replicas over 3 workers are 3, 3 and 2. Replicas of a worker share
+        num_replicas: The number of replicas on all workers, which share them as evenly as
+            possible: 8 replicas over 3 workers are 3, 3 and 2. Replicas of a worker share
             its devices. None means one replica per device. The results do not depend on where the
             replicas are. For that, torch uses one thread per CPU replica inside an operator.
         cross_device_ops: What reduces between the devices of one worker.

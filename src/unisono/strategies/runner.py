@@ -218,7 +218,7 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _intraop_threads(num_threads: int | None) -> Iterator[None]:
-    """In the block, torch uses `num_threads` inside an operator; as many as before if None."""
+    """In the block, torch uses `num_threads` inside an operator. None changes nothing."""
     if num_threads is None:
         yield
         return

@@ -230,6 +230,36 @@ def test_input_functions_give_each_replica_a_batch() -> None:
         assert steps == [[0, 1, 2, 10, 11], [3, 4, 5, 12, 13], [14, 15]]
 
 
+def test_what_the_chief_saves_of_the_input_serves_all_workers() -> None:
+    saved: list[dict[str, Any]] = []
+
+    def dataset_of(strategy: uo.Strategy) -> Any:
+        def dataset_fn(own: uo.InputContext) -> list[Tensor]:
+            return [torch.tensor([10 * own.input_pipeline_id + i]) for i in range(6)]
+
+        return strategy.distribute_datasets_from_function(dataset_fn)
+
+    def save(strategy: uo.Strategy) -> None:
+        dataset = dataset_of(strategy)
+        next(iter(dataset))
+        if strategy.extended.first_replica_id == 0:
+            saved.append(dataset.state_dict())
+
+    def resume(strategy: uo.Strategy) -> list[Any]:
+        dataset = dataset_of(strategy)
+        dataset.load_state_dict(saved[0])
+        return [strategy.gather(batch, 0).tolist() for batch in dataset]
+
+    def refuse(strategy: uo.Strategy) -> None:
+        with pytest.raises(UnsupportedError, match="same numbers of replicas"):
+            dataset_of(strategy).load_state_dict(saved[0])
+
+    on_strategies(2, save, num_replicas=(3, 2))
+    assert on_strategies(2, resume, num_replicas=(3, 2)) == [[[3, 4, 5, 12, 13], [14, 15]]] * 2
+    on_strategies(2, refuse, num_replicas=(2, 3))
+    on_strategies(2, refuse, num_replicas=(3, 3))
+
+
 @pytest.mark.parametrize("policy", [uo.AutoShardPolicy.FILE, uo.AutoShardPolicy.OFF])
 def test_workers_with_their_own_data_need_equal_shares(policy: uo.AutoShardPolicy) -> None:
     data: ConcatDataset[Any] = ConcatDataset([TensorDataset(torch.arange(8)) for _ in range(2)])
