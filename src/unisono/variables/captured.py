@@ -47,7 +47,7 @@ class Captured(nn.Parameter):
         kwargs = kwargs or {}
         context = current_replica()
         if context is not None:
-            own = context.strategy.extended.mirrors.stand_ins[context.local_id]
+            own = context.replicas.mirrors.stand_ins[context.local_id]
             try:
                 args, kwargs = _with_leaves((args, kwargs), own)
             except KeyError:

@@ -139,7 +139,7 @@ class OnceOptimizer(OnceUpdate):
         context = current_replica()
         if context is None:
             return groups
-        return context.strategy.extended.mirrors.groups.seen(self, groups, context)
+        return context.replicas.mirrors.groups.seen(self, groups, context)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -322,13 +322,13 @@ def _step_with_closures(
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            extended = context.strategy.extended
+            replicas = context.replicas
             given = PerReplica.placed(
                 tuple(loss.detach() for loss in losses),
-                extended.worker_devices,
-                extended.counting.samples,
+                replicas.worker_devices,
+                replicas.counting.samples,
             )
-            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
+            mean: Tensor = replicas.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
         with for_all(context):

@@ -45,7 +45,7 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
         part: Any = object.__new__(cls)
         # The same state, of which each replica touches that of its own parameters only.
         part.__dict__.update(optimizer.__dict__, param_groups=groups)
-        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
+        with entered(CrossReplicaContext(context.replicas)), torch._C.DisableTorchFunction():
             cls.step(part)  # type: ignore[attr-defined]
 
     context.meeting.call_waiting([functools.partial(_without_meeting, update, o) for o in shares])
