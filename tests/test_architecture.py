@@ -36,7 +36,8 @@ LAYERS = [
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "benchmarks", "demo", "launching"],
+    ["tables", "traces", "namespaces"],
+    ["benchmarks", "demo", "launching"],
     ["hosts", "tuning"],
     ["planning"],
     ["cli"],

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from thread_ranks import make_threads
+
 import unisono as uo
 from unisono.communicators import Communicator
-from unisono.communicators.threads import make_threads
 from unisono.reductions import Workers
 
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from unisono.communicators.connect import connect
 from unisono.errors import CommunicationError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
-from unisono.testing.namespaces import run
+from unisono_tools.namespaces import run
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 TCP = CommunicationImplementation.TCP

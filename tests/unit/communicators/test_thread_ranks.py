@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_ranks import make_threads
 
 from unisono.communicators.communicator import Communicator
-from unisono.communicators.threads import make_threads
 from unisono.errors import (
     CommunicationError,
     UnequalCollectivesError,

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests and teaching.
+"""Ranks as threads of one process.
 
 Every collective is one meeting: each rank lays down what it brings, the last to come does the work
 for all, and everybody takes its result. The other communicators do the same with more machinery.
