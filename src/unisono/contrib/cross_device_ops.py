@@ -46,7 +46,6 @@ class ContribOps(CrossDeviceOps):
     _BATCH: ClassVar[tuple[str, ...]] = ("batch_reduce", "batch_reduce_implementation")
 
     def in_strategy(self) -> CrossDeviceOps:
-        """See `CrossDeviceOps.in_strategy`."""
         return InStrategy(self)
 
     def reduce(
@@ -117,7 +116,6 @@ class InStrategy(CrossDeviceOps):
         self._ops = ops
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._ops.close()
 
     def reduce_implementation(
@@ -127,7 +125,6 @@ class InStrategy(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         result = self._ops.reduce(reduce_op, per_replica_value, names_of(destinations))
         return self._taken("reduce", result, destinations)
 
@@ -137,7 +134,6 @@ class InStrategy(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         ops = self._ops
         pairs = [(value, names_of(targets)) for value, targets in value_destination_pairs]
         if is_overridden(ops, *ops._ONE) and not is_overridden(ops, *ops._BATCH):
@@ -155,7 +151,6 @@ class InStrategy(CrossDeviceOps):
         ]
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """See `CrossDeviceOps.broadcast_implementation`."""
         result = self._ops.broadcast(tensor, names_of(destinations))
         return self._taken("broadcast", result, destinations)
 
@@ -185,7 +180,6 @@ class DelegatingOps(ContribOps):
 
     @property
     def is_tree_sum(self) -> bool:
-        """See `CrossDeviceOps.is_tree_sum`."""
         return self._ops.is_tree_sum and super().is_tree_sum
 
     def in_strategy(self) -> CrossDeviceOps:
@@ -194,7 +188,6 @@ class DelegatingOps(ContribOps):
         return super().in_strategy() if is_changed else self._ops
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._ops.close()
 
     def reduce_implementation(
@@ -204,7 +197,6 @@ class DelegatingOps(ContribOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         return self._ops.reduce(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce_implementation(
@@ -213,11 +205,9 @@ class DelegatingOps(ContribOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """See `CrossDeviceOps.broadcast_implementation`."""
         return self._ops.broadcast(tensor, destinations)
 
 

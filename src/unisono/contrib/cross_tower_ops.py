@@ -50,7 +50,6 @@ class CrossTowerOps(ContribOps):
     _BATCH = ("batch_reduce", "_batch_reduce", "batch_reduce_implementation")
 
     def in_strategy(self) -> CrossDeviceOps:
-        """See `CrossDeviceOps.in_strategy`."""
         is_changed = is_overridden(self, *_HOOKS) or not isinstance(self, DelegatingOps)
         return TowersInStrategy(self) if is_changed else super().in_strategy()
 
@@ -139,7 +138,6 @@ class TowersInStrategy(InStrategy):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         value = _per_device(per_replica_value)
         result = self._ops.reduce(_aggregation(reduce_op), value, names_of(destinations))
         return self._taken("reduce", result, destinations)
@@ -150,7 +148,6 @@ class TowersInStrategy(InStrategy):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         pairs = [(_per_device(value), targets) for value, targets in value_destination_pairs]
         return super().batch_reduce_implementation(_aggregation(reduce_op), pairs, options)  # type: ignore[arg-type]
 

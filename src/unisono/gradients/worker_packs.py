@@ -72,7 +72,6 @@ class FlatPack(Pack):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """See `Pack.fill`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
@@ -104,7 +103,6 @@ class FlatPack(Pack):
         """Writes what the replicas of one term make together where it is sent from."""
 
     def exchange(self) -> None:
-        """See `Pack.exchange`."""
         self._trail.follow()
         self._reduce()
         self._trail.note(self._place)
@@ -114,7 +112,6 @@ class FlatPack(Pack):
         """Reduces the terms of all workers into the first of each."""
 
     def give(self) -> Sequence[Leaves]:
-        """See `Pack.give`."""
         self._trail.follow()
         given: list[Leaves] = []
         are_used = self._is_used.tolist()

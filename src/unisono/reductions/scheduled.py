@@ -62,7 +62,6 @@ class ScheduledOps(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         ends = Ends(per_replica_value.devices, destinations.devices)
         (result,) = self._reduce_group(reduce_op, None, [per_replica_value.values], ends, options)
         return mirrored(result, destinations)
@@ -73,7 +72,6 @@ class ScheduledOps(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
             # A subclass has a way of its own to reduce one value, and means batches too.
             return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
@@ -168,7 +166,6 @@ class ScheduledOps(CrossDeviceOps):
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """See `CrossDeviceOps.reduce_in_place`."""
         plan = self.route(Ends(devices, devices)).plan
         return self.reads_values and plan.is_one_sum and reduce_into(reduce_op, batch, batch)
 
