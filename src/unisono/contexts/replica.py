@@ -21,25 +21,16 @@ if TYPE_CHECKING:
 
 
 class Meeting(Protocol):
-    """Where the replicas of one `run` meet."""
+    """Where the replicas of one `run` meet. `ReplicaMeeting` of `engines` implements it."""
 
     # What records the run, if something does.
     recorder: Any
 
-    def meet(
-        self,
-        replica_id: int,
-        what: str,
-        given: Any,
-        work: Callable[[list[Any]], Sequence[Any]],
-        *,
-        in_python: bool = False,
-        settings: Any = None,
-    ) -> Any:
-        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
+    def meet(self, *arguments: Any, **settings: Any) -> Any:
+        """See `ReplicaMeeting.meet`."""
 
-    def call_waiting(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """From within `work`: lets each replica make a call, with a new meeting point."""
+    def call_waiting(self, *arguments: Any) -> list[Any]:
+        """See `ReplicaMeeting.call_waiting`."""
 
 
 @dataclass(frozen=True)

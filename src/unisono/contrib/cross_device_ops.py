@@ -125,7 +125,8 @@ class InStrategy(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        result = self._ops.reduce(reduce_op, per_replica_value, names_of(destinations))
+        op, value = self._op(reduce_op), self._value(per_replica_value)
+        result = self._ops.reduce(op, value, names_of(destinations))
         return self._taken("reduce", result, destinations)
 
     def batch_reduce_implementation(
@@ -134,12 +135,12 @@ class InStrategy(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        ops = self._ops
-        pairs = [(value, names_of(targets)) for value, targets in value_destination_pairs]
+        ops, op = self._ops, self._op(reduce_op)
+        pairs = [(self._value(value), names_of(to)) for value, to in value_destination_pairs]
         if is_overridden(ops, *ops._ONE) and not is_overridden(ops, *ops._BATCH):
-            results = [ops.reduce(reduce_op, value, names) for value, names in pairs]
+            results = [ops.reduce(op, value, names) for value, names in pairs]
         else:
-            results = list(ops.batch_reduce(reduce_op, pairs))
+            results = list(ops.batch_reduce(op, pairs))
         if len(results) != len(pairs):
             raise ReplicaMismatchError(
                 f"`{type(self._ops).__name__}.batch_reduce()` returned {len(results)} results for "
@@ -153,6 +154,14 @@ class InStrategy(CrossDeviceOps):
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
         result = self._ops.broadcast(tensor, names_of(destinations))
         return self._taken("broadcast", result, destinations)
+
+    def _op(self, op: ReduceOp) -> Any:
+        """Returns an operation as the methods of `ops` take it."""
+        return op
+
+    def _value(self, value: DistributedValues) -> DistributedValues:
+        """Returns a value as the methods of `ops` take it."""
+        return value
 
     def _taken(self, method: str, result: Any, destinations: Destinations) -> Result:
         """Returns what a method returned as strategies have it: one device, the tensor itself."""

@@ -38,11 +38,7 @@ class AllReduce(ScheduledOps):
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
         if is_all_reduce(ends):
             return self.all_reduce_schedule(ends.sources, turn)
-        return one_device(
-            len(ends.sources),
-            root=places.index(self.root(ends)),
-            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
-        )
+        return super().schedule(ends, places, turn)
 
     def reduce_dense(
         self,

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from unisono.algorithms import Schedule, one_device
 from unisono.devices import Device, DeviceLike, resolve
 from unisono.errors import UnsupportedError
 from unisono.kernels import divide
@@ -46,13 +45,6 @@ class ReductionToOneDevice(ScheduledOps):
 
     def root(self, ends: Ends) -> Device:
         return self._reduce_to or ends.destinations[0]
-
-    def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
-        return one_device(
-            len(ends.sources),
-            root=places.index(self.root(ends)),
-            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
-        )
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Plan, Schedule, make_plan, run
+from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, Machine, this_machine
 from unisono.kernels import check_replicas, reduce_fused, reduce_into
@@ -39,7 +39,7 @@ class Route(NamedTuple):
 
 
 class ScheduledOps(CrossDeviceOps):
-    """A cross-device operation that is a schedule; a subclass says which."""
+    """A cross-device operation that follows a schedule."""
 
     reads_values: ClassVar[bool] = True
 
@@ -52,8 +52,15 @@ class ScheduledOps(CrossDeviceOps):
         return ends.destinations[0]
 
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
-        """Returns the schedule over `places`; with each turn another device may be the root."""
-        raise NotImplementedError
+        """Returns the schedule over `places`; with each turn another device may be the root.
+
+        Unless overridden, all values meet on the root.
+        """
+        return one_device(
+            len(ends.sources),
+            root=places.index(self.root(ends)),
+            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
+        )
 
     def reduce_implementation(
         self,
