@@ -19,7 +19,7 @@ MAX_LINES = 400
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
-    ["errors", "sharing"],
+    ["errors", "sharing", "torch_private"],
     ["arguments", "system"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],

@@ -20,6 +20,7 @@ from unisono.functions.signature import OuterVariables, constant, is_input, mode
 from unisono.functions.state import ModuleState
 from unisono.functions.step_function import Function
 from unisono.sharing import computed_once
+from unisono.torch_private import copy_each
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves
 from unisono.variables import Mirrors, Settings
@@ -171,7 +172,7 @@ class _Step:
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copies the arguments of this call to where the graphs read them."""
         if tensors:
-            torch._foreach_copy_(self.rooms, list(tensors), non_blocking=True)
+            copy_each(self.rooms, list(tensors), non_blocking=True)
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""

@@ -16,6 +16,7 @@ from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
+from unisono.torch_private import copy_each
 from unisono.variables import Leaves
 
 
@@ -90,7 +91,7 @@ class FlatPack(Pack):
                     sources.append(own[0])
                     targets.append(view)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         is_new = [one in arrived for one in self.members]
         if all(is_new):
             self._is_new.fill_(1)

@@ -7,10 +7,8 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import swa_utils
-from torch.utils import _pytree as pytree
 
 from unisono.arguments import check_callable
 from unisono.contexts import (
@@ -21,6 +19,7 @@ from unisono.contexts import (
     entered,
 )
 from unisono.sharing import computed_once
+from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ class for_all:
 
     def __enter__(self) -> None:
         # Parameters are looked at as the program has them.
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             self._mirrors.watch.check()
             self._mirrors.groups.settle(self._context.num_local_replicas)
         self._entered.__enter__()
@@ -55,7 +54,7 @@ class for_all:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._entered.__exit__()
         if kind is None:
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 self._mirrors.watch.settle()
                 self._mirrors.groups.renew()
 
@@ -96,10 +95,10 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return fn(*args, **kwargs)
 
     def work(given: list[Any]) -> list[Any]:
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             _begin(context.replicas)
         results = _call(context, fn, given)
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             _end(context.replicas)
         return results
 

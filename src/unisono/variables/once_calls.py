@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
+from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
@@ -58,7 +59,7 @@ def do_once(
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
-        with for_all(context), torch._C.DisableTorchFunction():
+        with for_all(context), no_torch_function():
             return [work()] * context.num_local_replicas
 
     return context.meeting.meet(
@@ -121,7 +122,7 @@ class OnceOptimizer(OnceUpdate):
         context = current_replica()
         owners = _leaves(self)
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             if context is None:
                 super().zero_grad(set_to_none)  # type: ignore[misc]
                 for leaves in owners:
