@@ -115,6 +115,11 @@ class ThreadCommunicator(Communicator):
         """Says how long this rank waits for others."""
         self._table.patience[self.rank] = seconds
 
+    @property
+    def patience(self) -> float:
+        """How long this rank waits for others now."""
+        return self._table.patience.get(self.rank, self._table.timeout_seconds)
+
     def check_health(self) -> None:
         """Raises if a rank has closed its communicator, or a collective has failed."""
         self._table.check_health()

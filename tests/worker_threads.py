@@ -60,7 +60,7 @@ def on_strategies(
 
 
 def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
-    communicators = make_threads(num_workers, timeout_seconds=20)
+    communicators = make_threads(num_workers, timeout_seconds=120)
     with ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
         return [future.result(timeout=60) for future in futures]
