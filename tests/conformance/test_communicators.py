@@ -13,6 +13,7 @@ import trustme
 from conformance.communicator_cases import failed_cases
 from processes.harness import run_ranks
 from processes.pretended import Make, hierarchical
+from thread_ranks import make_threads
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
@@ -21,7 +22,6 @@ from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
-from unisono.communicators.threads import make_threads
 from unisono.costs import USUAL_LINK, Link
 from unisono.kernels import native_core
 

@@ -20,6 +20,7 @@ from unisono.functions.signature import OuterVariables, constant, is_input, mode
 from unisono.functions.state import ModuleState
 from unisono.functions.step_function import Function
 from unisono.sharing import computed_once
+from unisono.torch_private import copy_each
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves
 from unisono.variables import Mirrors, Settings
@@ -180,7 +181,7 @@ class _Step:
         """Copies the arguments of this call to where the graphs read them."""
         for numbers in self._alike:
             rooms, given = [self.rooms[i] for i in numbers], [tensors[i] for i in numbers]
-            torch._foreach_copy_(rooms, given, non_blocking=True)
+            copy_each(rooms, given, non_blocking=True)
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""

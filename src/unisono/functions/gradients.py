@@ -6,10 +6,10 @@ import operator
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 
 from unisono.errors import CaptureError
+from unisono.torch_private import no_torch_function_of_subclasses
 from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
@@ -37,7 +37,7 @@ class Gradients:
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         # While replicas run, a parameter would give each replica its own gradients.
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_of_subclasses():
             self._grads = list(map(_gradient, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
@@ -111,7 +111,7 @@ class StartingGradients:
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._mirrors = mirrors
         self._all = Gradients(mirrors, tensors)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_of_subclasses():
             self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 

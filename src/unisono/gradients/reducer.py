@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -44,6 +43,7 @@ from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype, group_by_bytes
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
+from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mirrors
 
@@ -220,7 +220,7 @@ class GradientReducer:
         if notes.current_pass is not None:
             # Within another one: a checkpoint computes again.
             return run()
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
         notes.current_pass = own
         try:
@@ -285,7 +285,7 @@ class GradientReducer:
 
         def work(given: list[list[int]]) -> list[None]:
             current.trail.follow()
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
@@ -299,7 +299,7 @@ class GradientReducer:
         self._check_capture(context.meeting.recorder)
         number = context.notes.num_passes
         context.notes.num_passes += 1
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             new = own.new()
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
         if current.trail.follow():

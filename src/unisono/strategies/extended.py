@@ -265,7 +265,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         with self._run_lock:
             before = CallerThread()
             try:
-                with entered(CrossReplicaContext(self.strategy)):
+                with entered(CrossReplicaContext(self)):
                     return self._run_step(fn, args, kwargs)
             except BaseException:
                 before.restore()
@@ -290,9 +290,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     ) -> Any:
         self.mirrors.refresh()
         self.gradients.begin(weights)
-        run = functools.partial(
-            self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
-        )
+        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
             return self.counting.regrouped(results)

@@ -7,13 +7,13 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import set_multithreading_enabled
 
 from unisono.arguments import check_iterable
-from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
+from unisono.contexts import Meeting, ReplicaContext, Replicas, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
@@ -33,9 +33,6 @@ from unisono.errors import add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.values import select_replica
-
-if TYPE_CHECKING:
-    from unisono.strategies.strategy import Strategy
 
 
 class Runner:
@@ -65,7 +62,7 @@ class Runner:
 
     def run(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -85,9 +82,9 @@ class Runner:
             recorder=recorder,
             has_workers=self._workers.are_many or strategy.extended.has_hook,
         )
-        is_single = strategy.extended.mirrors.is_single
+        is_single = replicas.mirrors.is_single
         contexts = [
-            ReplicaContext(strategy, i, meeting, weight, generators=None if is_single else own)
+            ReplicaContext(replicas, i, meeting, weight, generators=None if is_single else own)
             for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
@@ -108,7 +105,7 @@ class Runner:
         kwargs: dict[str, Any],
     ) -> Sequence[Any]:
         places = self._places
-        if contexts[0].strategy.extended.mirrors.is_single:
+        if contexts[0].replicas.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators
