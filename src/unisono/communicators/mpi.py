@@ -106,7 +106,7 @@ class MpiTransport:
                 "the MPI that mpi4py uses, or use another implementation."
             )
 
-        def make() -> Any:
+        def make(_: Any) -> Any:
             # Apart from what the program itself sends. Every rank of the group calls this.
             group = mpi.COMM_WORLD.Get_group().Incl(numbers)
             try:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -77,19 +78,21 @@ class NetworkCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        transport = _make_transport(store, rank, size, backend, host, timeout_seconds, left)
-        try:
-            own_watch = watch or Watch(
-                PrefixStore("watch", store),
-                rank,
-                size,
-                timeout_seconds=timeout_seconds,
-                host=host,
-                joining_seconds=left.seconds(),
-            )
-        except BaseException:
-            transport.close(has_failed=True)
-            raise
+        _check_backend(store, rank, size, backend, left)
+        own_watch = watch or Watch(
+            PrefixStore("watch", store),
+            rank,
+            size,
+            timeout_seconds=timeout_seconds,
+            host=host,
+            joining_seconds=left.seconds(),
+        )
+        with ExitStack() as stack:
+            if watch is None:
+                stack.callback(own_watch.close)
+            seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+            transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
+            stack.pop_all()
         self._link = Link(
             transport,
             own_watch,
@@ -243,15 +246,7 @@ class NetworkCommunicator(Communicator):
         return Executor(rounds_of(name, self.size), self.rank, num_terms, root)
 
 
-def _make_transport(
-    store: Store,
-    rank: int,
-    size: int,
-    backend: str,
-    host: str | None,
-    timeout_seconds: float,
-    left: Countdown,
-) -> Transport:
+def _check_backend(store: Store, rank: int, size: int, backend: str, left: Countdown) -> None:
     if backend not in BACKENDS:
         raise UnsupportedError(
             f"`backend` must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}. For NCCL "
@@ -264,11 +259,23 @@ def _make_transport(
         raise JobMismatchError(
             f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
         )
-    seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+
+
+def _make_transport(
+    store: Store, rank: int, size: int, backend: str, host: str | None, watch: Watch, seconds: Any
+) -> Transport:
     if backend == "mpi":
         return MpiTransport(store, rank, size, **seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
     # Its own threads serve collectives, and there are none.
-    group = make_gloo_group(store, rank, size, host=host, num_threads=1, **seconds)
-    return GlooTransport(group, timeout_seconds)
+    group = make_gloo_group(
+        store,
+        rank,
+        size,
+        host=host,
+        num_threads=1,
+        check_health=watch.check_health,
+        **seconds,
+    )
+    return GlooTransport(group, watch.timeout_seconds)
