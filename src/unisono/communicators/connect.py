@@ -139,8 +139,8 @@ def _survey(
     wanted = [one["wanted"] for one in said]
     if odd := [other for other in range(size) if wanted[other] != implementation.value]:
         raise JobMismatchError(
-            f"All ranks must ask for one implementation, got {wanted} by rank. Give every "
-            "worker the same `CommunicationOptions`.",
+            f"The ranks ask for different implementations: {wanted} by rank. Give every worker the "
+            "same `CommunicationOptions`.",
             odd,
         )
     return _Survey(

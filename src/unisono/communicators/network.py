@@ -257,7 +257,8 @@ def _check_backend(store: Store, rank: int, size: int, backend: str, left: Count
     )
     if odd := [other for other, text in enumerate(said) if text != backend]:
         raise JobMismatchError(
-            f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
+            f"The ranks use different backends: {said} by rank. Set the same one on every rank.",
+            odd,
         )
 
 

@@ -68,9 +68,9 @@ def say_to_all(
     with translated_store_errors():
         if store.add(f"came/{rank}", 1) > 1:
             raise JobMismatchError(
-                f"Rank {rank} has come twice to one store: two workers have this rank, or the "
-                "store was used before. Give every worker its own rank, and every job its own "
-                "address or prefix.",
+                f"Rank {rank} is used twice: two workers have this rank, or the store belongs to "
+                "an earlier job. Give every worker its own rank, and every job its own address or "
+                "prefix.",
                 [rank],
             )
         store.set(f"says/{rank}", f"{size}/{text}")
@@ -81,7 +81,7 @@ def say_to_all(
     if odd := [other for other in sizes if sizes[other] != size]:
         told = ", ".join(f"rank {other} counts {sizes[other]}" for other in odd)
         raise JobMismatchError(
-            f"Rank {rank} counts {size} ranks, but {told}. Start all workers with one cluster.", odd
+            f"Rank {rank} counts {size} ranks, but {told}. Give all workers the same cluster.", odd
         )
     return [text for _, text in said]
 
@@ -91,8 +91,8 @@ def _wait_for_all(store: Store, rank: int, size: int, timeout_seconds: float) ->
     if not have_come(store, list(keys.values()), timeout_seconds):
         missing = [other for other, key in keys.items() if not store.check([key])]
         raise WorkerTimeoutError(
-            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
-            "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
+            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} to "
+            "start. Check their logs, or raise `timeout_seconds` if they start slowly.",
             missing,
         )
 
@@ -183,8 +183,7 @@ def connected(
     raise WorkerTimeoutError(
         f"Rank {rank} waited up to {seconds:.3g} s for {ranks_in_words(missing or others)} of "
         f"{size} to connect through {engine}{f' ({why})' if why else ''}. All ranks had announced "
-        "themselves before. Look at the logs of the missing ranks, and at the network and firewall "
-        "between the hosts.",
+        "themselves before. Check the logs of the missing ranks, the network and the firewall.",
         missing,
     ) from why
 
@@ -200,8 +199,7 @@ def translated_store_errors() -> Iterator[None]:
         what = "does not answer" if is_silent else "cannot be reached"
         raise kind(
             f"The coordinator, which usually runs beside rank 0, {what} "
-            f"({str(error).splitlines()[0]}). Look at the log of rank 0 and at the network to its "
-            "host.",
+            f"({str(error).splitlines()[0]}). Check the log of rank 0 and the network to its host.",
             [0],
         ) from error
 
