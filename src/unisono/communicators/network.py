@@ -27,7 +27,8 @@ from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
-from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.mpi import make_mpi_communicator
+from unisono.communicators.mpi_transport import MpiTransport
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.transport import Transport
 from unisono.communicators.watch import Watch
@@ -266,7 +267,8 @@ def _make_transport(
     store: Store, rank: int, size: int, backend: str, host: str | None, watch: Watch, seconds: Any
 ) -> Transport:
     if backend == "mpi":
-        return MpiTransport(store, rank, size, **seconds)
+        comm = make_mpi_communicator(store, rank, size, timeout_seconds=seconds["joining_seconds"])
+        return MpiTransport(comm, watch.timeout_seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
     # Its own threads serve collectives, and there are none.

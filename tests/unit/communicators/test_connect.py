@@ -24,7 +24,7 @@ from unisono.communicators import gloo
 from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import break_connections, make_gloo_group
-from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
@@ -277,7 +277,7 @@ def test_encryption_that_torch_cannot_do_is_an_error() -> None:
 @pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is here")
 def test_mpi_without_mpi4py_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"MPI needs mpi4py.*unisono\[mpi\]"):
-        MpiTransport(HashStore(), 0, 2, timeout_seconds=5, joining_seconds=5)
+        make_mpi_communicator(HashStore(), 0, 2, timeout_seconds=5)
 
 
 def test_an_unknown_backend_is_an_error() -> None:
