@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     parser.add_argument("--replicas", type=int, default=4, help="per worker (default: 4)")
     parser.add_argument("--steps", type=int, default=50, help="number of steps (default: 50)")
     parser.add_argument("--folder", type=Path, default=Path("preempted"), help="for checkpoints")
-    parser.add_argument("--stop-after", type=int, help="send SIGTERM to the last worker here")
+    parser.add_argument("--stop-after", type=int, help="end workers after this step")
     parser.add_argument("--exit-status", type=int, default=0, help="after a preemption")
     options = parser.parse_args(arguments)
 
@@ -73,10 +73,11 @@ def main(arguments: Sequence[str] | None = None) -> str:
     if strategy.is_chief:
         print(f"{strategy.num_replicas_in_sync} replicas, from step {handler.total_run_calls}")
 
-    is_last = os.environ.get("RANK", "0") == str(int(os.environ.get("WORLD_SIZE", "1")) - 1)
+    loss = torch.tensor(float("nan"))
+    is_ended = not strategy.is_chief or strategy.num_replicas_in_sync == options.replicas
     while handler.total_run_calls < options.steps:
         for batch in batches:
-            if is_last and handler.total_run_calls + 1 == options.stop_after:
+            if is_ended and handler.total_run_calls + 1 == options.stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
             loss = handler.run(train_step, *batch)
             if handler.total_run_calls == options.steps:
