@@ -13,8 +13,8 @@ from unisono.communicators import STORE_ERRORS, JobStore, TracedCommunicator
 from unisono.errors import WorkerTimeoutError
 
 _LEFT = "left"
-# How often a worker asks the store whether another one was told to end. With many workers each
-# one asks less often, so that rank 0 does not answer more than this number of questions a second.
+# How often a worker asks the store whether another one wants to stop. With many workers, each one
+# asks less often, so that rank 0 answers at most this number of questions per second.
 _LEAST_PAUSE_SECONDS = 0.5
 _MOST_QUESTIONS = 32
 _SLICE_SECONDS = 0.1

@@ -28,7 +28,7 @@ class TerminationConfig:
     Args:
         termination_watcher_fn: What else announces the end: a function that returns True once it
             is announced, for example `lambda: os.path.exists("stop")`, or a signal, such as
-            `signal.SIGUSR1`. The function is called about twice a second, on a thread.
+            `signal.SIGUSR1`. A thread calls the function about every half second.
         exit_fn: What leaves the program after saving. None means `sys.exit(0)`. Platforms that
             restart only a program that failed need another status: `lambda: sys.exit(42)`. If it
             returns, the training goes on.

@@ -14,7 +14,7 @@ from torch.distributed.launcher import api
 
 
 class Departure:
-    """How the workers of this host are told to end, and how they have ended.
+    """How the launcher ends the workers of this host, and how they have ended.
 
     Args:
         grace_seconds: How long they may take before they are killed.
