@@ -37,7 +37,8 @@ class Departure:
         workers.close(sent, self._grace_seconds)
         if isinstance(workers, SubprocessContext):
             processes = [one.proc for one in workers.subprocess_handlers.values()]
-            self._statuses = {process.poll() for process in processes}
+            statuses = (process.poll() for process in processes)
+            self._statuses = {-1 if status is None else status for status in statuses}
 
     @contextmanager
     def of_agents(self) -> Iterator[None]:
@@ -55,9 +56,9 @@ class Departure:
                     departure.end(self._pcontext, death_sig)
                 super()._shutdown(death_sig, *args, **kwargs)
 
-        before = api.LocalElasticAgent
-        api.LocalElasticAgent = Agent  # type: ignore[misc]
+        # `elastic_launch` makes the class that it finds under this name.
+        vars(api)["LocalElasticAgent"] = Agent
         try:
             yield
         finally:
-            api.LocalElasticAgent = before  # type: ignore[misc]
+            vars(api)["LocalElasticAgent"] = LocalElasticAgent

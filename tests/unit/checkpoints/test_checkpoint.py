@@ -111,6 +111,16 @@ def test_other_names_and_other_files_are_refused(tmp_path: Path) -> None:
         Checkpoint(one=Saved(1)).restore(tmp_path / "other.pt")
 
 
+def test_random_states_of_other_workers_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "one.pt"
+    Checkpoint(one=Saved(1)).save(path)
+    state = torch.load(path)
+    torch.save(state | {"random": 2 * state["random"]}, path)
+
+    with pytest.raises(UnsupportedError, match=r"2 workers.*there are 1"):
+        Checkpoint(one=Saved(1)).restore(path)
+
+
 KILLED = """
 import os, signal, sys, torch
 from unisono.experimental import Checkpoint

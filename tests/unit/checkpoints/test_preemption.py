@@ -135,14 +135,18 @@ def test_a_file_that_appears_ends_the_training_with_the_status_that_was_asked_fo
     )
     handler = PreemptionCheckpointHandler(None, Checkpoint(), tmp_path / "saved", config)
 
-    status = run_until_it_leaves(handler, lambda: told.touch() or time.sleep(0.01))
+    def step() -> None:
+        told.touch()
+        time.sleep(0.01)
+
+    status = run_until_it_leaves(handler, step)
 
     assert (status, saved) == (42, ["saved"])
     handler.close()
 
 
 def test_an_error_of_the_watcher_is_raised_by_the_next_step(tmp_path: Path) -> None:
-    config = TerminationConfig(termination_watcher_fn=lambda: 1 // 0)
+    config = TerminationConfig(termination_watcher_fn=lambda: bool(1 // 0))
     handler = PreemptionCheckpointHandler(None, Checkpoint(), tmp_path, config)
     deadline = time.monotonic() + DEADLINE_SECONDS
 
