@@ -35,6 +35,7 @@ LAYERS = [
     ["gradients"],
     ["functions"],
     ["strategies"],
+    ["checkpoints"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.

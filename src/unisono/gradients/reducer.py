@@ -115,6 +115,11 @@ class GradientReducer:
 
         mirrors.reduce_rest = reduce_rest
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether gradients go to other workers, or through a hook."""
+        return self._across is not None
+
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
         # What a pass that failed has sent must not meet what the next one sends.

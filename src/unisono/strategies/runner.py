@@ -80,7 +80,7 @@ class Runner:
             self._gpus,
             names=self._names,
             recorder=recorder,
-            has_workers=self._workers.are_many or strategy.extended.has_hook,
+            has_workers=replicas.gradients.has_workers,
         )
         is_single = replicas.mirrors.is_single
         contexts = [
