@@ -16,7 +16,8 @@ from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
-from unisono.reductions.replicas import Terms
+from unisono.reductions.layouts import Terms
+from unisono.torch_private import copy_each
 from unisono.variables import Leaves
 
 
@@ -74,7 +75,6 @@ class FlatPack(Pack):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """See `Pack.fill`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
@@ -92,7 +92,7 @@ class FlatPack(Pack):
                     sources.append(own[0])
                     targets.append(view)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         is_new = [one in arrived for one in self.members]
         if all(is_new):
             self._is_new.fill_(1)
@@ -105,7 +105,6 @@ class FlatPack(Pack):
         """Writes what the replicas of one term make together where it is sent from."""
 
     def exchange(self) -> None:
-        """See `Pack.exchange`."""
         self._trail.follow()
         self._reduce()
         self._trail.note(self._place)
@@ -115,7 +114,6 @@ class FlatPack(Pack):
         """Reduces the terms of all workers into the first of each."""
 
     def give(self) -> Sequence[Leaves]:
-        """See `Pack.give`."""
         self._trail.follow()
         given: list[Leaves] = []
         are_used = self._is_used.tolist()

@@ -32,15 +32,15 @@ from unisono.input.sources import (
     readers_of,
 )
 from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
-from unisono.reductions import Replicas, Workers
+from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
 
 
-def replicas_of(workers: Workers | None, context: InputContext, num_local: int) -> Replicas:
+def layout_of(workers: Workers | None, context: InputContext, num_local: int) -> ReplicaLayout:
     """Returns which replicas each worker has, where this one has `num_local`."""
     if workers is not None and workers.are_many:
-        return workers.replicas(num_local)
-    return Replicas((num_local,) * context.num_input_pipelines, context.input_pipeline_id)
+        return workers.layout(num_local)
+    return ReplicaLayout((num_local,) * context.num_input_pipelines, context.input_pipeline_id)
 
 
 class DistributedInput:
@@ -91,9 +91,9 @@ class DistributedInput:
         return self._placement
 
     @property
-    def replicas(self) -> Replicas:
+    def layout(self) -> ReplicaLayout:
         """Which replicas each worker has."""
-        return replicas_of(self._readers.workers, self._context, len(self._placement.devices))
+        return layout_of(self._readers.workers, self._context, len(self._placement.devices))
 
     @property
     def is_wrapped(self) -> bool:
@@ -289,7 +289,7 @@ class DistributedDataset(DistributedInput):
         else:
             source = of_all_samples(source)
         readers = readers_of(workers, own_data=self._is_fixed)
-        if self._is_fixed and not readers.workers.replicas(len(devices)).are_equal:
+        if self._is_fixed and not readers.workers.layout(len(devices)).are_equal:
             raise UnsupportedError(
                 f"With the policy {policy.name}, each worker splits its batches into the same "
                 "number of steps, but workers have different numbers of replicas. Use "
@@ -310,17 +310,15 @@ class DistributedDataset(DistributedInput):
 
     @property
     def static_batch_size(self) -> int | None:
-        """See `DistributedInput.static_batch_size`."""
         size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
         return None if size is None or size % num_replicas else size // num_replicas
 
     def split(self, epoch: Epoch) -> SplitEpoch:
-        """See `DistributedInput.split`."""
         splitter = Splitter(self.options, epoch.sources[0].batch_size)
         if not self.is_wrapped:
             return WholeBatches(epoch, splitter)
         kind = OwnBatches if self._is_fixed else SharedBatches
-        return kind(epoch, splitter, self.replicas)
+        return kind(epoch, splitter, self.layout)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.dataset import DistributedInput, replicas_of
+from unisono.input.dataset import DistributedInput, layout_of
 from unisono.input.options import (
     AutoShardPolicy,
     InputContext,
@@ -61,9 +61,9 @@ class DistributedDatasetsFromFunction(DistributedInput):
             )
         contexts = [input_context]
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
-            replicas = replicas_of(workers, input_context, len(devices))
+            layout = layout_of(workers, input_context, len(devices))
             total = input_context.num_replicas_in_sync
-            contexts = [InputContext(replicas.total, number, total) for number in replicas.own]
+            contexts = [InputContext(layout.total, number, total) for number in layout.own]
         self._batches_per_step = len(devices) // len(contexts)
         given = [dataset_fn(context) for context in contexts]
         for one, context in zip(given, contexts, strict=True):
@@ -75,18 +75,16 @@ class DistributedDatasetsFromFunction(DistributedInput):
 
     @property
     def batches_per_step(self) -> int:
-        """See `DistributedInput.batches_per_step`."""
         return self._batches_per_step
 
     @property
     def batches_by_worker(self) -> int | list[int]:
         """See `DistributedInput.batches_by_worker`."""
         mode = self.options.experimental_replication_mode
-        is_each_one = mode is InputReplicationMode.PER_REPLICA or self.replicas.are_equal
-        return self._batches_per_step if is_each_one else list(self.replicas.counts)
+        is_each_one = mode is InputReplicationMode.PER_REPLICA or self.layout.are_equal
+        return self._batches_per_step if is_each_one else list(self.layout.counts)
 
     def split(self, epoch: Epoch) -> SplitEpoch:
-        """See `DistributedInput.split`."""
         return BatchPerReplica(epoch, Splitter(self.options))
 
     def __len__(self) -> int:

@@ -13,9 +13,9 @@ from unisono.reductions.cross_device_ops import (
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
 from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
+from unisono.reductions.layouts import ReplicaLayout, dealt
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
-from unisono.reductions.replicas import Replicas, dealt
 from unisono.reductions.scheduled import Ends, ScheduledOps
 from unisono.reductions.selection import (
     choose_cross_device_ops,
@@ -35,7 +35,7 @@ __all__ = [
     "NcclAllReduce",
     "Pair",
     "ReductionToOneDevice",
-    "Replicas",
+    "ReplicaLayout",
     "Result",
     "ScheduledOps",
     "Workers",

@@ -15,7 +15,7 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
 from unisono.reductions.destinations import Destinations
-from unisono.reductions.replicas import Terms
+from unisono.reductions.layouts import Terms
 from unisono.reductions.workers import Workers
 from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
 
@@ -41,10 +41,9 @@ class AcrossWorkers(CrossDeviceOps):
         self._workers = workers
         self.communicator = workers.communicator
         self._devices = devices
-        self.num_replicas = workers.replicas(len(devices)).total
+        self.num_replicas = workers.layout(len(devices)).total
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._local.close()
 
     def reduce_implementation(
@@ -54,7 +53,6 @@ class AcrossWorkers(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         pairs = [(per_replica_value, destinations)]
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
@@ -64,7 +62,6 @@ class AcrossWorkers(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
         results: dict[int, Tensor] = {}
         dense = [i for i, tensors in enumerate(values) if not all(map(is_sparse, tensors))]
@@ -86,7 +83,7 @@ class AcrossWorkers(CrossDeviceOps):
     def _read(self, op: ReduceOp, value: Any) -> list[Tensor]:
         tensors = tuple(as_tensor(component).detach() for component in value.values)
         rank = self.communicator.rank
-        first = self._workers.replicas(len(tensors)).own.start
+        first = self._workers.layout(len(tensors)).own.start
         check_replicas(op, tensors, f"The value of worker {rank}", first)
         if any(map(is_sparse, tensors)) and not all(map(is_sparse, tensors)):
             return [tensor.to_dense() for tensor in tensors]
@@ -108,7 +105,7 @@ class AcrossWorkers(CrossDeviceOps):
         """Reduces the values of one pack."""
         tensors = [values[i] for i in members]
         dtype = tensors[0][0].dtype
-        num_replicas = self._workers.replicas(len(tensors[0])).total
+        num_replicas = self._workers.layout(len(tensors[0])).total
         is_mean_of_integers = op is ReduceOp.MEAN and result_dtype(op, dtype) != dtype
         sent = ReduceOp.SUM if is_mean_of_integers else op
         layout = PackLayout.of_groups([Spec.of(own[0]) for own in tensors], [range(len(tensors))])
@@ -143,13 +140,13 @@ class AcrossWorkers(CrossDeviceOps):
         They are whole subtrees of the sum over all workers. A user's own reduction is given all
         replicas of its worker.
         """
-        replicas = self._workers.replicas(num_local)
-        return replicas.terms if self.is_tree_sum else replicas.whole
+        layout = self._workers.layout(num_local)
+        return layout.terms if self.is_tree_sum else layout.whole
 
     @property
     def whole(self) -> Terms:
         """One term per worker, of all its replicas."""
-        return self._workers.replicas(len(self._devices)).whole
+        return self._workers.layout(len(self._devices)).whole
 
     @property
     def share(self) -> float:
@@ -176,7 +173,6 @@ class AcrossWorkers(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.reduce_gradients_implementation`."""
         values = [list(value.values) for value, _ in value_destination_pairs]
         totals = self.combine_gradients(reduce_op, values)
         self._reduce_between(reduce_op, totals)
@@ -230,7 +226,7 @@ class AcrossWorkers(CrossDeviceOps):
     def _reduce_sparse(self, op: ReduceOp, tensors: list[Tensor]) -> Tensor:
         place = self.place(tensors[0].device)
         total = concatenate(_undivided(op), [tensor.to(place) for tensor in tensors])
-        count = self._workers.replicas(len(tensors)).total
+        count = self._workers.layout(len(tensors)).total
         return all_reduce_sparse(self.communicator, op, total, count)
 
     def _deliver(self, total: Tensor, destinations: Destinations) -> Result:

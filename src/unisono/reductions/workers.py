@@ -13,7 +13,7 @@ from torch import Tensor
 from unisono.communicators import Communicator
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_gather
-from unisono.reductions.replicas import Replicas
+from unisono.reductions.layouts import ReplicaLayout
 from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
@@ -33,15 +33,15 @@ class Workers:
     def __init__(self, communicator: Communicator, counts: Sequence[int] | None = None) -> None:
         self.communicator = communicator
         self._counts = None if counts is None else tuple(counts)
-        self._replicas: dict[int, Replicas] = {}
+        self._layouts: dict[int, ReplicaLayout] = {}
 
-    def replicas(self, num_local: int) -> Replicas:
+    def layout(self, num_local: int) -> ReplicaLayout:
         """Returns which worker has which replicas, where this worker has `num_local`.
 
         Raises:
             ReplicaMismatchError: If workers have different numbers, and this one another.
         """
-        if num_local not in self._replicas:
+        if num_local not in self._layouts:
             rank, size = self.communicator.rank, self.communicator.size
             if self._counts is not None and len(set(self._counts)) > 1:
                 if num_local != self._counts[rank]:
@@ -50,10 +50,10 @@ class Workers:
                         f"{self._counts[rank]} of the {sum(self._counts)} replicas. Give one "
                         "component per replica."
                     )
-                self._replicas[num_local] = Replicas(self._counts, rank)
+                self._layouts[num_local] = ReplicaLayout(self._counts, rank)
             else:
-                self._replicas[num_local] = Replicas((num_local,) * size, rank)
-        return self._replicas[num_local]
+                self._layouts[num_local] = ReplicaLayout((num_local,) * size, rank)
+        return self._layouts[num_local]
 
     @property
     def are_many(self) -> bool:
@@ -109,7 +109,7 @@ class Workers:
             ReplicaMismatchError: If they differ in anything else. All workers raise it.
             UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
         """
-        check_gather(tensors, axis, self.replicas(len(tensors)).own.start)
+        check_gather(tensors, axis, self.layout(len(tensors)).own.start)
         place = tensors[0].device
         here = torch.cat([tensor.detach().to(place) for tensor in tensors], dim=axis)
         gathered = self.gather(here)

@@ -43,11 +43,11 @@ class Counting:
 
     def __init__(self, devices: tuple[Device, ...], workers: Workers) -> None:
         self._devices = devices
-        replicas = workers.replicas(len(devices))
-        self._own = slice(replicas.own.start, replicas.own.stop)
-        self._num_replicas = replicas.total
-        self._is_wrapped = replicas.are_several
-        self._is_mixed = replicas.are_several and 1 in replicas.counts
+        layout = workers.layout(len(devices))
+        self._own = slice(layout.own.start, layout.own.stop)
+        self._num_replicas = layout.total
+        self._is_wrapped = layout.are_several
+        self._is_mixed = layout.are_several and 1 in layout.counts
         self.samples: tuple[int, ...] | None = None
         # Of tensors that the only replica of this worker has returned. They come bare, while a
         # `PerReplica` knows its samples by itself.

@@ -117,7 +117,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self._devices = devices
         self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
         # Which replicas each worker has.
-        self.replicas = self.workers.replicas(len(devices))
+        self.layout = self.workers.layout(len(devices))
         self.reduce_gradients = reduce_gradients
         self.options = options
         machine = this_machine()
@@ -182,12 +182,12 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas over which gradients are aggregated, on all workers."""
-        return self.replicas.total
+        return self.layout.total
 
     @property
     def first_replica_id(self) -> int:
         """The number of this worker's first replica among those of all workers."""
-        return self.replicas.own.start
+        return self.layout.own.start
 
     @property
     def host(self) -> Device:
@@ -251,7 +251,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
-        self._captures.obstacle = "a communication hook is Python code"
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -275,7 +274,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         with self._run_lock:
             before = CallerThread()
             try:
-                with entered(CrossReplicaContext(self.strategy)):
+                with entered(CrossReplicaContext(self)):
                     return self._run_step(fn, args, kwargs)
             except BaseException:
                 before.restore()
@@ -300,9 +299,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     ) -> Any:
         self.mirrors.refresh()
         self.gradients.begin(weights)
-        run = functools.partial(
-            self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
-        )
+        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
             return self.counting.regrouped(results)
@@ -316,7 +313,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         finally:
             self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
-        self.mirrors.buffers.end(weights)
+        self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
@@ -349,7 +346,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             leaves, rebuild = flatten(value)
             if any(isinstance(leaf, DistributedValues) for leaf in leaves):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if self.replicas.are_several:
+            if self.layout.are_several:
                 return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:

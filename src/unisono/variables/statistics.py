@@ -14,6 +14,7 @@ from torch import Tensor
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
+from unisono.torch_private import copy_each
 
 _WIDE = torch.float64
 # Vector units and libraries for GPUs like the beginning of a tensor to be aligned.
@@ -64,7 +65,7 @@ class _Flat:
 
     def write(self) -> None:
         """Gives the primaries what they have become."""
-        torch._foreach_copy_(self._targets, self._results)
+        copy_each(self._targets, self._results)
 
 
 class Statistics:
@@ -195,7 +196,7 @@ def _exact(
 
 def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor:
     """Combines a vector per replica over the replicas of all workers, in the order of all sums."""
-    shape = workers.replicas(len(packs)).terms
+    shape = workers.layout(len(packs)).terms
     terms = [reduce_batch(op, [tuple(packs[own])], [1])[0][0] for own in shape.own]
     if workers.are_many:
         shape.all_reduce(workers.communicator, op, terms)

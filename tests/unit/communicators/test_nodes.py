@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import ThreadCommunicator, make_threads
 from torch import Tensor
 
 from unisono.communicators import (
@@ -18,7 +19,6 @@ from unisono.communicators import (
     nodes_of,
     plain_terms,
 )
-from unisono.communicators.threads import ThreadCommunicator, make_threads
 from unisono.errors import UnequalCollectivesError
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp

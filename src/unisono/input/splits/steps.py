@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from unisono.input.sources import Epoch
 from unisono.input.splits.sizes import filled_slices, fixed_sizes, slices_of
 from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter
-from unisono.reductions import Replicas
+from unisono.reductions import ReplicaLayout
 
 
 class SplitEpoch(ABC):
@@ -31,20 +31,18 @@ class WholeBatches(SplitEpoch):
     """Each batch is that of the one replica there is."""
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         return self.splitter.whole(next(self.epoch.batches[0]))
 
 
 class SharedBatches(SplitEpoch):
     """All workers draw the same batches, and each keeps the parts of its replicas."""
 
-    def __init__(self, epoch: Epoch, splitter: Splitter, replicas: Replicas) -> None:
+    def __init__(self, epoch: Epoch, splitter: Splitter, layout: ReplicaLayout) -> None:
         super().__init__(epoch, splitter)
-        self._own = slice(replicas.own.start, replicas.own.stop)
-        self._num_parts = replicas.total
+        self._own = slice(layout.own.start, layout.own.stop)
+        self._num_parts = layout.total
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         return self.splitter.split(next(self.epoch.batches[0]), self._num_parts, self._own)
 
 
@@ -55,10 +53,10 @@ class OwnBatches(SplitEpoch):
     in order. The first batch of the first epoch says what a full one is, unless the source does.
     """
 
-    def __init__(self, epoch: Epoch, splitter: Splitter, replicas: Replicas) -> None:
+    def __init__(self, epoch: Epoch, splitter: Splitter, layout: ReplicaLayout) -> None:
         super().__init__(epoch, splitter)
-        self._num_replicas = len(replicas.own)
-        self._place = len(replicas.counts), replicas.rank, self._num_replicas
+        self._num_replicas = len(layout.own)
+        self._place = len(layout.counts), layout.rank, self._num_replicas
         progress = epoch.progress
         if progress.batch_size is None:
             progress.batch_size = epoch.sources[0].batch_size
@@ -75,7 +73,6 @@ class OwnBatches(SplitEpoch):
         return filled_slices(num_samples, fixed_sizes(full, *self._place))
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         if not self._left:
             step, num_workers = self._num_replicas, self._place[0]
             num_parts = step * num_workers
@@ -92,7 +89,6 @@ class BatchPerReplica(SplitEpoch):
     """Each replica gets a whole batch; in the last step some may have to do without."""
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         per_step = self.epoch.progress.batches_per_step
         drawn = [next(batches, MISSING) for batches in self.epoch.batches for _ in range(per_step)]
         num_missing = sum(batch is MISSING for batch in drawn)

@@ -7,7 +7,7 @@ from worker_threads import on_workers
 
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import ReplicaMismatchError
-from unisono.reductions import Replicas, Workers, dealt
+from unisono.reductions import ReplicaLayout, Workers, dealt
 
 
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 5])
@@ -18,33 +18,33 @@ def test_replicas_are_dealt_evenly_and_in_order(num_replicas: int, num_workers: 
     assert sum(counts) == num_replicas
     assert max(counts) - min(counts) <= 1
     assert list(counts) == sorted(counts, reverse=True)
-    owned = [i for rank in range(num_workers) for i in Replicas(counts, rank).own]
+    owned = [i for rank in range(num_workers) for i in ReplicaLayout(counts, rank).own]
     assert owned == list(range(num_replicas))
 
 
 def test_a_worker_brings_all_its_replicas_once() -> None:
     for rank, own in enumerate([[slice(0, 2), slice(2, 3)], [slice(0, 1), slice(1, 3)]]):
-        assert Replicas((3, 3, 2), rank).terms.own == own
-        assert Replicas((3, 3, 2), rank).whole.own == [slice(0, 3)]
-    assert Replicas((3, 3), 1).terms.own == [slice(0, 1), slice(1, 2), slice(2, 3)]
-    assert Replicas((4, 4), 1).terms.own == [slice(0, 4)]
-    assert Replicas((2, 1), 1).terms.own == [slice(0, 1)]
+        assert ReplicaLayout((3, 3, 2), rank).terms.own == own
+        assert ReplicaLayout((3, 3, 2), rank).whole.own == [slice(0, 3)]
+    assert ReplicaLayout((3, 3), 1).terms.own == [slice(0, 1), slice(1, 2), slice(2, 3)]
+    assert ReplicaLayout((4, 4), 1).terms.own == [slice(0, 4)]
+    assert ReplicaLayout((2, 1), 1).terms.own == [slice(0, 1)]
     # So its one replica travels in the dtype of the sums of others.
-    assert Replicas((2, 1), 1).terms.are_sums
-    assert not Replicas((3, 3), 1).terms.are_sums
+    assert ReplicaLayout((2, 1), 1).terms.are_sums
+    assert not ReplicaLayout((3, 3), 1).terms.are_sums
 
 
 def test_workers_have_the_same_number_unless_it_is_given() -> None:
-    assert Workers(IdentityCommunicator()).replicas(3) == Replicas((3,), 0)
-    found = on_workers(2, lambda workers: workers.replicas(3))
-    assert found == [Replicas((3, 3), rank) for rank in range(2)]
+    assert Workers(IdentityCommunicator()).layout(3) == ReplicaLayout((3,), 0)
+    found = on_workers(2, lambda workers: workers.layout(3))
+    assert found == [ReplicaLayout((3, 3), rank) for rank in range(2)]
 
 
 def test_a_value_has_a_component_per_replica_where_workers_differ() -> None:
     def call(workers: Workers) -> str:
         dealt_out = Workers(workers.communicator, (3, 2))
         with pytest.raises(ReplicaMismatchError) as caught:
-            dealt_out.replicas(1)
+            dealt_out.layout(1)
         return str(caught.value)
 
     assert "1 components on worker 0, which has 3 of the 5 replicas" in on_workers(2, call)[0]

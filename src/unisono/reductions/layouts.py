@@ -65,7 +65,7 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Replicas:
+class ReplicaLayout:
     """How many replicas each worker has. Their numbers follow the ranks of the workers.
 
     Attributes:
