@@ -25,7 +25,8 @@ namespace {
 using Body = std::function<void(Group&)>;
 
 struct World {
-  World(std::size_t size, const Body& body, std::chrono::milliseconds timeout) {
+  World(std::size_t size, const Body& body, std::chrono::milliseconds timeout,
+        bool keeps_segment = true) {
     const Layout layout{size};
     const int fd = memfd_create("unisono test", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(layout.bytes())) == 0);
@@ -36,7 +37,7 @@ struct World {
       alarm(60);
       {
         Group group(fd, layout, rank, timeout, [] { return false; });
-        group.join();
+        group.join(keeps_segment);
         body(group);
       }
       _exit(0);
@@ -205,10 +206,12 @@ void checkDifferentCalls(Group& group) {
   CHECK(again.text == failure.text);
 }
 
-void checkKilledRank() {
+void checkKilledRank(bool keeps_segment) {
   World world(
       3,
-      [](Group& group) {
+      [keeps_segment](Group& group) {
+        CHECK((group.segment() == -1) == !keeps_segment);
+        checkReductions(group, 300001, 1, 0);
         if (group.rank() == 2) pause();
         const auto began = Clock::now();
         const Failure failure = failureOf([&] { barrier(group); });
@@ -216,7 +219,7 @@ void checkKilledRank() {
         CHECK(contains(failure.text, "has ended"), "%s\n", failure.text.c_str());
         CHECK(Clock::now() - began < std::chrono::seconds(3));
       },
-      std::chrono::seconds(30));
+      std::chrono::seconds(30), keeps_segment);
   usleep(300'000);
   kill(world.children[2], SIGKILL);
   world.finish(2);
@@ -247,6 +250,7 @@ int main() {
   runRanks(2, checkThreadsOfOneRank);
   runRanks(2, checkDifferentCalls);
   runRanks(3, checkDifferentCalls);
-  checkKilledRank();
+  checkKilledRank(false);
+  checkKilledRank(true);
   checkLateRank();
 }
