@@ -40,10 +40,10 @@ from unisono.options import ReduceOp
 pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
-TIMEOUT = 30.0
+TIMEOUT = 200.0
 CLONE_NEWPID = 0x20000000
 # Two, in which a process that has ended is noticed, and the rest for a busy machine.
-SECONDS_TO_NOTICE = 10.0
+SECONDS_TO_NOTICE = 100.0
 
 
 class Report(NamedTuple):
@@ -71,8 +71,12 @@ def join(store: Store, rank: int, size: int, **options: Any) -> SharedMemoryComm
 
 def num_segments() -> int:
     """How many descriptors of shared memory this process has."""
-    descriptors = [one.readlink() for one in Path("/proc/self/fd").iterdir() if one.is_symlink()]
-    return sum("memfd:unisono" in str(one) for one in descriptors)
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        # The one that lists them is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum("memfd:unisono" in name for name in names)
 
 
 def wait_for_lost_rank(
@@ -85,13 +89,13 @@ def wait_for_lost_rank(
             # A child has the memory, too, and outlives its parent.
             if os.fork() == 0:
                 os.closerange(3, 1000)
-                time.sleep(SECONDS_TO_NOTICE)
+                time.sleep(10)
                 os._exit(0)
             if end == "exec":
                 for descriptor in map(int, os.listdir("/proc/self/fd")):
                     with contextlib.suppress(OSError):
                         os.set_inheritable(descriptor, False)
-                os.execl(sys.executable, "python", "-c", "import time; time.sleep(60)")
+                os.execl(sys.executable, "python", "-c", "import time; time.sleep(600)")
             os.kill(os.getpid(), signal.SIGKILL)
         tensor = torch.ones(4, 3)
         first = report(lambda: communicator.all_reduce(ReduceOp.MAX, [tensor]))
@@ -188,10 +192,11 @@ def test_a_rank_killed_in_a_collective_is_noticed(size: int, num_elements: int) 
 
 
 def wait_for_stopped_rank(store: Store, rank: int, size: int) -> Report:
-    communicator = join(store, rank, size, timeout_seconds=1.5, joining_seconds=TIMEOUT)
+    communicator = join(store, rank, size, timeout_seconds=2.5, joining_seconds=TIMEOUT)
     if rank == 1:
         store.set("ready", "")
-        time.sleep(60)
+        time.sleep(600)
+    store.wait(["stopped"], timedelta(seconds=TIMEOUT))
     return report(communicator.barrier)
 
 
@@ -199,17 +204,16 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
     with Ranks(3, wait_for_stopped_rank) as ranks:
         ranks.store.wait(["ready"])
         kill(ranks, 1, signal.SIGSTOP)
-        with pytest.raises(AssertionError, match="Rank 1 has not ended"):
-            ranks.results(timeout=1.5 + SECONDS_TO_NOTICE)
-        results = ranks.results_so_far
+        ranks.store.set("stopped", "")
+        results = ranks.results(of=(0, 2))
 
     assert sorted(results) == [0, 2]
     for result in results.values():
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (1,)
         assert "stopped by a signal" in result.text
-        assert "waited 1.5 s for rank 1" in result.text
-        assert 1 < result.seconds < 1.5 + SECONDS_TO_NOTICE
+        assert "waited 2.5 s for rank 1" in result.text
+        assert 2 < result.seconds < 2.5 + SECONDS_TO_NOTICE
 
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
@@ -312,7 +316,7 @@ def test_what_a_rank_that_closed_was_in_is_told() -> None:
 
 
 def start(store: Store, rank: int, size: int) -> Report:
-    return report(lambda: join(store, rank, size, timeout_seconds=1.5))
+    return report(lambda: join(store, rank, size, timeout_seconds=2.5))
 
 
 @pytest.mark.parametrize("missing", [0, 2])
@@ -324,11 +328,11 @@ def test_a_rank_that_never_starts_is_named(missing: int) -> None:
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (missing,)
         assert f"rank {missing}" in result.text
-        assert result.seconds < 1.5 + SECONDS_TO_NOTICE
+        assert result.seconds < 2.5 + SECONDS_TO_NOTICE
 
 
 def start_with_another_size(store: Store, rank: int, size: int) -> Report:
-    return report(lambda: join(store, rank, size + rank, timeout_seconds=5))
+    return report(lambda: join(store, rank, size + rank))
 
 
 def test_ranks_that_count_differently_do_not_meet() -> None:
@@ -340,12 +344,17 @@ def test_ranks_that_count_differently_do_not_meet() -> None:
 
 def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
     with join(store, rank, size) as communicator:
-        if rank == 0:
+        if rank == 1:
+            store.wait(["interrupted"], timedelta(seconds=TIMEOUT))
+            return report(communicator.barrier)
+
+        def wait() -> None:
             store.set("ready", "")
-        else:
-            store.wait(["ready"])
-            time.sleep(1)
-        return report(communicator.barrier)
+            communicator.barrier()
+
+        found = report(wait)
+        store.set("interrupted", "")
+        return found
 
 
 def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it() -> None:
