@@ -147,7 +147,8 @@ def join_from_a_pid_namespace(store: Store, rank: int, size: int) -> tuple[Repor
     shutil.which("unshare") is None
     or subprocess.run(
         ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True
-    ).returncode,
+    ).returncode
+    != 0,
     reason="must not make pid namespaces",
 )
 def test_ranks_that_do_not_see_each_other_keep_the_descriptor() -> None:
