@@ -106,7 +106,6 @@ class NetworkCommunicator(Communicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return self._link.name
 
     def takes(self, device: torch.device) -> bool:
@@ -114,7 +113,6 @@ class NetworkCommunicator(Communicator):
         return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         name = fastest_flat(self.size, len(flat) * flat[0].nbytes, self._constants)
@@ -142,7 +140,6 @@ class NetworkCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         header = Header.of_terms("reduce_scatter", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         executor = self._executor("reduce_scatter", len(terms))
@@ -153,7 +150,6 @@ class NetworkCommunicator(Communicator):
         return total[slice_of(self.rank, self.size, len(total))].clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)
         header = Header.of_tensor("broadcast", self._next(), tensor, root)
         flat = tensor.detach().view(-1)
@@ -163,7 +159,6 @@ class NetworkCommunicator(Communicator):
                 pass
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         header = Header("barrier", self._next())
         name = fastest_flat(self.size, 0, self._constants)
         with self._link.collective(header) as collective:
@@ -171,13 +166,11 @@ class NetworkCommunicator(Communicator):
                 pass
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         own = tensor.detach().contiguous()
         with self._link.collective(Header.of_tensor("all_gather", self._next(), own)) as collective:
             return self._gathered(collective, own, range(self.size))
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         self.check_root(root)
         own = tensor.detach().contiguous()
         header = Header.of_tensor("gather", self._next(), own, root)
@@ -209,7 +202,6 @@ class NetworkCommunicator(Communicator):
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         own = tensor.detach().contiguous()
         flat = own.view(-1)
         parts = [flat[slice_of(rank, self.size, len(flat))] for rank in range(self.size)]
@@ -225,15 +217,12 @@ class NetworkCommunicator(Communicator):
         return found
 
     def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives may wait for others from now on."""
         self._link.set_timeout(seconds)
 
     def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._link.watch.check_health()
 
     def close(self) -> None:
-        """Leaves, and gives back memory, connections and threads. May be called twice."""
         self._link.close()
 
     def _next(self) -> int:
