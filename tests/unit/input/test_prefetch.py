@@ -128,7 +128,7 @@ def test_a_reader_does_not_keep_the_interpreter_from_ending() -> None:
         "it = iter(DistributedDataset([torch.arange(2)] * 9, cpu_slots(2), options))\n"
         "next(it); print('done')"
     )
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, timeout=240)
 
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, b"done\n", b"")
 
