@@ -88,6 +88,11 @@ class Rounds:
         """How many rounds follow each other."""
         return sum(one.times for one in self.rounds)
 
+    @property
+    def sent_share(self) -> Fraction:
+        """What the busiest rank of each round sends, all rounds together."""
+        return sum((one.times * _most_sent(one) for one in self.rounds), Fraction(0))
+
 
 def at(offset: int) -> range:
     """Returns the one offset as `Send` takes it."""
@@ -97,3 +102,11 @@ def at(offset: int) -> range:
 def pairwise_sum(share: Fraction) -> Fraction:
     """Returns what is read and written to add `share` of a tensor to as much of another."""
     return 3 * share
+
+
+def _most_sent(one: Round) -> Fraction:
+    sent: dict[int, Fraction] = {}
+    for send in one.sends:
+        for rank in send.senders:
+            sent[rank] = sent.get(rank, Fraction(0)) + len(send.offsets) * send.share
+    return max(sent.values(), default=Fraction(0))
