@@ -16,6 +16,8 @@ SRC = Path(__file__).parents[1] / "src"
 ROOT = SRC / "unisono"
 TOOLS = SRC / "unisono_tools"
 MAX_LINES = 400
+MAX_LINES_OF_A_TRANSPORT = 150
+TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "mpi_transport"]
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
@@ -26,12 +28,14 @@ LAYERS = [
     ["values", "packing", "algorithms"],
     ["costs"],
     ["communicators"],
-    ["reductions", "cluster", "backend", "hooks"],
+    ["reductions", "cluster", "groups"],
+    ["backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
     ["gradients"],
     ["functions"],
     ["strategies"],
+    ["checkpoints"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
@@ -123,6 +127,13 @@ def test_importing_the_core_loads_neither_the_tools_nor_what_they_need() -> None
 @every("path", [*SOURCES, *TOOL_SOURCES])
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_transport_is_small(name: str) -> None:
+    path = ROOT / "communicators" / f"{name}.py"
+
+    assert len(path.read_text().splitlines()) <= MAX_LINES_OF_A_TRANSPORT
 
 
 @pytest.mark.parametrize(

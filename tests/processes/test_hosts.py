@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import threading
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 
 from processes.harness import Ranks, run_ranks
 from processes.namespaces import Hosts, enter, make_hosts
+from unisono.communicators import gloo
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.errors import CommunicationError
@@ -195,6 +197,45 @@ def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_its_ends() -> N
     assert len({raised for raised, _ in results.values()}) == 1
     assert results[0][0].startswith(("(1,)", "(2,)", "(1, 2)"))
     assert all(seconds < 4 + SECONDS_TO_NOTICE for _, seconds in results.values())
+
+
+class Announcement(logging.Handler):
+    """Says in a store that something was logged."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.store.set("logged", record.getMessage())
+
+
+def join_without_a_route(
+    store: Store, rank: int, size: int, names: list[str]
+) -> tuple[str, float, list[str]]:
+    gloo._FIRST_SECONDS = 1.0
+    logging.getLogger("unisono.communicators.gloo").addHandler(Announcement(store))
+    with join(rank, size, names, AUTO) as communicator:
+        total = torch.ones(1)
+        communicator.all_reduce(ReduceOp.SUM, [total])
+        communicator.barrier()
+    store.set(f"closed/{rank}", "")
+    store.wait([f"closed/{other}" for other in range(size)], timedelta(seconds=30))
+    left = [one.name for one in threading.enumerate() if one.name.startswith("unisono")]
+    return communicator.name, total.item(), left
+
+
+def test_gloo_connects_once_there_is_a_route_between_two_hosts() -> None:
+    with make_hosts(3) as hosts:
+        # All reach rank 0, so they meet.
+        missing = ["route", "add", "unreachable", hosts.address(1)]
+        run("ip", "-n", hosts.names[2], *missing)
+        with Ranks(3, join_without_a_route, hosts.names) as ranks:
+            ranks.store.wait(["logged"], timedelta(seconds=60))
+            run("ip", "-n", hosts.names[2], "route", "delete", *missing[2:])
+            results = ranks.results()
+
+    assert list(results.values()) == [("Gloo", 3.0, [])] * 3
 
 
 def lose_a_rank(

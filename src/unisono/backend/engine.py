@@ -13,8 +13,8 @@ from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store, Work
 
 from unisono.backend.lane import Lane
-from unisono.backend.work import CollectiveWork
 from unisono.communicators import Communicator, TracedCommunicator, connect
+from unisono.groups import CollectiveWork
 from unisono.tracing import join_workers
 
 # The `join` of DDP gives the work that counts the ranks to C++, which calls its methods later but

@@ -117,7 +117,9 @@ class NcclCommunicator(DelegatingCommunicator):
     def _agree(self, header: Header) -> list[Header]:
         """Returns the headers of all ranks: NCCL must not begin where they differ."""
         if self._group is None:
-            raise CommunicationError(f"{header} was called on a communicator that is closed.")
+            raise CommunicationError(
+                f"{header} was called on a closed communicator. Make a new one with all ranks."
+            )
         self._sequence += 1
         own = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
         told = self._carrier.all_gather(own)
@@ -140,7 +142,7 @@ class NcclCommunicator(DelegatingCommunicator):
             if time.monotonic() > deadline:
                 raise WorkerTimeoutError(
                     f"Rank {self.rank} waited {self._timeout_seconds:g} s for NCCL in {header}. "
-                    "Look at the GPUs and the network; raise `timeout_seconds` if they are slow."
+                    "Check the GPUs and the network, or raise `timeout_seconds` if they are slow."
                 )
             if time.monotonic() > look:
                 self._carrier.check_health()

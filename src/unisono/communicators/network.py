@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
-from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.mpi import make_mpi_communicator
+from unisono.communicators.mpi_transport import MpiTransport
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.transport import Transport
 from unisono.communicators.watch import Watch
@@ -77,19 +79,21 @@ class NetworkCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        transport = _make_transport(store, rank, size, backend, host, timeout_seconds, left)
-        try:
-            own_watch = watch or Watch(
-                PrefixStore("watch", store),
-                rank,
-                size,
-                timeout_seconds=timeout_seconds,
-                host=host,
-                joining_seconds=left.seconds(),
-            )
-        except BaseException:
-            transport.close(has_failed=True)
-            raise
+        _check_backend(store, rank, size, backend, left)
+        own_watch = watch or Watch(
+            PrefixStore("watch", store),
+            rank,
+            size,
+            timeout_seconds=timeout_seconds,
+            host=host,
+            joining_seconds=left.seconds(),
+        )
+        with ExitStack() as stack:
+            if watch is None:
+                stack.callback(own_watch.close)
+            seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+            transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
+            stack.pop_all()
         self._link = Link(
             transport,
             own_watch,
@@ -232,15 +236,7 @@ class NetworkCommunicator(Communicator):
         return Executor(rounds_of(name, self.size), self.rank, num_terms, root)
 
 
-def _make_transport(
-    store: Store,
-    rank: int,
-    size: int,
-    backend: str,
-    host: str | None,
-    timeout_seconds: float,
-    left: Countdown,
-) -> Transport:
+def _check_backend(store: Store, rank: int, size: int, backend: str, left: Countdown) -> None:
     if backend not in BACKENDS:
         raise UnsupportedError(
             f"`backend` must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}. For NCCL "
@@ -251,13 +247,27 @@ def _make_transport(
     )
     if odd := [other for other, text in enumerate(said) if text != backend]:
         raise JobMismatchError(
-            f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
+            f"The ranks use different backends: {said} by rank. Set the same one on every rank.",
+            odd,
         )
-    seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+
+
+def _make_transport(
+    store: Store, rank: int, size: int, backend: str, host: str | None, watch: Watch, seconds: Any
+) -> Transport:
     if backend == "mpi":
-        return MpiTransport(store, rank, size, **seconds)
+        comm = make_mpi_communicator(store, rank, size, timeout_seconds=seconds["joining_seconds"])
+        return MpiTransport(comm, watch.timeout_seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
     # Its own threads serve collectives, and there are none.
-    group = make_gloo_group(store, rank, size, host=host, num_threads=1, **seconds)
-    return GlooTransport(group, timeout_seconds)
+    group = make_gloo_group(
+        store,
+        rank,
+        size,
+        host=host,
+        num_threads=1,
+        check_health=watch.check_health,
+        **seconds,
+    )
+    return GlooTransport(group, watch.timeout_seconds)

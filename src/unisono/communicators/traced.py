@@ -18,11 +18,14 @@ class TracedCommunicator(DelegatingCommunicator):
     Args:
         carrier: Does the work.
         group: The number of this group of workers, which is the same on all of them.
+
+    Attributes:
+        group: That number.
     """
 
     def __init__(self, carrier: Communicator, group: int) -> None:
         super().__init__(carrier)
-        self._group = group
+        self.group = group
         # Counted when nobody records too: workers may start to record at different times.
         self._number = 0
 
@@ -62,4 +65,4 @@ class TracedCommunicator(DelegatingCommunicator):
 
     def _span(self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None = None) -> Span:
         self._number += 1
-        return span("collective", kind, tensors, op=op, group=self._group, number=self._number)
+        return span("collective", kind, tensors, op=op, group=self.group, number=self._number)

@@ -115,6 +115,11 @@ class GradientReducer:
 
         mirrors.reduce_rest = reduce_rest
 
+    @property
+    def has_workers(self) -> bool:
+        """Whether gradients go to other workers, or through a hook."""
+        return self._across is not None
+
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
         # What a pass that failed has sent must not meet what the next one sends.
@@ -248,6 +253,9 @@ class GradientReducer:
         own = None if context is None else context.notes.current_pass
         if context is None or own is None or context.notes.is_without_sync:
             return
+        if self._across is not None and context.meeting.recorder is not None:
+            # Python sends all packs between two graphs, so none leaves in the middle of one.
+            return
         current = own.of_all
         if self._is_on_gpus:
             current.trail.note(self._leaves[context.local_id][self._hooked_at[pack]].device)
@@ -293,6 +301,7 @@ class GradientReducer:
                 call_hooks(context, [one for one in self._hooked if one in found])
             return [None] * len(self._devices)
 
+        self._check_capture(context.meeting.recorder)
         number = context.notes.num_passes
         context.notes.num_passes += 1
         with no_torch_function():
@@ -300,6 +309,15 @@ class GradientReducer:
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
+
+    def _check_capture(self, recorder: Any) -> None:
+        """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
+        if recorder is None or self._across is None:
+            return
+        if any(isinstance(pack, SparsePack) for pack in self._packs):
+            recorder.refuse("workers exchange sparse gradients, whose size changes")
+        if self._aside.has_any:
+            recorder.refuse("gradients of many workers are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""

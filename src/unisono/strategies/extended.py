@@ -242,7 +242,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
-        self._captures.obstacle = "a communication hook is Python code"
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -305,7 +304,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         finally:
             self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
-        self.mirrors.buffers.end(weights)
+        self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 

@@ -56,7 +56,7 @@ class Runner:
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
-            len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
+            len(devices), can_capture=len(self._gpus) == 1, is_serial=is_serial
         )
         self._compilations = Compilations()
 
@@ -75,7 +75,12 @@ class Runner:
         is_serial = may_compile or self._is_serial
         turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
-            num_replicas, turns, self._gpus, names=self._names, recorder=recorder
+            num_replicas,
+            turns,
+            self._gpus,
+            names=self._names,
+            recorder=recorder,
+            has_workers=replicas.gradients.has_workers,
         )
         is_single = replicas.mirrors.is_single
         contexts = [
