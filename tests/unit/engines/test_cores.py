@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -56,9 +57,9 @@ def test_openmp_binds_neither_helpers_nor_replicas_to_one_core() -> None:
 
 def test_a_new_thread_that_asks_openmp_makes_no_class() -> None:
     # Free-threaded Python 3.13 would keep it for ever.
-    functions: type = ctypes._CFuncPtr
+    functions: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]
     openmp_cores()
-    before = set(functions.__subclasses__())
+    before: set[type] = set(functions.__subclasses__())
 
     openmp_cores()
 
