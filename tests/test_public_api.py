@@ -62,7 +62,7 @@ def test_public_methods_of_exported_classes_are_documented(name: str) -> None:
         f"{cls.__name__}.{key}"
         for cls in classes
         for key, member in vars(cls).items()
-        if key[0] != "_" and isinstance(member, METHODS) and not inspect.getdoc(member)
+        if key[0] != "_" and isinstance(member, METHODS) and not inspect.getdoc(getattr(cls, key))
     ]
 
     assert undocumented == []

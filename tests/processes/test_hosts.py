@@ -69,8 +69,9 @@ def collectives(
         return communicator.name, failed
 
 
-@pytest.mark.parametrize("implementation", [AUTO, RING, TCP])
-@pytest.mark.parametrize(("size", "num_hosts"), [(4, 2), (3, 3)])
+@pytest.mark.parametrize(
+    ("implementation", "size", "num_hosts"), [(AUTO, 4, 2), (RING, 3, 3), (TCP, 4, 2), (TCP, 3, 3)]
+)
 def test_collectives_between_hosts_have_the_bits_of_the_tree(
     implementation: CommunicationImplementation, size: int, num_hosts: int
 ) -> None:

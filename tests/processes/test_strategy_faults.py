@@ -51,8 +51,7 @@ def lose_one(_: Store, rank: int, size: int, jobs: list[Job], lost: int) -> tupl
     return raised, losses[-1]
 
 
-@pytest.mark.parametrize("implementation", [AUTO, RING])
-@pytest.mark.parametrize("lost", [0, 2])
+@pytest.mark.parametrize(("implementation", "lost"), [(AUTO, 0), (AUTO, 2), (RING, 0)])
 def test_survivors_train_on_in_a_smaller_cluster(
     implementation: CommunicationImplementation, lost: int
 ) -> None:
@@ -181,8 +180,7 @@ def interrupt(store: Store, rank: int, size: int, job: Job) -> float:
     return time.monotonic() - start
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2])
-@pytest.mark.parametrize("implementation", [AUTO, RING])
+@pytest.mark.parametrize(("implementation", "num_replicas"), [(AUTO, 2), (RING, 1)])
 def test_ctrl_c_ends_a_wait_for_a_stopped_worker(
     implementation: CommunicationImplementation, num_replicas: int
 ) -> None:

@@ -68,8 +68,7 @@ def _traced_worker(
     strategy.close()
 
 
-@pytest.mark.parametrize("slow_replica", [0, 3])
-@pytest.mark.parametrize("implementation", ["AUTO", "RING"])
+@pytest.mark.parametrize(("implementation", "slow_replica"), [("AUTO", 3), ("RING", 0)])
 def test_the_slow_replica_of_another_worker_is_named_whatever_its_clock(
     slow_replica: int, implementation: str, tmp_path: Path
 ) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import secrets
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, distributed
 from torch._C._distributed_c10d import Store, Work
 
 from unisono.backend.lane import Lane
-from unisono.backend.recorded import traced
-from unisono.communicators import Communicator, connect
+from unisono.communicators import Communicator, TracedCommunicator, connect
 from unisono.groups import CollectiveWork
+from unisono.tracing import join_workers
 
 # The `join` of DDP gives the work that counts the ranks to C++, which calls its methods later but
 # does not keep the Python object. The object must outlive the forward pass.
@@ -42,7 +44,7 @@ class Engine:
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
         # torch allocates the tensors, so no memory is shared but that of the collectives.
         connected = connect(store, rank, size, timeout_seconds=self._seconds, can_allocate=False)
-        self._communicator = traced(connected)
+        self._communicator = _traced(connected)
 
     def begin(
         self, call: Callable[[Communicator], None], outputs: list[Tensor], name: str, opts: Any
@@ -72,3 +74,20 @@ class Engine:
             self._communicator.set_timeout(seconds)
             self._seconds = seconds
         return self._communicator
+
+
+def _traced(communicator: Communicator) -> Communicator:
+    """Returns a communicator whose collectives are recorded. Every rank of a group calls it.
+
+    The first group of a process, torch's default one, tells which worker the process is.
+    """
+    if not distributed.is_initialized():
+        join_workers(communicator.rank, communicator.size)
+    # Traces of the ranks are matched by it, so no other group of the job may have the same.
+    number = torch.tensor(secrets.randbits(48))
+    try:
+        communicator.broadcast(number)
+    except BaseException:
+        communicator.close()
+        raise
+    return TracedCommunicator(communicator, group=int(number))

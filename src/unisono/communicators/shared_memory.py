@@ -160,7 +160,8 @@ class SharedMemoryCommunicator(Communicator):
         return tensors
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        return self._gather(tensor, self._check_root(root))
+        self.check_root(root)
+        return self._gather(tensor, root)
 
     def _gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | None:
         tensors = self._group.gather(tensor, root)
@@ -177,7 +178,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites `tensor` with that of `root`."""
-        if self._group.broadcast(tensor, self._check_root(root)) is None:
+        self.check_root(root)
+        if self._group.broadcast(tensor, root) is None:
             return
         plain = _plain(tensor)
         refusal = self._group.broadcast(plain, root)
@@ -227,11 +229,6 @@ class SharedMemoryCommunicator(Communicator):
     def close(self) -> None:
         """Leaves. Tensors that were allocated stay good. May be called twice."""
         self._group.close()
-
-    def _check_root(self, root: int) -> int:
-        if 0 <= root < self.size:
-            return root
-        raise UnsupportedError(f"`root` must be a rank from 0 to {self.size - 1}, got {root}.")
 
     def _combine(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None) -> Tensor:
         """Reduces what the native core does not take as it is."""

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
-from unisono.contexts.notes import ReplicaNotes
 from unisono.contexts.replicas import Replicas
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
@@ -17,6 +16,7 @@ from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.values import as_tensor, flatten
 
 if TYPE_CHECKING:
+    from unisono.gradients.passes import OwnPass
     from unisono.strategies import Strategy
 
 
@@ -51,6 +51,27 @@ class CrossReplicaContext:
     def strategy(self) -> Strategy:
         """The strategy that the replicas belong to."""
         return self.replicas.strategy
+
+
+@dataclass(eq=False)
+class ReplicaNotes:
+    """What the engine remembers of a replica while it runs.
+
+    Attributes:
+        current_pass: Its backward pass, while that runs.
+        num_passes: How many backward passes it has made that were reduced.
+        is_without_sync: Whether it is within `no_sync()`.
+        num_batch_norms: How often it has normalized a batch together with the others.
+    """
+
+    current_pass: OwnPass | None = None
+    num_passes: int = 0
+    is_without_sync: bool = False
+    num_batch_norms: int = 0
+
+    def forget(self) -> None:
+        """After the run: lets go of what refers back to the replica."""
+        self.current_pass = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,7 +8,6 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +152,6 @@ def this_machine_in_words() -> dict[str, Any]:
     """Returns what constants depend on."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
-
-
-def library_version() -> str:
-    """Returns the version of Unisono."""
-    try:
-        return version("unisono")
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ import click
 
 from unisono.cluster import Membership, detect, open_store
 from unisono.costs import Link, Tuning, read_tuning, tuning_path
-from unisono.costs.tuning import LINKS, TUNING, library_version, this_machine_in_words
+from unisono.costs.tuning import LINKS, TUNING, this_machine_in_words
 from unisono.errors import TuningError, UnisonoError
 from unisono.kernels import native_core
 from unisono_tools.tables import (
@@ -127,7 +128,7 @@ def _tune(measured: Iterable[Measured], output: Path | None, count: int | None =
         sum_rate=sum_rate,
         machine=this_machine_in_words(),
         date=datetime.date.today().isoformat(),
-        version=library_version(),
+        version=_version(),
     )
     _write(path, tuning)
     _report(before, tuning, errors_between(rows))
@@ -176,3 +177,10 @@ def _report(before: Tuning | None, tuning: Tuning, errors: dict[str, float]) -> 
 
 def _in_words(one: Measured | None) -> str:
     return "" if one is None else f"{LINK_NAMES[one.link]}, {spell_bytes(one.num_bytes)}"
+
+
+def _version() -> str:
+    try:
+        return version("unisono")
+    except PackageNotFoundError:
+        return "not installed"
