@@ -177,7 +177,7 @@ def test_the_first_failure_ends_all_and_is_told(
     assert "worker 1 (process" in errors
     assert "[worker 1] reason: bad luck\n" in errors
     assert errors.rstrip().endswith("\n  reason: bad luck")
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 100
 
 
 def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
@@ -194,7 +194,7 @@ def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
 
 def workers_of(process: subprocess.Popen[str], folder: Path, count: int) -> list[int]:
     """The process ids that the workers have written down."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         texts = [path.read_text() for path in folder.iterdir()]
         if len(texts) == count and all(texts):
@@ -211,7 +211,7 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, how: signal.Signals) ->
     with program(launcher("-n", "3", script(tmp_path, SLEEPS), folder)) as process:
         workers = workers_of(process, folder, 3)
         process.send_signal(how)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
     assert wait_until_gone(workers) == []
     assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
@@ -262,7 +262,7 @@ def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: l
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
     assert process.returncode != 0
 
