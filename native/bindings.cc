@@ -67,7 +67,8 @@ NB_MODULE(_native, m) {
                   "How large the memory that is shared must be at first.")
       .def_prop_ro("is_crowded", &SharedGroup::isCrowded,
                    "Whether there are more ranks than cores for them.")
-      .def("join", &SharedGroup::join, "Meets all other ranks for the first time.")
+      .def("join", &SharedGroup::join, "keeps_segment"_a,
+           "Meets all other ranks for the first time. Memory that is not kept cannot grow.")
       .def("all_reduce", &SharedGroup::allReduce, "op"_a, "terms"_a, "count"_a.none(),
            "Combines the terms in place, or returns why they are not taken.")
       .def("reduce_scatter", &SharedGroup::reduceScatter, "op"_a, "terms"_a, "count"_a.none(),

@@ -124,8 +124,8 @@ void SharedGroup::run(const Work& work) {
   }
 }
 
-void SharedGroup::join() {
-  run([&] { group_.join(); });
+void SharedGroup::join(bool keeps_segment) {
+  run([&] { group_.join(keeps_segment); });
 }
 
 nb::object SharedGroup::read(Kind kind, nb::handle op, nb::handle terms, nb::handle count,

@@ -24,7 +24,7 @@ class SharedGroup {
 
   static std::size_t segmentBytes(std::size_t size);
 
-  void join();
+  void join(bool keeps_segment);
   nanobind::object allReduce(nanobind::handle op, nanobind::handle terms, nanobind::handle count);
   nanobind::object reduceScatter(nanobind::handle op, nanobind::handle terms,
                                  nanobind::handle count);

@@ -2,24 +2,22 @@
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 
 
-@contextmanager
-def ctrl_c(after: float = 0.2) -> Iterator[None]:
-    """Expects the block to end with Ctrl-C, which is pressed after so many seconds.
+def press_ctrl_c_in(call: Callable[[], object], after: float = 0.2) -> None:
+    """Makes a call, and expects it to end with Ctrl-C, which is pressed after so many seconds.
 
-    The block must wait for much longer. The timer starts and ends inside of what expects the
-    interrupt, so a slow machine cannot bring it too early: it would end pytest itself.
+    The call must wait for much longer. The timer starts inside of what expects the interrupt, so a
+    slow machine cannot bring it too early: it would end pytest itself.
     """
     main = threading.main_thread().ident
     assert main is not None
     timer = threading.Timer(after, signal.pthread_kill, [main, signal.SIGINT])
     with pytest.raises(KeyboardInterrupt):
         timer.start()
-        yield
+        call()
         timer.join()
     timer.join()

@@ -31,11 +31,20 @@ Group::Group(int fd, Layout layout, std::size_t rank, std::chrono::nanoseconds t
       interrupted_(interrupted),
       members_(fd, *mapping_, rank) {}
 
-void Group::join() {
-  Turn turn(*this, {.header = {.kind = Kind::join}});
-  turn.meet();
-  crowded_ = members_.countCores() < size_;
-  turn.finish(0);
+void Group::join(bool keeps_segment) {
+  Identity& own = mapping_->block(rank_).identity;
+  for (std::uint64_t i = 0; i < kNumJoins; ++i) {
+    Turn turn(*this, {.header = {.kind = Kind::join}});
+    // In the second turn: by then, all have come.
+    if (i == 1) own.sees_all = !keeps_segment && members_.seesAll();
+    turn.meet();
+    crowded_ = members_.countCores() < size_;
+    turn.finish(0);
+  }
+  for (std::size_t rank = 0; rank < size_; ++rank) {
+    if (!mapping_->block(rank).identity.sees_all) return;
+  }
+  members_.unlock();
 }
 
 void Group::close() {

@@ -42,8 +42,9 @@ class Group {
   Group(int fd, Layout layout, std::size_t rank, std::chrono::nanoseconds timeout,
         bool (*interrupted)());
 
-  // Meets all others for the first time.
-  void join();
+  // Meets all others for the first time. A segment that is not kept cannot grow: its descriptor is
+  // closed if the ranks can see each other without it.
+  void join(bool keeps_segment);
   // Waits for a collective of another thread of this process, then leaves. May be called twice.
   void close();
   // How long collectives wait for other ranks from now on.
@@ -58,7 +59,7 @@ class Group {
   // Whether there are more ranks than cores for them.
   bool isCrowded() const { return crowded_; }
   const std::shared_ptr<Mapping>& mapping() const { return mapping_; }
-  // Its descriptor, which the group closes.
+  // Its descriptor, which the group closes; -1 if it has done so.
   int segment() const { return members_.segment(); }
 
  private:

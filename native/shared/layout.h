@@ -19,6 +19,8 @@ inline constexpr std::size_t kMaxCores = 1024;
 // Through a slot data go in chunks; three let one be filled while one is summed and one is emptied.
 inline constexpr std::size_t kNumSlots = 3;
 inline constexpr std::size_t kSlotBytes = std::size_t{512} << 10;
+// The first calls, which are not counted in errors.
+inline constexpr std::uint64_t kNumJoins = 2;
 inline constexpr std::size_t kLine = 64;
 // Processors fetch cache lines in pairs.
 inline constexpr std::size_t kApart = 2 * kLine;
@@ -80,6 +82,9 @@ struct alignas(kApart) Identity {
   std::atomic<Presence> presence;
   std::int32_t pid;
   std::uint64_t pid_namespace;
+  std::uint64_t begin, end;             // where the segment is mapped in its process
+  bool sees_all;                        // finds the mappings of all ranks
+  std::atomic<bool> unlocked;           // the others look for its mapping, not for its lock
   std::atomic<std::uint64_t> finished;  // calls
   std::uint64_t cores[kMaxCores / 64];  // on which it may run
 };

@@ -33,6 +33,19 @@ struct flock lockOf(std::size_t rank) {
   return lock;
 }
 
+enum class Sight { there, gone, unclear };
+
+// Whether a process maps exactly these addresses to a file.
+Sight sightOf(const Identity& identity) {
+  char path[96];
+  std::snprintf(path, sizeof path, "/proc/%d/map_files/%llx-%llx", identity.pid,
+                static_cast<unsigned long long>(identity.begin),
+                static_cast<unsigned long long>(identity.end));
+  struct stat status;
+  if (lstat(path, &status) == 0) return Sight::there;
+  return errno == ENOENT || errno == ESRCH ? Sight::gone : Sight::unclear;
+}
+
 std::uint64_t pidNamespace() {
   struct stat status;
   return stat("/proc/self/ns/pid", &status) == 0 ? status.st_ino : 0;
@@ -55,6 +68,8 @@ void Members::present(std::size_t rank) {
   Identity& identity = mapping_.block(rank).identity;
   identity.pid = getpid();
   identity.pid_namespace = pidNamespace();
+  identity.begin = reinterpret_cast<std::uintptr_t>(&mapping_.control());
+  identity.end = identity.begin + mapping_.layout().bytes();
   cpu_set_t cores;
   CPU_ZERO(&cores);
   if (sched_getaffinity(0, sizeof cores, &cores) == 0) {
@@ -65,17 +80,38 @@ void Members::present(std::size_t rank) {
   identity.presence.store(Presence::present, std::memory_order_release);
 }
 
+bool Members::seesAll() const {
+  const std::uint64_t own_namespace = pidNamespace();
+  for (std::size_t rank = 0; rank < mapping_.layout().size; ++rank) {
+    const Identity& identity = mapping_.block(rank).identity;
+    if (own_namespace == 0 || identity.pid_namespace != own_namespace) return false;
+    if (sightOf(identity) != Sight::there) return false;
+  }
+  return true;
+}
+
+void Members::unlock() {
+  mapping_.block(rank_).identity.unlocked.store(true);
+  closeSegment();
+}
+
 void Members::leave() {
-  if (fd_ < 0) return;
+  if (has_left_) return;
+  has_left_ = true;
   if (!isForked()) {
     mapping_.block(rank_).identity.presence.store(Presence::left, std::memory_order_release);
   }
-  close(fd_);
+  closeSegment();
+}
+
+void Members::closeSegment() {
+  if (fd_ >= 0) close(fd_);
   fd_ = -1;
 }
 
 bool Members::isGone(std::size_t rank) const {
-  switch (mapping_.block(rank).identity.presence.load(std::memory_order_acquire)) {
+  const Identity& identity = mapping_.block(rank).identity;
+  switch (identity.presence.load(std::memory_order_acquire)) {
     case Presence::absent:
       return false;
     case Presence::left:
@@ -84,8 +120,13 @@ bool Members::isGone(std::size_t rank) const {
       break;
   }
   if (rank == rank_) return false;
-  struct flock lock = lockOf(rank);
-  return fcntl(fd_, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
+  if (fd_ >= 0) {
+    struct flock lock = lockOf(rank);
+    if (fcntl(fd_, F_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return false;
+    // It may just have given up the lock. It says so before.
+    if (!identity.unlocked.load()) return true;
+  }
+  return sightOf(identity) == Sight::gone;
 }
 
 bool Members::isStopped(std::size_t rank) const {

@@ -9,7 +9,9 @@
 namespace unisono::shared {
 
 // Takes part as `rank`. A record lock on one byte of the segment shows that it is alive: the kernel
-// releases it when the process ends, however it ends, and shows it across pid namespaces.
+// releases it when the process ends, however it ends, and shows it across pid namespaces. The lock
+// needs a descriptor. Ranks that see each other in /proc can do without: there, the kernel shows
+// whether a process still has the segment mapped, which ends with the process, and with an exec.
 class Members {
  public:
   // Owns `fd`, which must be the only one of this process for the segment: closing another would
@@ -20,6 +22,11 @@ class Members {
   Members& operator=(const Members&) = delete;
 
   int segment() const { return fd_; }
+
+  // Whether the mapping of every rank can be seen. All must have come.
+  bool seesAll() const;
+  // Closes the descriptor. Every rank must see all, and must call this.
+  void unlock();
 
   // Says so to the others. In a forked child it only gives back the descriptor.
   void leave();
@@ -35,8 +42,10 @@ class Members {
 
  private:
   void present(std::size_t rank);
+  void closeSegment();
 
   int fd_;
+  bool has_left_ = false;
   const Mapping& mapping_;
   const std::size_t rank_;
   const std::uint64_t generation_;

@@ -38,7 +38,7 @@ bool isReduction(Kind kind) { return kind == Kind::all_reduce || kind == Kind::r
 // Joining the group is not counted among the calls.
 std::string wordsOfCall(const Call& call, std::uint64_t number) {
   if (call.header.kind == Kind::join) return "the start";
-  return "call " + std::to_string(number - 1) + ", " + wordsOf(call);
+  return "call " + std::to_string(number - kNumJoins) + ", " + wordsOf(call);
 }
 
 std::string lastSeen(const Mapping& mapping, std::size_t rank) {
@@ -132,7 +132,8 @@ std::string storyOfTimeout(const Mapping& mapping, const Members& members, std::
 
 std::string storyOfUnequal(const Mapping& mapping, std::uint64_t number) {
   const std::size_t size = mapping.layout().size;
-  std::string text = "The ranks do not make the same call " + std::to_string(number - 1) + ": ";
+  std::string text =
+      "The ranks do not make the same call " + std::to_string(number - kNumJoins) + ": ";
   std::vector<bool> told(size, false);
   for (std::size_t rank = 0; rank < size; ++rank) {
     if (told[rank]) continue;

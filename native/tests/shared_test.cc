@@ -32,7 +32,8 @@ constexpr bool kSeesOneProcess = false;
 using Body = std::function<void(Group&)>;
 
 struct World {
-  World(std::size_t size, const Body& body, std::chrono::milliseconds timeout) {
+  World(std::size_t size, const Body& body, std::chrono::milliseconds timeout,
+        bool keeps_segment = true) {
     const Layout layout{size};
     const int fd = memfd_create("unisono test", MFD_CLOEXEC);
     CHECK(fd >= 0 && ftruncate(fd, static_cast<off_t>(layout.bytes())) == 0);
@@ -43,7 +44,7 @@ struct World {
       alarm(60);
       {
         Group group(fd, layout, rank, timeout, [] { return false; });
-        group.join();
+        group.join(keeps_segment);
         body(group);
       }
       _exit(0);
@@ -214,20 +215,20 @@ void checkDifferentCalls(Group& group) {
   CHECK(again.text == failure.text);
 }
 
-void checkKilledRank() {
+void checkKilledRank(bool keeps_segment) {
   World world(
       3,
-      [](Group& group) {
-        if (group.rank() == 2) pause();
+      [keeps_segment](Group& group) {
+        CHECK((group.segment() == -1) == !keeps_segment);
+        checkReductions(group, 300001, 1, 0);
+        if (group.rank() == 2) raise(SIGKILL);
         const auto began = Clock::now();
         const Failure failure = failureOf([&] { barrier(group); });
         CHECK(failure.kind == FailureKind::lost && failure.ranks == Ranks{2});
         CHECK(contains(failure.text, "has ended"), "%s\n", failure.text.c_str());
         CHECK(Clock::now() - began < std::chrono::seconds(10));
       },
-      std::chrono::seconds(30));
-  usleep(300'000);
-  kill(world.children[2], SIGKILL);
+      std::chrono::seconds(30), keeps_segment);
   world.finish(2);
 }
 
@@ -259,6 +260,7 @@ int main() {
   for (std::size_t size : {1, 2, 3, 5}) runRanks(size, checkCollectives);
   runRanks(2, checkDifferentCalls);
   runRanks(3, checkDifferentCalls);
-  checkKilledRank();
+  checkKilledRank(false);
+  checkKilledRank(true);
   checkLateRank();
 }

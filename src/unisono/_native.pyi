@@ -91,8 +91,8 @@ class SharedGroup:
     def is_crowded(self) -> bool:
         """Whether there are more ranks than cores for them."""
 
-    def join(self) -> None:
-        """Meets all other ranks for the first time."""
+    def join(self, keeps_segment: bool) -> None:
+        """Meets all other ranks for the first time. Memory that is not kept cannot grow."""
 
     def all_reduce(self, op: object, terms: Sequence[Tensor], count: int | None) -> str | None:
         """Combines the terms in place, or returns why they are not taken."""

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import time
 from datetime import timedelta
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from processes.harness import run_ranks
+from processes.mpi_crew import HAS_MPI, MPIRUN, WISHES
 from processes.namespaces import enter, make_hosts
 from processes.ports import free_port
 from torch._C._distributed_c10d import Store, TCPStore
@@ -23,23 +22,11 @@ from unisono.kernels import native_core
 from unisono.options import ReduceOp
 from unisono_tools.namespaces import is_open_mpi, mpirun_between
 
-TESTS = Path(__file__).parents[1]
-PROGRAM = TESTS / "conformance" / "mpi_program.py"
-# Beside the interpreter, where pip puts it, or anywhere else.
-MPIRUN = shutil.which("mpirun", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-WISHES = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "OMPI_MCA_mpi_yield_when_idle": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PYTHONPATH": str(TESTS),
-}
+PROGRAM = Path(__file__).parent / "mpi_program.py"
 SECONDS = 150.0
 
 pytestmark = [
-    pytest.mark.skipif(
-        MPIRUN is None or find_spec("mpi4py") is None, reason="needs mpirun and mpi4py"
-    ),
+    pytest.mark.skipif(not HAS_MPI, reason="needs mpirun and mpi4py"),
     pytest.mark.timeout(2 * SECONDS),
 ]
 

@@ -73,10 +73,11 @@ def _unequal(fault: Fault, call: Call, rng: random.Random, size: int) -> tuple[C
 
 
 class Engine(NamedTuple):
-    """What carries collectives, and the environment that it needs."""
+    """What carries collectives, the environment that it needs, and its name if that matters."""
 
     implementation: CommunicationImplementation
     environ: tuple[tuple[str, str], ...] = ()
+    name: str | None = None
 
 
 def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Report | None:
@@ -97,6 +98,7 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
             implementation=engine.implementation,
         )
         made.append(communicator)
+        assert engine.name in (None, communicator.name), communicator.name
         _check_sum(communicator)
         _go_on(desk, injection, communicator, is_culprit=is_culprit)
 
@@ -106,7 +108,9 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
             communicator.close()
         made.clear()
 
-    return reported(body, close, _NOTHING)
+    # MPI listens from its start to the end of the process.
+    limits = _NOTHING._replace(ports=8) if engine.name == "MPI" else _NOTHING
+    return reported(body, close, limits)
 
 
 def _check_sum(communicator: Communicator) -> None:

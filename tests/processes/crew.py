@@ -40,7 +40,7 @@ class Member:
     def __init__(self, port: int, neighbour: int | None = None) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
         arguments = (theirs, port, neighbour)
-        self._process = _PROCESSES.Process(target=_work, args=arguments, daemon=True)
+        self._process = _PROCESSES.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
@@ -92,13 +92,13 @@ class Crew:
         neighbours = [None, *(keeper.process_id for keeper in self._keepers)]
         self._neighbours = [neighbours[rank * num_hosts // size] for rank in range(size)]
         self.members = [Member(self.store.port, neighbour) for neighbour in self._neighbours]
-        _see_to_work(self.members)
+        see_to_work(self.members)
 
     def replace(self, rank: int) -> None:
         """Ends a member, and starts another in its place."""
         self.members[rank].end()
         self.members[rank] = Member(self.store.port, self._neighbours[rank])
-        _see_to_work([self.members[rank]])
+        see_to_work([self.members[rank]])
 
     def __enter__(self) -> Crew:
         return self
@@ -108,7 +108,7 @@ class Crew:
             member.end()
 
 
-def _see_to_work(members: Sequence[Member]) -> None:
+def see_to_work(members: Sequence[Member]) -> None:
     """Waits for members to begin, so that the time they are given is not for that."""
     for member in members:
         member.begin(is_at_work)
@@ -126,7 +126,8 @@ def leave_host(desk: Desk) -> str | None:
     return os.strerror(ctypes.get_errno()) if libc.unshare(_CLONE_NEWIPC) else None
 
 
-def _work(pipe: Connection, port: int, neighbour: int | None) -> None:
+def work(pipe: Connection, port: int, neighbour: int | None) -> None:
+    """Calls what comes through `pipe`, until that is closed."""
     # There are more members than cores.
     torch.set_num_threads(1)
     if neighbour is not None:

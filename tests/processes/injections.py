@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from processes.crew import Crew, Desk
 from processes.leftovers import Holdings, settled
+from processes.mpi_crew import MpiCrew
 from unisono import errors
 from unisono.errors import CommunicationError
 
@@ -211,7 +212,7 @@ def _left(limits: Holdings) -> str | None:
 
 
 def inject(
-    crew: Crew,
+    crew: Crew | MpiCrew,
     injection: Injection,
     function: Callable[..., Report | None],
     seconds_to_notice: float,

@@ -20,10 +20,12 @@ from processes.certificates import CAN_MAKE, keys, new_authority
 from processes.collective_faults import Engine, suffer
 from processes.crew import Crew
 from processes.injections import UNEQUAL, Fault, Injection, draw, inject
+from processes.mpi_crew import HAS_MPI, MPIRUN, MpiCrew
 from processes.ports import free_port
 from processes.training_faults import Job, train
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
+from unisono_tools.namespaces import is_open_mpi
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 TCP = CommunicationImplementation.TCP
@@ -136,6 +138,18 @@ def test_shared_memory_inside_two_hosts_at_random_moments(
 ) -> None:
     with crews_of(4, 4, 4, num_hosts=2) as crews:
         over_networks(crews, rng, Engine(AUTO), tmp_path)
+
+
+@pytest.mark.skipif(not HAS_MPI, reason="needs mpirun and mpi4py")
+def test_mpi_at_random_moments(rng: random.Random, tmp_path: Path) -> None:
+    # Nobody survives a rank that dies while MPI starts. Later on, Open MPI lets the others live.
+    lives = is_open_mpi([str(MPIRUN)])
+    weights = USUAL | {Fault.KILLED_AT_START: 0.0, Fault.KILLED: 0.1 if lives else 0.0}
+    drawn = [one for one in faults(rng, 0.2, weights) if weights.get(one) != 0]
+    engine = Engine(AUTO, name="MPI")
+    with MpiCrew(3, tmp_path, ["--with-ft", "ulfm"] if lives else []) as crew:
+        for one in draw(rng, "fault", drawn, 3, seconds=4.0):
+            inject(crew, one, suffer, 4.0, engine)
 
 
 def test_training_at_random_moments(rng: random.Random) -> None:

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from keyboard import ctrl_c
+from keyboard import press_ctrl_c_in
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -312,8 +312,7 @@ def interrupt(store: Store, rank: int, size: int, backend: str) -> Outcome | str
             store.wait(["interrupted"], timedelta(seconds=60))
         if rank > 0:
             return outcome(communicator.barrier)
-        with ctrl_c(after=1.0):
-            communicator.barrier()
+        press_ctrl_c_in(communicator.barrier, after=1.0)
         store.set("interrupted", "")
         return "interrupted"
 

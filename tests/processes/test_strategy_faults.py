@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from keyboard import ctrl_c
+from keyboard import press_ctrl_c_in
 from torch._C._distributed_c10d import Store
 
 import unisono as uo
@@ -176,8 +176,7 @@ def interrupt(store: Store, rank: int, size: int, job: Job) -> float:
     if rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
-    with ctrl_c(after=1.0):
-        train_for_ever(training)
+    press_ctrl_c_in(lambda: train_for_ever(training), after=1.0)
     strategy.close()
     return time.monotonic() - start
 

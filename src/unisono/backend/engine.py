@@ -40,7 +40,9 @@ class Engine:
         self._seconds = timeout.total_seconds()
         self._lane = Lane(f"unisono-backend-{rank}")
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
-        self._communicator = traced(connect(store, rank, size, timeout_seconds=self._seconds))
+        # torch allocates the tensors, so no memory is shared but that of the collectives.
+        connected = connect(store, rank, size, timeout_seconds=self._seconds, can_allocate=False)
+        self._communicator = traced(connected)
 
     def begin(
         self, call: Callable[[Communicator], None], outputs: list[Tensor], name: str, opts: Any

@@ -46,6 +46,7 @@ def connect(
     joining_seconds: float | None = None,
     tuning: Tuning | None = None,
     gpus: Sequence[str] = (),
+    can_allocate: bool = True,
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
@@ -64,6 +65,8 @@ def connect(
             given.
         tuning: The constants of the links if they were measured, the same on all ranks.
         gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
+        can_allocate: Whether `allocate` returns memory that the ranks of a host share, which takes
+            a file descriptor.
     """
     if size == 1:
         return IdentityCommunicator()
@@ -80,7 +83,8 @@ def connect(
             choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
     check_limits(survey.limits, choice)
-    chosen = _Link(store, rank, size, timeout, host, left).connected(choice, layout)
+    link = _Link(store, rank, size, timeout, host, left, can_allocate=can_allocate)
+    chosen = link.connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
     is_auto = implementation is CommunicationImplementation.AUTO
@@ -165,6 +169,8 @@ class _Link:
         timeout_seconds: float,
         host: str | None,
         left: Countdown,
+        *,
+        can_allocate: bool,
     ) -> None:
         self._store = store
         self._rank = rank
@@ -172,6 +178,7 @@ class _Link:
         self._timeout_seconds = timeout_seconds
         self._host = host
         self._left = left
+        self._can_allocate = can_allocate
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
         """Makes what was chosen."""
@@ -185,6 +192,7 @@ class _Link:
             self._size,
             timeout_seconds=self._timeout_seconds,
             joining_seconds=self._left.seconds(),
+            can_allocate=self._can_allocate,
         )
 
     def _flat(self, choice: Choice) -> Communicator:
@@ -213,6 +221,7 @@ class _Link:
                     # The watch, which sees all hosts, is the first to say who is late.
                     timeout_seconds=self._timeout_seconds + _GRACE_SECONDS,
                     joining_seconds=self._left.seconds(),
+                    can_allocate=self._can_allocate,
                 )
             made.callback(inside.close)
             watch = Watch(

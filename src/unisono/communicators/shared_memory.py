@@ -66,6 +66,8 @@ class SharedMemoryCommunicator(Communicator):
         key: Under which the ranks look for each other in the store. Communicators that are made at
             the same time need different keys.
         joining_seconds: How long to wait for other ranks here; `timeout_seconds` if not given.
+        can_allocate: Whether `allocate` returns shared memory. If not, the communicator keeps no
+            file descriptor where the ranks can see each other in `/proc`.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class SharedMemoryCommunicator(Communicator):
         timeout_seconds: float = 300.0,
         key: str = "unisono/shared_memory",
         joining_seconds: float | None = None,
+        can_allocate: bool = True,
     ) -> None:
         if not 0 <= rank < size <= _MAX_RANKS:
             raise UnsupportedError(
@@ -86,12 +89,12 @@ class SharedMemoryCommunicator(Communicator):
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._patience = timeout_seconds if joining_seconds is None else joining_seconds
-        self._is_full = False
+        self._is_full = not can_allocate
         self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
         try:
-            self._group.join()
+            self._group.join(can_allocate)
         except BaseException:
             self.close()
             raise

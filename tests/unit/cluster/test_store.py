@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from keyboard import ctrl_c
+from keyboard import press_ctrl_c_in
 from processes.ports import free_ports
 from torch import distributed
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -133,8 +133,7 @@ def test_something_that_never_answers_is_given_up_in_time(
 
 @pytest.mark.parametrize("change", [lambda one: one, of_a_launcher], ids=["rank 0", "launcher"])
 def test_a_worker_that_waits_hears_ctrl_c(change: Callable[[Membership], Membership]) -> None:
-    with ctrl_c():
-        connect_to_silence(change(workers()[1]), 4.0)
+    press_ctrl_c_in(lambda: connect_to_silence(change(workers()[1]), 4.0))
 
 
 def test_the_port_of_torchs_default_group_is_shared() -> None:

@@ -20,14 +20,14 @@ from processes.harness import Ranks, run_ranks
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from unisono.communicators import gloo
+from unisono.communicators import gloo, stores
 from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import break_connections, make_gloo_group
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
-from unisono.errors import CommunicationError, UnsupportedError
+from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
 
@@ -177,6 +177,15 @@ def test_a_rank_that_dies_while_gloo_connects_is_lost() -> None:
     assert results == dict.fromkeys((0, 2), ("WorkerLostError", (1,)))
 
 
+def no_threads_are_left() -> bool:
+    deadline = time.monotonic() + 60
+    while is_left := any(one.name == "unisono gloo" for one in threading.enumerate()):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.01)
+    return not is_left
+
+
 class UnluckyStore(AnotherStore):
     """Gives no address in the first attempt of Gloo to connect."""
 
@@ -202,7 +211,27 @@ def test_all_ranks_try_again_where_one_could_not_connect(
     with ThreadPoolExecutor(3) as pool:
         assert list(pool.map(summed, range(3))) == [3.0] * 3
     assert "No route to host" in caplog.text
-    assert not [one for one in threading.enumerate() if one.name.startswith("unisono")]
+    assert no_threads_are_left()
+
+
+def test_ctrl_c_ends_what_connects_and_the_others_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stores, "_CHECK_SECONDS", 0.0)
+    monkeypatch.setattr(stores, "_GRACE_SECONDS", 0.1)
+    job, ended = HashStore(), threading.Event()
+
+    def press_ctrl_c(_: float) -> None:
+        raise KeyboardInterrupt
+
+    def connect_for_ever(is_over: threading.Event) -> None:
+        is_over.wait(60)
+        ended.set()
+
+    with pytest.raises(KeyboardInterrupt):
+        stores.connected(job, 0, 2, "Gloo", connect_for_ever, 60.0, press_ctrl_c)
+    assert ended.wait(30)
+    with pytest.raises(WorkerTimeoutError, match=r"for rank 0 of 2 .*Gloo") as caught:
+        stores.connected(job, 1, 2, "Gloo", connect_for_ever, 60.0)
+    assert caught.value.ranks == (0,)
 
 
 def test_one_rank_needs_no_store() -> None:

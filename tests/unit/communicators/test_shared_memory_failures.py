@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import multiprocessing
 import os
+import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +41,7 @@ pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
 TIMEOUT = 200.0
+CLONE_NEWPID = 0x20000000
 # Two, in which a process that has ended is noticed, and the rest for a busy machine.
 SECONDS_TO_NOTICE = 100.0
 
@@ -63,12 +69,34 @@ def join(store: Store, rank: int, size: int, **options: Any) -> SharedMemoryComm
     return SharedMemoryCommunicator(store, rank, size, **{"timeout_seconds": TIMEOUT, **options})
 
 
-def wait_for_lost_rank(store: Store, rank: int, size: int) -> tuple[Report, Report, float]:
-    with join(store, rank, size) as communicator:
+def num_segments() -> int:
+    """How many descriptors of shared memory this process has."""
+    names = []
+    for number in os.listdir("/proc/self/fd"):
+        # The one that lists them is closed by now.
+        with contextlib.suppress(FileNotFoundError):
+            names.append(os.readlink(f"/proc/self/fd/{number}"))
+    return sum("memfd:unisono" in name for name in names)
+
+
+def wait_for_lost_rank(
+    store: Store, rank: int, size: int, end: str, can_allocate: bool
+) -> tuple[Report, Report, float]:
+    with join(store, rank, size, can_allocate=can_allocate) as communicator:
         communicator.all_reduce(ReduceOp.SUM, [torch.ones(3)])
+        assert num_segments() == can_allocate
         if rank == 1:
-            store.set("ready", "")
-            time.sleep(600)
+            # A child has the memory, too, and outlives its parent.
+            if os.fork() == 0:
+                os.closerange(3, 1000)
+                time.sleep(10)
+                os._exit(0)
+            if end == "exec":
+                for descriptor in map(int, os.listdir("/proc/self/fd")):
+                    with contextlib.suppress(OSError):
+                        os.set_inheritable(descriptor, False)
+                os.execl(sys.executable, "python", "-c", "import time; time.sleep(600)")
+            os.kill(os.getpid(), signal.SIGKILL)
         tensor = torch.ones(4, 3)
         first = report(lambda: communicator.all_reduce(ReduceOp.MAX, [tensor]))
         again = report(communicator.barrier)
@@ -79,11 +107,14 @@ def wait_for_lost_rank(store: Store, rank: int, size: int) -> tuple[Report, Repo
     return first, again, tensor.item()
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_a_killed_rank_is_named_long_before_the_timeout(size: int) -> None:
-    with Ranks(size, wait_for_lost_rank) as ranks:
-        ranks.store.wait(["ready"])
-        kill(ranks, 1, signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("size", "end", "can_allocate"),
+    [(2, "kill", True), (2, "kill", False), (3, "exec", False), (4, "exec", True)],
+)
+def test_a_rank_that_ends_is_named_long_before_the_timeout(
+    size: int, end: str, can_allocate: bool
+) -> None:
+    with Ranks(size, wait_for_lost_rank, end, can_allocate) as ranks:
         results = ranks.results()
 
     assert sorted(results) == [rank for rank in range(size) if rank != 1]
@@ -97,6 +128,33 @@ def test_a_killed_rank_is_named_long_before_the_timeout(size: int) -> None:
         assert again.seconds < SECONDS_TO_NOTICE
         assert total == size - 1
     assert len({first.text for first, _, _ in results.values()}) == 1
+
+
+def join_from_a_pid_namespace(store: Store, rank: int, size: int) -> tuple[Report, int] | None:
+    if rank == 1:
+        # Its children are in a new namespace, and `/proc` shows the old one.
+        assert ctypes.CDLL(None).unshare(CLONE_NEWPID) == 0
+        if (child := os.fork()) != 0:
+            os.waitpid(child, 0)
+            return None
+    communicator = join(store, rank, size, can_allocate=False)
+    if rank == 1:
+        os._exit(0)
+    return report(communicator.barrier), num_segments()
+
+
+@pytest.mark.skipif(
+    shutil.which("unshare") is None
+    or subprocess.run(
+        ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True
+    ).returncode
+    != 0,
+    reason="must not make pid namespaces",
+)
+def test_ranks_that_do_not_see_each_other_keep_the_descriptor() -> None:
+    told, num_kept = run_ranks(2, join_from_a_pid_namespace)[0]
+
+    assert (told.kind, told.ranks, num_kept) == (WorkerLostError, (1,), 1)
 
 
 def kill(ranks: Ranks, rank: int, number: signal.Signals) -> None:

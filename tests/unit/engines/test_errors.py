@@ -7,7 +7,7 @@ from contextlib import suppress
 
 import pytest
 import torch
-from keyboard import ctrl_c
+from keyboard import press_ctrl_c_in
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError
@@ -178,8 +178,8 @@ def test_ctrl_c_ends_the_step(mirrored: Make, work: Callable[[], None]) -> None:
     strategy = mirrored(3)
 
     for _ in range(2):
-        with Stopwatch(), ctrl_c():
-            strategy.run(work)
+        with Stopwatch():
+            press_ctrl_c_in(lambda: strategy.run(work))
     assert_usable(strategy)
 
 
@@ -189,8 +189,8 @@ def test_ctrl_c_ends_a_step_in_which_one_computes_and_others_wait(strategy: uo.S
             compute_for_long()
         wait_in_a_collective()
 
-    with Stopwatch(), ctrl_c():
-        strategy.run(step)
+    with Stopwatch():
+        press_ctrl_c_in(lambda: strategy.run(step))
     assert_usable(strategy)
 
 
