@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import gc
 import re
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from worker_threads import end_replica_threads
 
 from processes.programs import clean_environment, launcher, program, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "preemption.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A program that leaves keeps its handler of SIGTERM to the end."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +41,7 @@ def here(folder: Path, *arguments: object) -> str:
     except SystemExit as error:
         left = error.code
     # In a program, the strategy ends with the process.
-    gc.collect()
+    end_replica_threads()
     assert left == 0
     return ""
 
