@@ -146,8 +146,10 @@ def _run(
         # not tell again.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     names = [task.name for task in tasks]
-    _hear_ctrl_c_while_waiting_for_hosts()
-    with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
+    with (
+        _ctrl_c_heard_while_waiting_for_hosts(),
+        tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder,
+    ):
         output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
         config.logs_specs = output
         try:
@@ -174,13 +176,20 @@ def _are_all(tasks: Sequence[LocalTask]) -> bool:
     return sum(map(spec.num_tasks, spec.jobs)) == len(tasks)
 
 
-def _hear_ctrl_c_while_waiting_for_hosts() -> None:
+@contextmanager
+def _ctrl_c_heard_while_waiting_for_hosts() -> Iterator[None]:
     """Lets Ctrl-C end the process where torch waits and Python does not run.
 
     The agent takes the signal over as soon as there are workers to end.
     """
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _report(error: ChildFailedError, output: WorkerOutput) -> int:

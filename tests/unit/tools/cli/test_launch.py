@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,7 @@ def test_hosts_that_cannot_connect_end_the_launcher_with_a_message(
     script = tmp_path / "script.py"
     script.touch()
     monkeypatch.setattr("unisono_tools.launching.workers.elastic_launch", unreachable)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
     options = ["-n", "1", "--nnodes", "2", "--rdzv-endpoint", "node0:29400"]
     result = CliRunner().invoke(main, ["launch", *options, str(script)], env={"TF_CONFIG": None})
@@ -81,6 +83,8 @@ def test_hosts_that_cannot_connect_end_the_launcher_with_a_message(
     assert result.exit_code == 1
     assert "The 2 hosts cannot reach each other at node0:29400" in result.output
     assert "frame" not in result.output
+    # Otherwise Ctrl-C would end the process of a program that goes on.
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_module_is_run_as_python_runs_it(monkeypatch: pytest.MonkeyPatch) -> None:
