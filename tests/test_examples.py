@@ -24,7 +24,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def one_thread_a_replica() -> Iterator[None]:
-    # torch's own threads spin while they wait, which takes for ever on a busy machine.
+    # torch's own threads spin while they wait, which takes forever on a busy machine.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -170,6 +170,6 @@ def draw(trainings: Sequence[Training], path: Path) -> None:
     right.set(xlabel="epoch", title="accuracy on unseen digits")
     for axis in (left, right):
         axis.xaxis.set_major_locator(MaxNLocator(integer=True))
-    right.axhline(0.97, color="grey", linewidth=1, linestyle=":")
+    right.axhline(0.97, color="gray", linewidth=1, linestyle=":")
     left.legend()
     figure.savefig(path, dpi=120)

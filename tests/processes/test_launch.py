@@ -48,7 +48,7 @@ if "stubborn" in sys.argv:
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """
-# Worker 1 ends as it is told, after a line without an end; the others would go on.
+# Worker 1 ends as its arguments say, after a line without an end; the others would go on.
 FAILS = """
 import os, signal, sys, time
 

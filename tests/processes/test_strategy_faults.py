@@ -23,7 +23,7 @@ from unisono.experimental import CommunicationImplementation, CommunicationOptio
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 SECONDS = 30.0
-# Beside the two seconds in which a dead process is noticed, what a busy machine may take.
+# The watch sees a dead process within two seconds. The rest is for a busy machine.
 SLACK = 10.0
 
 

@@ -227,7 +227,7 @@ class AcrossWorkers(CrossDeviceOps):
 
 
 def replicas_in_a_term(num_replicas: int) -> int:
-    """Returns how many neighbours of a worker's replicas are a whole subtree on every worker.
+    """Returns how many neighbors of a worker's replicas are a whole subtree on every worker.
 
     >>> [replicas_in_a_term(num_replicas) for num_replicas in (1, 2, 3, 4, 6)]
     [1, 2, 1, 4, 2]

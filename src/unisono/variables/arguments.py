@@ -1,4 +1,4 @@
-"""Arguments that `tf.Variable` has and a `Variable` cannot honour, and the shape it is given."""
+"""Arguments that `tf.Variable` has and a `Variable` cannot honor, and the shape it is given."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class ReduceSweep:
                 ratios = [row.ratios["add chain"] for row in line]
                 sizes = [row.num_bytes for row in line]
                 axis.plot(sizes, ratios, marker="o", label=f"{num_replicas} replicas")
-            axis.axhline(1, color="grey", linewidth=1)
+            axis.axhline(1, color="gray", linewidth=1)
             axis.set(xscale="log", yscale="log", xlabel="size of one replica's tensor")
             axis.set_title("into one output" if into == "one" else "into all replicas")
             mark_sizes(axis)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
 TIMEOUT = 30.0
-# Two, in which a process that has ended is noticed, and the rest for a busy machine.
+# The watch sees a process that has ended within two. The rest is for a busy machine.
 SECONDS_TO_NOTICE = 10.0
 
 
