@@ -112,9 +112,9 @@ def test_the_spelling_checker_reads_all_prose_and_knows_our_words(tmp_path: Path
         (tmp_path / name).write_text(text)
 
     # As scripts/check runs it over the whole project.
-    command = [sys.executable, "-m", "codespell_lib", "--toml", ROOT / "pyproject.toml"]
+    command = [sys.executable, "-m", "codespell_lib", "--toml", str(ROOT / "pyproject.toml")]
     found = subprocess.run(
-        [*command, tmp_path], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [*command, str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=60
     )
 
     named = {Path(line.partition(":")[0]).name for line in found.stdout.splitlines()}
