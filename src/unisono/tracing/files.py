@@ -120,7 +120,9 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
     try:
         found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
     except OSError as error:
-        raise TraceError(f"The folder of the trace cannot be read: {error}.") from error
+        raise TraceError(
+            f"The folder of the trace cannot be read: {error}. Name another one."
+        ) from error
     if not found:
         raise TraceError(
             f"There is no trace in {folder}: it has no file worker-0.jsonl. Record one with "
@@ -142,7 +144,7 @@ def check_folder(folder: Any) -> Path:
     check_instance("folder", folder, (str, os.PathLike), wanted)
     path = Path(folder)
     if "\0" in str(path):
-        raise TraceError(f"A path cannot have a NUL character, got {path!r}.")
+        raise TraceError(f"A path cannot have a NUL character, got {path!r}. Remove it.")
     return path
 
 

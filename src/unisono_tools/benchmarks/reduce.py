@@ -171,7 +171,8 @@ def check(case: str, items: list[Item], results: Any) -> None:
             if not torch.allclose(copy, expected, rtol=1e-5, atol=1e-5):
                 worst = float((copy - expected).abs().max())
                 raise BenchmarkError(
-                    f"{case}: a sum over {len(item)} replicas is wrong by {worst:g}."
+                    f"{case}: a sum over {len(item)} replicas is wrong by {worst:g}. Please report "
+                    "this."
                 )
 
 

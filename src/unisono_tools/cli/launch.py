@@ -89,7 +89,10 @@ def launch(
     killed.
     """
     if not is_module and not Path(script).exists():
-        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="'SCRIPT'")
+        raise click.BadParameter(
+            f"File {script!r} does not exist. Check the path, or write `-m` for a module.",
+            param_hint="'SCRIPT'",
+        )
     with quiet_torch():
         from unisono_tools.launching.workers import Job, run_workers
 

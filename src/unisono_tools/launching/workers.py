@@ -109,7 +109,7 @@ def _config(
         config.run_id = uuid.uuid4().hex
         return config
     if endpoint is None:
-        raise ClusterError("Several hosts need --rdzv-endpoint, an address of the first host.")
+        raise ClusterError("Several hosts need --rdzv-endpoint: give an address of the first host.")
     config.rdzv_endpoint = str(Address.parse(endpoint))
     config.run_id = f"unisono-{config.rdzv_endpoint}"
     if host_rank is not None:
