@@ -16,27 +16,32 @@ SRC = Path(__file__).parents[1] / "src"
 ROOT = SRC / "unisono"
 TOOLS = SRC / "unisono_tools"
 MAX_LINES = 400
+MAX_LINES_OF_A_TRANSPORT = 150
+TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "mpi_transport"]
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
-    ["errors", "sharing"],
+    ["errors", "sharing", "torch_private"],
     ["arguments", "system"],
     ["options", "tracing", "_native"],
     ["devices", "kernels"],
     ["values", "packing", "algorithms"],
     ["costs"],
     ["communicators"],
-    ["reductions", "cluster", "backend", "hooks"],
+    ["reductions", "cluster", "groups"],
+    ["backend", "hooks"],
     ["contexts"],
     ["engines", "variables", "input"],
     ["gradients"],
     ["functions"],
     ["strategies"],
+    ["checkpoints"],
     ["contrib", "testing", "experimental", "cluster_resolver"],
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "benchmarks", "demo", "launching"],
+    ["tables", "traces", "namespaces"],
+    ["benchmarks", "demo", "launching"],
     ["hosts", "tuning"],
     ["planning"],
     ["cli"],
@@ -61,6 +66,33 @@ def test_imports_point_down(path: Path) -> None:
     package = path.relative_to(ROOT).parts[0].removesuffix(".py")
 
     assert forbidden_imports(package, path.read_text()) == set()
+
+
+@each_source
+def test_packages_below_the_strategies_use_nothing_of_a_strategy(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0].removesuffix(".py")
+    if LEVELS[package] < LEVELS["strategies"]:
+        assert uses_of_a_strategy(path.read_text()) == set()
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "context.strategy.extended.mirrors",
+        "self._strategy.num_replicas_in_sync",
+        "strategy.extended",
+        "get_strategy().reduce(op, value)",
+        "extended = getattr(context.strategy, name)",
+    ],
+)
+def test_a_use_of_a_strategy_is_found(source: str) -> None:
+    assert uses_of_a_strategy(source)
+
+
+def test_a_strategy_may_be_compared_named_and_handed_on() -> None:
+    source = "context.strategy is other and fn(context.strategy, f'{context.strategy!r}')"
+
+    assert uses_of_a_strategy(source) == set()
 
 
 @each_tool
@@ -95,6 +127,13 @@ def test_importing_the_core_loads_neither_the_tools_nor_what_they_need() -> None
 @every("path", [*SOURCES, *TOOL_SOURCES])
 def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
+
+
+@pytest.mark.parametrize("name", TRANSPORTS)
+def test_a_transport_is_small(name: str) -> None:
+    path = ROOT / "communicators" / f"{name}.py"
+
+    assert len(path.read_text().splitlines()) <= MAX_LINES_OF_A_TRANSPORT
 
 
 @pytest.mark.parametrize(
@@ -136,6 +175,26 @@ def forbidden_imports(package: str, source: str, root: str = "unisono") -> set[s
     level = levels[package]
     imported = {name.split(".")[1] for name in imports_of(ast.parse(source), root) if "." in name}
     return {name for name in imported - {package} if levels.get(name, level) >= level}
+
+
+def uses_of_a_strategy(source: str) -> set[str]:
+    """The expressions that look into a strategy. What lower packages need is in `Replicas`."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        looked_into = None
+        if isinstance(node, ast.Attribute):
+            looked_into = node.value
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            looked_into = node.args[0]
+        if looked_into is not None and is_a_strategy(looked_into):
+            found.add(ast.unparse(node))
+    return found
+
+
+def is_a_strategy(node: ast.expr) -> bool:
+    node = node.func if isinstance(node, ast.Call) else node
+    name = node.attr if isinstance(node, ast.Attribute) else ast.unparse(node)
+    return name in {"strategy", "_strategy", "get_strategy", "extended", "_extended"}
 
 
 def imports_of(node: ast.AST, root: str) -> Iterator[str]:

@@ -33,7 +33,7 @@ HABITS = {
 ORDERS = (
     "add|ask|assign|call|change|check|bring|compute|convert|distribute|do|drop|enter|expand|fork|gather|give|import|"
     "install|iterate|keep|leave|let|list|load|look|lower|make|measure|mirror|move|name|override|pass|raise|"
-    "read|record|reduce|register|remove|report|resume|return|run|seed|set|split|start|take|train|try|"
+    "read|record|reduce|register|remove|report|restore|resume|return|run|seed|set|split|start|take|train|try|"
     "update|use|wait|wrap|write"
 )
 

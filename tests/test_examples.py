@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import re
 import runpy
@@ -112,6 +113,19 @@ def test_characters_are_the_same_in_two_runs(capsys: pytest.CaptureFixture[str])
         outputs.append(capsys.readouterr().out)
 
     assert outputs[0] == outputs[1]
+
+
+def test_a_preempted_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    undisturbed = run("preemption", "--folder", tmp_path / "one", "--steps", 12)
+
+    with pytest.raises(SystemExit) as left:
+        run("preemption", "--folder", tmp_path / "two", "--steps", 12, "--stop-after", 7)
+    resumed = run("preemption", "--folder", tmp_path / "two", "--steps", 12)
+
+    assert left.value.code == 0
+    assert resumed == undisturbed
+    del left
+    gc.collect()
 
 
 def test_the_gan_finds_the_ring() -> None:

@@ -213,6 +213,19 @@ BROADCAST = "tensor, destinations"
             "experimental.MultiWorkerMirroredStrategy",
             "communication=AUTO, cluster_resolver=None",
         ),
+        (
+            "experimental.PreemptionCheckpointHandler",
+            "cluster_resolver, checkpoint_or_checkpoint_manager, checkpoint_dir=None, "
+            "termination_config=None",
+        ),
+        (
+            "experimental.PreemptionCheckpointHandler.run",
+            "distributed_train_function, args, kwargs",
+        ),
+        (
+            "experimental.TerminationConfig",
+            "termination_watcher_fn=None, exit_fn=None, grace_period=None, save_fn=None",
+        ),
         ("experimental.CollectiveHints", "bytes_per_pack=0, timeout_seconds=None"),
         ("experimental.ValueContext", "replica_id_in_sync_group=0, num_replicas_in_sync=1"),
         (

@@ -7,10 +7,12 @@ import builtins
 import enum
 import importlib
 import inspect
+import pkgutil
 import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FunctionType, ModuleType
 from typing import Any
 
 from tables import every
@@ -52,6 +54,20 @@ def test_the_pages_show_what_a_program_calls() -> None:
 
     assert len(names) > 150
     assert {"unisono.Strategy.run", "unisono.CrossDeviceOps.batch_reduce"} <= names
+
+
+def test_every_public_method_is_explained_by_its_class_or_by_a_base() -> None:
+    found = {
+        f"{cls.__module__}.{cls.__name__}.{key}": inspect.getdoc(getattr(cls, key))
+        for module in modules_of("unisono")
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and cls.__module__ == module.__name__ and cls.__name__[0] != "_"
+        for key, value in vars(cls).items()
+        if key[0] != "_" and isinstance(value, (FunctionType, property, classmethod, staticmethod))
+    }
+
+    assert len(found) > 800
+    assert [name for name, text in found.items() if not text] == []
 
 
 @each_shown
@@ -100,6 +116,13 @@ def argument_names(thing: Any) -> list[str]:
         thing = thing.__init__
     parameters = inspect.signature(thing).parameters.values()
     return [one.name for one in parameters if one.name not in ("self", "cls")]
+
+
+def modules_of(package: str) -> Iterator[ModuleType]:
+    """All modules of a package, but for what starts the command line."""
+    path = importlib.import_module(package).__path__
+    names = [one.name for one in pkgutil.walk_packages(path, f"{package}.")]
+    return map(importlib.import_module, (n for n in names if not n.endswith((".__main__", ".cli"))))
 
 
 def docstring(thing: Any, owner: type | None) -> str:

@@ -32,6 +32,19 @@ def test_every_private_name_of_torch_that_is_used_is_there() -> None:
     assert gone == {}, f"torch {torch.__version__} lacks names that the core uses"
 
 
+def test_every_private_name_of_torch_is_used_in_one_module() -> None:
+    users: dict[str, set[str]] = {}
+    for path in (SRC / "unisono").rglob("*.py"):
+        for name in private_names(ast.parse(path.read_text())):
+            # `torch.distributed` has these, too, but without types.
+            if not hasattr(torch.distributed, name.rpartition(".")[2]):
+                users.setdefault(name, set()).add(str(path.relative_to(SRC)))
+
+    shared = {name: sorted(files) for name, files in users.items() if len(files) > 1}
+
+    assert shared == {}, "Put them into `torch_private.py`, which the others import."
+
+
 def test_a_name_that_is_gone_is_noticed() -> None:
     source = "import torch\nfrom torch._x import y\ntorch._C._gone(1).real\ntorch.zeros(1)"
 
@@ -55,7 +68,9 @@ def private_names(node: ast.AST) -> Iterator[str]:
         # What is behind a private name may be of an object that is made later.
         private = [i for i, part in enumerate(parts) if part[0] == "_" and part[:2] != "__"]
         if parts[0] == "torch" and private:
-            yield ".".join(parts[: private[-1] + 1]) if isinstance(node, ast.Attribute) else name
+            # All that is in `torch._C` is private, whatever its name.
+            end = private[-1] + 1 + (parts[private[-1]] == "_C")
+            yield ".".join(parts[:end]) if isinstance(node, ast.Attribute) else name
     if not found:
         for child in ast.iter_child_nodes(node):
             yield from private_names(child)

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from thread_ranks import make_threads
+
 import unisono as uo
 from unisono.communicators import Communicator
-from unisono.communicators.threads import make_threads
 from unisono.reductions import Workers
 
 T = TypeVar("T")
@@ -59,7 +60,7 @@ def on_strategies(
 
 
 def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
-    communicators = make_threads(num_workers, timeout_seconds=20)
+    communicators = make_threads(num_workers, timeout_seconds=120)
     with ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
         return [future.result(timeout=60) for future in futures]

@@ -1,18 +1,21 @@
 """The training program that the jobs in this folder start on every worker.
 
     python examples/jobs/train.py                        # one worker
-    unisono launch -n 2 examples/jobs/train.py --checkpoint job.pt
+    unisono launch -n 2 examples/jobs/train.py --checkpoint job
 
-It learns to add up numbers. Started again with the same checkpoint, it resumes.
+It learns to add up numbers. With a folder for checkpoints, it saves after every epoch. At SIGTERM
+or SIGUSR1, all workers finish the same step, save, and leave with status 42: start it again, and
+it resumes there.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
+import functools
+import signal
+import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,11 +23,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 
+# What tells the job scripts that the training is to go on.
+PREEMPTED = 42
+
 
 def main(arguments: Sequence[str] | None = None) -> float:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--epochs", type=int, default=5, help="number of epochs (default: 5)")
-    parser.add_argument("--checkpoint", type=Path, help="a file that all workers can read")
+    parser.add_argument("--checkpoint", type=Path, help="a folder that all workers can read")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(0)
@@ -45,28 +51,29 @@ def main(arguments: Sequence[str] | None = None) -> float:
     loader = DataLoader(dataset, batch_size=16, shuffle=True)  # 16 over all workers
     batches = strategy.experimental_distribute_dataset(loader)
 
-    first_epoch, loss = 0, float("nan")
-    saved: dict[str, Any] = {"model": model, "optimizer": optimizer, "input": batches}
-    if options.checkpoint is not None and options.checkpoint.exists():
-        state = torch.load(options.checkpoint)  # every worker loads
-        for name, part in saved.items():
-            part.load_state_dict(state[name])
-        torch.set_rng_state(state["random"])
-        first_epoch = state["epoch"]
+    run, num_steps, loss = strategy.run, 0, float("nan")
+    if options.checkpoint is not None:
+        checkpoint = uo.experimental.Checkpoint(model=model, optimizer=optimizer, input=batches)
+        manager = uo.experimental.CheckpointManager(checkpoint, options.checkpoint, max_to_keep=2)
+        handler = uo.experimental.PreemptionCheckpointHandler(
+            strategy.cluster_resolver,
+            manager,
+            termination_config=uo.experimental.TerminationConfig(
+                termination_watcher_fn=signal.SIGUSR1, exit_fn=lambda: sys.exit(PREEMPTED)
+            ),
+        )
+        num_steps = handler.total_run_calls  # of the newest checkpoint
+        run = functools.partial(handler.run, strategy.run)
 
-    for epoch in range(first_epoch, options.epochs):
+    while num_steps < options.epochs * len(batches):
         for batch in batches:
-            losses = strategy.run(step, args=batch)
-            loss = strategy.reduce("MEAN", losses).item()
-        if strategy.is_chief:  # one worker prints and saves
-            count = strategy.num_replicas_in_sync
-            print(f"epoch {epoch + 1}, {count} replicas: loss {loss:.6f}", flush=True)
-            if options.checkpoint is not None:
-                state = {name: part.state_dict() for name, part in saved.items()}
-                state |= {"random": torch.get_rng_state(), "epoch": epoch + 1}
-                unfinished = options.checkpoint.with_suffix(".new")
-                torch.save(state, unfinished)
-                os.replace(unfinished, options.checkpoint)
+            loss = strategy.reduce("MEAN", run(step, batch)).item()
+            num_steps += 1
+            if num_steps % len(batches) == 0 and strategy.is_chief:  # one worker prints
+                epoch, count = num_steps // len(batches), strategy.num_replicas_in_sync
+                print(f"epoch {epoch}, {count} replicas: loss {loss:.6f}", flush=True)
+        if options.checkpoint is not None:
+            manager.save()  # all workers call it, and one writes
     strategy.close()
     return loss
 

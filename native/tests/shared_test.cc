@@ -22,6 +22,13 @@ using namespace unisono::shared;
 
 namespace {
 
+#if defined(__SANITIZE_THREAD__)
+// ThreadSanitizer sees the threads of one process, and not what other processes write.
+constexpr bool kSeesOneProcess = true;
+#else
+constexpr bool kSeesOneProcess = false;
+#endif
+
 using Body = std::function<void(Group&)>;
 
 struct World {
@@ -173,6 +180,8 @@ void checkThreadsOfOneRank(Group& group) {
     std::this_thread::yield();
   }
   for (std::thread& thread : threads) thread.join();
+  // A rank that leaves earlier would be lost to one that still asks.
+  barrier(group);
   std::vector<std::byte*> all;
   for (const auto& own : places) all.insert(all.end(), own.begin(), own.end());
   std::ranges::sort(all);
@@ -214,7 +223,7 @@ void checkKilledRank() {
         const Failure failure = failureOf([&] { barrier(group); });
         CHECK(failure.kind == FailureKind::lost && failure.ranks == Ranks{2});
         CHECK(contains(failure.text, "has ended"), "%s\n", failure.text.c_str());
-        CHECK(Clock::now() - began < std::chrono::seconds(3));
+        CHECK(Clock::now() - began < std::chrono::seconds(10));
       },
       std::chrono::seconds(30));
   usleep(300'000);
@@ -227,8 +236,10 @@ void checkLateRank() {
       2,
       [](Group& group) {
         if (group.rank() == 1) {
-          usleep(1'500'000);
-          const Failure failure = failureOf([&] { group.checkHealth(); });
+          const auto limit = Clock::now() + std::chrono::seconds(30);
+          const Failure failure = failureOf([&] {
+            for (; Clock::now() < limit; usleep(10'000)) group.checkHealth();
+          });
           CHECK(failure.kind == FailureKind::timeout);
           return;
         }
@@ -243,8 +254,9 @@ void checkLateRank() {
 }  // namespace
 
 int main() {
-  for (std::size_t size : {1, 2, 3, 5}) runRanks(size, checkCollectives);
   runRanks(2, checkThreadsOfOneRank);
+  if (kSeesOneProcess) return 0;
+  for (std::size_t size : {1, 2, 3, 5}) runRanks(size, checkCollectives);
   runRanks(2, checkDifferentCalls);
   runRanks(3, checkDifferentCalls);
   checkKilledRank();

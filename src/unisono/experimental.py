@@ -5,6 +5,12 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING
 
+from unisono.checkpoints import (
+    Checkpoint,
+    CheckpointManager,
+    PreemptionCheckpointHandler,
+    TerminationConfig,
+)
 from unisono.input import ValueContext
 from unisono.options import CommunicationImplementation, CommunicationOptions
 from unisono.strategies import MultiWorkerMirroredStrategy as _Today
@@ -13,11 +19,15 @@ if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointManager",
     "CollectiveCommunication",
     "CollectiveHints",
     "CommunicationImplementation",
     "CommunicationOptions",
     "MultiWorkerMirroredStrategy",
+    "PreemptionCheckpointHandler",
+    "TerminationConfig",
     "ValueContext",
 ]
 

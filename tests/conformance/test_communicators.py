@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
@@ -9,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-import trustme
 from conformance.communicator_cases import failed_cases
+from processes.certificates import CAN_MAKE, keys, new_authority
 from processes.harness import run_ranks
 from processes.pretended import Make, hierarchical
+from thread_ranks import make_threads
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
@@ -21,26 +23,24 @@ from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.communicators.staging import StagedCommunicator
-from unisono.communicators.threads import make_threads
 from unisono.costs import USUAL_LINK, Link
 from unisono.kernels import native_core
 
 SECONDS = 60.0
-TLS = "GLOO_DEVICE_TRANSPORT"
-FILES = ("PKEY", "CERT", "CA_FILE")
 SIZES = (2, 3, 4, 5, 6, 8)
 # Each further byte costs more than a step: every tensor goes in parts.
 IN_PARTS = Link(1e-9, 1.0)
 # On few cores a collective takes long, so each kind runs a part of the cases, another one each.
 PART = {2: 3, 3: 3, 4: 4, 5: 5, 6: 6, 8: 8}
+HAVE_NATIVE = native_core().kernel is not None
 
 
 class Kind(NamedTuple):
-    """How a communicator is made, at which sizes, and whether it needs the native core."""
+    """How a communicator is made, at which sizes, and whether what it needs is there."""
 
     make: Make
     sizes: tuple[int, ...]
-    is_native: bool = False
+    is_there: bool = True
 
 
 def over(backend: str, packed_bytes: int | None = None, constants: Link = USUAL_LINK) -> Make:
@@ -61,15 +61,9 @@ def over(backend: str, packed_bytes: int | None = None, constants: Link = USUAL_
 def encrypted(store: Store, rank: int, size: int) -> Communicator:
     """TCP connections with certificates that rank 0 makes for all."""
     if rank == 0:
-        folder = Path(tempfile.mkdtemp())
-        authority = trustme.CA()
-        one = authority.issue_cert("host.test")
-        one.private_key_pem.write_to_path(folder / "PKEY")
-        one.cert_chain_pems[0].write_to_path(folder / "CERT")
-        authority.cert_pem.write_to_path(folder / "CA_FILE")
-        store.set("folder", str(folder))
-    folder = Path(store.get("folder").decode())
-    settings = {f"{TLS}_TCP_TLS_{which}": str(folder / which) for which in FILES} | {TLS: "TCP_TLS"}
+        made = keys(Path(tempfile.mkdtemp()), new_authority(), "host.test")
+        store.set("settings", json.dumps(made))
+    settings = json.loads(store.get("settings"))
     os.environ.update(settings)
     try:
         return over("tcp")(store, rank, size)
@@ -88,29 +82,24 @@ KINDS = {
     "TCP, nothing with the header": Kind(over("tcp", 0), (2, 5)),
     "TCP, staged": Kind(lambda *rank: StagedCommunicator(over("tcp")(*rank)), (2,)),
     "TCP, in parts": Kind(over("tcp", constants=IN_PARTS), (3, 4)),
-    "TCP, encrypted": Kind(encrypted, (2, 3)),
+    "TCP, encrypted": Kind(encrypted, (2, 3), CAN_MAKE),
     "TCP inside two hosts": Kind(hierarchical(over("tcp"), 2, "tcp", seconds=SECONDS), (4, 6)),
     "gloo": Kind(over("gloo"), (2, 3, 5)),
     "gloo, nothing with the header": Kind(over("gloo", 0), (2, 3)),
     "gloo, in parts": Kind(over("gloo", constants=IN_PARTS), (3,)),
-    "shared memory": Kind(shared_memory, SIZES, is_native=True),
+    "shared memory": Kind(shared_memory, SIZES, is_there=HAVE_NATIVE),
     "shared memory inside two hosts": Kind(
-        hierarchical(shared_memory, 2, "gloo", seconds=SECONDS), (4, 6, 8), is_native=True
+        hierarchical(shared_memory, 2, "gloo", seconds=SECONDS), (4, 6, 8), is_there=HAVE_NATIVE
     ),
     "shared memory inside three hosts": Kind(
-        hierarchical(shared_memory, 3, "gloo", seconds=SECONDS), (6,), is_native=True
+        hierarchical(shared_memory, 3, "gloo", seconds=SECONDS), (6,), is_there=HAVE_NATIVE
     ),
     "what connect chooses": Kind(connect, (2, 3)),
 }
 
 
 def kinds_of(size: int) -> dict[str, Kind]:
-    have_native = native_core().kernel is not None
-    return {
-        name: kind
-        for name, kind in KINDS.items()
-        if size in kind.sizes and (have_native or not kind.is_native)
-    }
+    return {name: kind for name, kind in KINDS.items() if size in kind.sizes and kind.is_there}
 
 
 def failures_by_kind(store: Store, rank: int, size: int) -> dict[str, list[str]]:

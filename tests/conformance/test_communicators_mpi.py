@@ -21,7 +21,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from unisono.communicators import connect
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
-from unisono.testing.mpi import is_open_mpi, mpirun_between
+from unisono_tools.namespaces import is_open_mpi, mpirun_between
 
 TESTS = Path(__file__).parents[1]
 PROGRAM = TESTS / "conformance" / "mpi_program.py"

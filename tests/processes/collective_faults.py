@@ -8,11 +8,9 @@ import random
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import trustme
 from torch._C._distributed_c10d import PrefixStore
 
 from processes.crew import Desk
@@ -24,7 +22,6 @@ from unisono.options import CommunicationImplementation, ReduceOp
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
 _ROOTED = ("broadcast", "gather")
 _KINDS = (*_REDUCTIONS, *_ROOTED, "all_gather", "barrier")
-_TLS, _FILES = "GLOO_DEVICE_TRANSPORT", ("PKEY", "CERT", "CA_FILE")
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 
 
@@ -80,17 +77,6 @@ class Engine(NamedTuple):
 
     implementation: CommunicationImplementation
     environ: tuple[tuple[str, str], ...] = ()
-
-
-def encrypted(folder: Path) -> tuple[tuple[str, str], ...]:
-    """Makes keys, and returns the environment of processes that encrypt what they send."""
-    authority = trustme.CA()
-    one = authority.issue_cert("host.test")
-    one.private_key_pem.write_to_path(folder / "PKEY")
-    one.cert_chain_pems[0].write_to_path(folder / "CERT")
-    authority.cert_pem.write_to_path(folder / "CA_FILE")
-    files = {f"{_TLS}_TCP_TLS_{which}": str(folder / which) for which in _FILES}
-    return ((_TLS, "TCP_TLS"), *files.items())
 
 
 def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Report | None:

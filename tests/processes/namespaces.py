@@ -8,8 +8,8 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from unisono.errors import UnsupportedError
-from unisono.testing import namespaces
-from unisono.testing.namespaces import Hosts, enter
+from unisono_tools import namespaces
+from unisono_tools.namespaces import Hosts, enter
 
 __all__ = ["Hosts", "enter", "make_hosts"]
 

@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import pytest
 import torch
+from keyboard import ctrl_c
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -22,9 +23,9 @@ from unisono.communicators.network import NetworkCommunicator
 from unisono.options import ReduceOp
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
-TIMEOUT = 30.0
+TIMEOUT = 150.0
 # What a busy machine may take where nobody has to wait for the end of a timeout.
-SECONDS_TO_NOTICE = 10.0
+SECONDS_TO_NOTICE = 50.0
 
 
 @pytest.fixture(params=["tcp", "gloo"])
@@ -64,7 +65,7 @@ def summed(communicator: Communicator) -> float:
 
 def left_behind(before: tuple[int, int]) -> str | None:
     """In words, what is here that was not before, after a moment."""
-    deadline = time.monotonic() + 3
+    deadline = time.monotonic() + 60
     while (now := descriptors_and_threads()) > before and time.monotonic() < deadline:
         time.sleep(0.02)
     return None if now <= before else f"{before} became {now} (descriptors, threads)"
@@ -175,9 +176,9 @@ def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(
 ) -> None:
     timeout = TIMEOUT if sign is signal.SIGKILL else 5.0
     with Ranks(3, survive, timeout, backend) as ranks:
-        ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=30))
+        ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=60))
         os.kill(ranks.processes[1].pid or 0, sign)
-        results = ranks.results(40, of=(0, 2))
+        results = ranks.results(of=(0, 2))
 
     for (kind, message, at_fault, seconds), total in results.values():
         # A process that is stopped is alive, and only late.
@@ -244,7 +245,7 @@ def lose_rank_0(store: Store, rank: int, size: int, backend: str) -> Outcome:
 
 def test_a_dead_rank_0_is_named(backend: str) -> None:
     with Ranks(3, lose_rank_0, backend) as ranks:
-        results = ranks.results(40, of=(1, 2))
+        results = ranks.results(of=(1, 2))
 
     for kind, message, at_fault, seconds in results.values():
         assert (kind, at_fault) == ("WorkerLostError", (0,))
@@ -255,8 +256,9 @@ def test_a_dead_rank_0_is_named(backend: str) -> None:
 
 def wait_in_vain(store: Store, rank: int, size: int) -> list[Outcome]:
     """Rank 1 never makes the second call, though it lives."""
-    with make(store, rank, size, "first", 2.0) as communicator:
+    with make(store, rank, size, "first") as communicator:
         summed(communicator)
+        communicator.set_timeout(3.0)
         if rank == 1:
             store.wait(["0 has failed", "2 has failed"], timedelta(seconds=60))
         raised = outcome(lambda: summed(communicator))
@@ -268,13 +270,13 @@ def test_a_worker_that_does_not_call_is_named_with_what_each_was_doing() -> None
     for ((kind, message, ranks, seconds),) in run_ranks(3, wait_in_vain):
         assert kind == "WorkerTimeoutError"
         assert ranks == (1,)
-        assert "waited 2 s in all_reduce number 2: sum of 1 float32 tensor" in message
+        assert "waited 3 s in all_reduce number 2: sum of 1 float32 tensor" in message
         assert "rank 1: between collectives, after number 1" in message
-        assert seconds < 2 + SECONDS_TO_NOTICE
+        assert seconds < 3 + SECONDS_TO_NOTICE
 
 
 def never_come(store: Store, rank: int, size: int) -> Outcome:
-    return outcome(lambda: make(store, rank, size, "first", joining=2.0))
+    return outcome(lambda: make(store, rank, size, "first", joining=3.0))
 
 
 def test_a_worker_that_never_came_is_named() -> None:
@@ -284,7 +286,7 @@ def test_a_worker_that_never_came_is_named() -> None:
     for kind, message, at_fault, seconds in results.values():
         assert (kind, at_fault) == ("WorkerTimeoutError", (1,))
         assert "for rank 1 of 3 to start" in message
-        assert seconds < 2 + SECONDS_TO_NOTICE
+        assert seconds < 3 + SECONDS_TO_NOTICE
 
 
 def leave_early(store: Store, rank: int, size: int) -> Outcome | None:
@@ -304,19 +306,16 @@ def test_a_worker_that_closed_is_named() -> None:
 
 
 def interrupt(store: Store, rank: int, size: int, backend: str) -> Outcome | str:
-    with make(store, rank, size, "first", 30.0, backend) as communicator:
+    with make(store, rank, size, "first", TIMEOUT, backend) as communicator:
         summed(communicator)
         if rank == 1:
-            time.sleep(3)
+            store.wait(["interrupted"], timedelta(seconds=60))
+        if rank > 0:
             return outcome(communicator.barrier)
-        if rank == 2:
-            return outcome(communicator.barrier)
-        threading.Timer(1.0, signal.raise_signal, [signal.SIGINT]).start()
-        try:
+        with ctrl_c(after=1.0):
             communicator.barrier()
-        except KeyboardInterrupt:
-            return "interrupted"
-    return "not interrupted"
+        store.set("interrupted", "")
+        return "interrupted"
 
 
 def test_ctrl_c_ends_a_wait_and_the_others_are_told(backend: str) -> None:
@@ -326,7 +325,15 @@ def test_ctrl_c_ends_a_wait_and_the_others_are_told(backend: str) -> None:
     for kind, message, ranks, seconds in others:
         assert (kind, ranks) == ("WorkerLostError", (0,))
         assert "Rank 0 left barrier number 2 with KeyboardInterrupt" in message
-        assert seconds < 3 + SECONDS_TO_NOTICE
+        assert seconds < 1 + SECONDS_TO_NOTICE
+
+
+def ask_until_it_fails(communicator: Communicator) -> None:
+    """The end of a rank is known a moment later, on a busy machine a long one."""
+    deadline = time.monotonic() + SECONDS_TO_NOTICE
+    while time.monotonic() < deadline:
+        communicator.check_health()
+        time.sleep(0.05)
 
 
 def ask_for_health(store: Store, rank: int, size: int) -> Outcome | None:
@@ -335,8 +342,7 @@ def ask_for_health(store: Store, rank: int, size: int) -> Outcome | None:
         summed(communicator)
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(0.5)
-        return outcome(communicator.check_health)
+        return outcome(functools.partial(ask_until_it_fails, communicator))
 
 
 def test_health_is_answered_without_a_collective() -> None:

@@ -26,28 +26,68 @@ def test_the_first_lines_say_how_to_run_it(name: str) -> None:
     assert f" examples/jobs/{name}" in docstring
 
 
-def test_slurm(tmp_path: Path) -> None:
+# Ends with the greatest status of its tasks, as the real one does.
+SRUN_WITH_STATUS = (
+    SRUN.replace("wait\n", "")
+    + """
+status=0
+for task in $(jobs -p); do wait $task || status=$?; done
+exit $status
+"""
+)
+SCONTROL = """#!/bin/bash
+echo "$@" >> scontrol.log
+"""
+# Sends the signal of --signal once, as soon as a task listens.
+SITE = """
+import os, signal
+
+set_handler = signal.signal
+
+def told(number, handler):
+    before = set_handler(number, handler)
+    if number == signal.SIGUSR1 and not os.path.exists("told"):
+        open("told", "w").close()
+        os.kill(os.getpid(), number)
+    return before
+
+signal.signal = told
+"""
+
+
+def test_slurm_and_its_queue(tmp_path: Path) -> None:
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl")
     for name in ("slurm.sh", "train.py"):
         shutil.copy(JOBS / name, tmp_path)
-    (tmp_path / "srun").write_text(SRUN)
-    (tmp_path / "srun").chmod(0o700)
-    folders = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-    (port,) = free_ports(1)
+    for name, text in {"srun": SRUN_WITH_STATUS, "scontrol": SCONTROL}.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o700)
+    (tmp_path / "sitecustomize.py").write_text(SITE)
     environ = clean_environment(
-        PATH=folders, MASTER_PORT=str(port), OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""
+        PATH=f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}",
+        OMP_NUM_THREADS="1",
+        CUDA_VISIBLE_DEVICES="",
+        SLURM_JOB_ID="7",
     )
 
-    status, output, errors = run(["bash", "-c", f"cd {tmp_path} && ./slurm.sh"], environ)
+    results = []
+    for _ in range(2):
+        (port,) = free_ports(1)
+        environ["MASTER_PORT"] = str(port)
+        results.append(run(["bash", "-c", f"cd {tmp_path} && ./slurm.sh"], environ))
 
-    assert status == 0, errors
+    (first, before, _), (second, output, errors) = results
+    assert first == 42, results
+    assert (tmp_path / "scontrol.log").read_text() == "requeue 7\n"
+    assert second == 0, errors
     assert "has no UNISONO_JOB_TOKEN" not in errors
+    # One of the two workers prints. The job was stopped within its first epoch.
     losses = re.findall(r"^epoch \d, 2 replicas: loss (\S+)$", output, re.MULTILINE)
-    # One of the two workers prints and saves.
-    assert len(losses) == 5, output + errors
+    assert (before, len(losses)) == ("", 5), results
     assert float(losses[-1]) < 1e-3
-    assert (tmp_path / "checkpoint.pt").exists()
+    assert len(list((tmp_path / "checkpoints").iterdir())) == 2
 
 
 @needs("ray", "pandas", "pyarrow")

@@ -48,6 +48,31 @@ if "stubborn" in sys.argv:
 pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
 time.sleep(600)
 """
+# Leaves in its own time and way when asked to.
+LEAVES = """
+import os, pathlib, signal, sys, time
+
+def leave(number, frame):
+    time.sleep(0.5)
+    sys.exit(42)
+
+signal.signal(signal.SIGTERM, leave)
+pathlib.Path(sys.argv[1], os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
+"""
+# A job that starts with one host waits until another one comes.
+GROWS = """
+import os, pathlib, sys, time
+
+print("worker", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+if os.environ["WORLD_SIZE"] == "1":
+    pathlib.Path(sys.argv[1]).touch()
+    time.sleep(600)
+from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
+
+membership = Membership.of(detect())
+meet(open_store(membership, 100), WorkerCard.of(membership, num_replicas=1), 100)
+"""
 # Worker 1 ends as its arguments say, after a line without an end; the others would go on.
 FAILS = """
 import os, signal, sys, time
@@ -154,7 +179,7 @@ def test_the_first_failure_ends_all_and_is_told(
     assert "worker 1 (process" in errors
     assert "[worker 1] reason: bad luck\n" in errors
     assert errors.rstrip().endswith("\n  reason: bad luck")
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < 100
 
 
 def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
@@ -171,7 +196,7 @@ def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
 
 def workers_of(process: subprocess.Popen[str], folder: Path, count: int) -> list[int]:
     """The process ids that the workers have written down."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline and process.poll() is None:
         texts = [path.read_text() for path in folder.iterdir()]
         if len(texts) == count and all(texts):
@@ -188,10 +213,46 @@ def test_no_worker_outlives_its_launcher(tmp_path: Path, how: signal.Signals) ->
     with program(launcher("-n", "3", script(tmp_path, SLEEPS), folder)) as process:
         workers = workers_of(process, folder, 3)
         process.send_signal(how)
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
     assert wait_until_gone(workers) == []
     assert process.returncode == (-how if how is signal.SIGKILL else 128 + how)
+
+
+def test_sigterm_is_passed_on_and_the_status_of_the_workers_is_returned(tmp_path: Path) -> None:
+    folder = tmp_path / "ids"
+    folder.mkdir()
+
+    with program(launcher("-n", "2", script(tmp_path, LEAVES), folder)) as process:
+        workers_of(process, folder, 2)
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+        # A platform may insist.
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+
+    assert process.returncode == 42
+
+
+def test_all_workers_start_again_when_another_host_comes(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    is_alone = tmp_path / "alone"
+    hosts = ["--nnodes", "1:2", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+    wait = ["--rdzv-conf", "last_call_timeout=1"]
+    command = launcher("-n", "1", *hosts, *wait, script(tmp_path, GROWS), is_alone)
+
+    with program(command) as first:
+        deadline = time.monotonic() + 120
+        while not is_alone.exists():
+            assert time.monotonic() < deadline
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.05)
+        with program(command) as second:
+            outputs = [process.communicate(timeout=150) for process in (first, second)]
+
+    assert (first.returncode, second.returncode) == (0, 0), outputs
+    lines = [line.split("] ")[1] for output, _ in outputs for line in output.splitlines()]
+    assert sorted(lines) == ["worker 0 of 1", "worker 0 of 2", "worker 1 of 2"]
 
 
 @pytest.mark.parametrize("host", [[], ["--node-rank", "1"]])
@@ -203,7 +264,7 @@ def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: l
         with pytest.raises(subprocess.TimeoutExpired):
             process.communicate(timeout=5)
         process.send_signal(signal.SIGINT)
-        process.communicate(timeout=10)
+        process.communicate(timeout=60)
 
     assert process.returncode != 0
 
@@ -211,11 +272,9 @@ def test_ctrl_c_is_heard_while_other_hosts_have_not_come(tmp_path: Path, host: l
 def test_workers_that_do_not_listen_are_killed(tmp_path: Path) -> None:
     folder = tmp_path / "ids"
     folder.mkdir()
-    command = launcher("-n", "2", script(tmp_path, SLEEPS), folder, "stubborn")
-    # Older agents do not know the variable, and wait 30 seconds.
-    environ = clean_environment(TORCH_ELASTIC_SHUTDOWN_TIMEOUT="1")
+    command = launcher("-n", "2", "--grace-period", "1", script(tmp_path, SLEEPS), folder)
 
-    with program(command, environ) as process:
+    with program([*command, "stubborn"]) as process:
         workers = workers_of(process, folder, 2)
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=45)

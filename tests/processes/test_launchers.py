@@ -13,7 +13,7 @@ import pytest
 
 from processes.ports import free_port
 from processes.programs import clean_environment, run, run_together
-from unisono.testing.mpi import is_open_mpi
+from unisono_tools.namespaces import is_open_mpi
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
 FOLDERS = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"

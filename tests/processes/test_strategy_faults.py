@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import threading
@@ -22,9 +23,9 @@ from unisono.cluster_resolver import ClusterSpec, SimpleClusterResolver
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
-SECONDS = 30.0
+SECONDS = 120.0
 # The watch sees a dead process within two seconds. The rest is for a busy machine.
-SLACK = 10.0
+SLACK = 50.0
 
 
 def train_for_ever(training: Training) -> None:
@@ -57,7 +58,7 @@ def test_survivors_train_on_in_a_smaller_cluster(
 ) -> None:
     jobs = [Job(free_port(), 1, implementation) for _ in range(2)]
     with Ranks(3, lose_one, jobs, lost) as ranks:
-        results = ranks.results(60)
+        results = ranks.results()
 
     assert sorted(results) == [rank for rank in range(3) if rank != lost]
     for (kind, message, at_fault, seconds), _ in results.values():
@@ -94,8 +95,8 @@ def test_a_coordinator_that_is_started_again_finds_the_survivors() -> None:
         ranks.processes[0].join()
         ranks.store.set("ended", "")
         with Ranks(2, come_again, job, skip=(1,)) as others:
-            first = others.results(60)
-            second = ranks.results(60, of=(1,))
+            first = others.results()
+            second = ranks.results(of=(1,))
 
     assert first[0] == second[1]
 
@@ -136,14 +137,21 @@ def test_a_worker_of_another_job_takes_nobodys_place() -> None:
     assert first == second
 
 
+def ask_until_it_fails(strategy: uo.Strategy) -> None:
+    """The end of a worker is known a moment later, on a busy machine a long one."""
+    deadline = time.monotonic() + SECONDS
+    while time.monotonic() < deadline:
+        strategy.check_health()
+        time.sleep(0.05)
+
+
 def ask_for_health(_: Store, rank: int, size: int, job: Job) -> Outcome:
     strategy = job.join(rank, size, SECONDS)
     strategy.check_health()
     Training(strategy).step()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(0.5)
-    raised = outcome(strategy.check_health)
+    raised = outcome(functools.partial(ask_until_it_fails, strategy))
     strategy.close()
     return raised
 
@@ -153,7 +161,7 @@ def test_health_is_answered_before_any_collective(
     implementation: CommunicationImplementation,
 ) -> None:
     with Ranks(3, ask_for_health, Job(free_port(), 1, implementation)) as ranks:
-        results = ranks.results(60)
+        results = ranks.results()
 
     assert sorted(results) == [0, 2]
     for kind, message, at_fault, seconds in results.values():
@@ -162,7 +170,7 @@ def test_health_is_answered_before_any_collective(
 
 
 def interrupt(store: Store, rank: int, size: int, job: Job) -> float:
-    strategy = job.join(rank, size, 60)
+    strategy = job.join(rank, size, 2 * SECONDS)
     training = Training(strategy)
     training.step()
     if rank == 1:
@@ -180,7 +188,7 @@ def test_ctrl_c_ends_a_wait_for_a_stopped_worker(
     implementation: CommunicationImplementation, num_replicas: int
 ) -> None:
     with Ranks(2, interrupt, Job(free_port(), num_replicas, implementation)) as ranks:
-        results = ranks.results(60, of=(0,))
+        results = ranks.results(of=(0,))
 
     assert results[0] < 1 + 3 + SLACK
 
@@ -193,7 +201,7 @@ def start_wrongly(_: Store, rank: int, size: int, port: int, folder: str, what: 
     sys.argv = [str(script)]
     os.environ["UNISONO_JOB_TOKEN"] = str(rank) if what == "token" else ""
     own_size = size + (what == "size" and rank == 1)
-    return outcome(lambda: Job(port, 1, AUTO).join(rank, own_size, 4.0))
+    return outcome(lambda: Job(port, 1, AUTO).join(rank, own_size, 6.0))
 
 
 def test_another_script_is_told_to_every_worker(tmp_path: Path) -> None:
@@ -204,7 +212,7 @@ def test_another_script_is_told_to_every_worker(tmp_path: Path) -> None:
         assert "rank 0" in message
         assert "rank 1" in message
         assert at_fault == (1,)
-        assert seconds < 4 + SLACK
+        assert seconds < 6 + SLACK
 
 
 # A cluster of another size is the cluster of another job.
@@ -215,7 +223,7 @@ def test_another_token_or_cluster_is_refused_and_named(what: str, tmp_path: Path
     assert (first[0], first[2]) == ("WorkerTimeoutError", (1,))
     assert "was refused" in first[1]
     assert (second[0], second[2]) == ("JobMismatchError", (1,))
-    assert first[3] < 4 + SLACK
+    assert first[3] < 6 + SLACK
 
 
 def lose_the_network(
@@ -250,7 +258,7 @@ def test_a_cut_cable_ends_the_training_on_both_sides() -> None:
         ranks.store.wait([f"ready/{rank}" for rank in range(4)], timedelta(seconds=60))
         time.sleep(0.3)
         hosts.cut(1)
-        results = ranks.results(60)
+        results = ranks.results()
 
     for rank, ((kind, message, at_fault, _), seconds_to_close, left) in results.items():
         assert kind in ("WorkerLostError", "WorkerTimeoutError")

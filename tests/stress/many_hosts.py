@@ -25,8 +25,8 @@ import unisono as uo
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.stores import tcp_store
 from unisono.options import ReduceOp
-from unisono.testing.namespaces import enter, make_hosts
 from unisono_tools.benchmarks.rows import spell_bytes
+from unisono_tools.namespaces import enter, make_hosts
 
 SIZES = (64, 64 << 10, 4 << 20)
 SECONDS = 300.0

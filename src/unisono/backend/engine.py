@@ -12,8 +12,8 @@ from torch._C._distributed_c10d import Store, Work
 
 from unisono.backend.lane import Lane
 from unisono.backend.recorded import traced
-from unisono.backend.work import CollectiveWork
 from unisono.communicators import Communicator, connect
+from unisono.groups import CollectiveWork
 
 # The `join` of DDP gives the work that counts the ranks to C++, which calls its methods later but
 # does not keep the Python object. The object must outlive the forward pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from queue import SimpleQueue
 
-from unisono.backend.work import CollectiveWork
+from unisono.groups import CollectiveWork
 
 
 class Lane:

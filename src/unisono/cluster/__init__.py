@@ -5,18 +5,14 @@ from unisono.cluster.card import WorkerCard
 from unisono.cluster.detection import detect
 from unisono.cluster.meeting import meet, was_left
 from unisono.cluster.membership import Membership
-from unisono.cluster.resolvers import (
-    ClusterResolver,
-    KubernetesClusterResolver,
-    Launch,
-    MpiClusterResolver,
-    SimpleClusterResolver,
-    SlurmClusterResolver,
-    TFConfig,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-    UnionClusterResolver,
-)
+from unisono.cluster.resolvers.kubernetes import KubernetesClusterResolver
+from unisono.cluster.resolvers.mpi import MpiClusterResolver
+from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.simple import SimpleClusterResolver
+from unisono.cluster.resolvers.slurm import SlurmClusterResolver
+from unisono.cluster.resolvers.tf_config import TFConfig, TFConfigClusterResolver
+from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
+from unisono.cluster.resolvers.union import UnionClusterResolver
 from unisono.cluster.spec import ClusterSpec
 from unisono.cluster.store import open_store
 

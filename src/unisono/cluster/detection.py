@@ -23,16 +23,12 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from unisono.cluster.resolvers import (
-    ClusterResolver,
-    KubernetesClusterResolver,
-    MpiClusterResolver,
-    SlurmClusterResolver,
-    TFConfigClusterResolver,
-    TorchrunClusterResolver,
-)
-from unisono.cluster.resolvers.kubernetes import NUM_WORKERS
-from unisono.cluster.resolvers.tf_config import TF_CONFIG
+from unisono.cluster.resolvers.kubernetes import NUM_WORKERS, KubernetesClusterResolver
+from unisono.cluster.resolvers.mpi import MpiClusterResolver
+from unisono.cluster.resolvers.resolver import ClusterResolver
+from unisono.cluster.resolvers.slurm import SlurmClusterResolver
+from unisono.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
+from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
 
 _logger = logging.getLogger("unisono")
 

@@ -99,7 +99,7 @@ def choose(
         tuning: The constants of the links, the same on all ranks.
     """
     if layout.size == 1:
-        return Choice(Carrier.NOTHING, "one rank has nobody to talk to")
+        return Choice(Carrier.NOTHING, "one rank has nothing to exchange")
     if implementation is CommunicationImplementation.RING:
         return _flat(Engine.GLOO, layout, "asked for", tuning)
     engine = Engine.GLOO

@@ -139,8 +139,8 @@ def _survey(
     wanted = [one["wanted"] for one in said]
     if odd := [other for other in range(size) if wanted[other] != implementation.value]:
         raise JobMismatchError(
-            f"All ranks must ask for one implementation, got {wanted} by rank. Give every "
-            "worker the same `CommunicationOptions`.",
+            f"The ranks ask for different implementations: {wanted} by rank. Give every worker the "
+            "same `CommunicationOptions`.",
             odd,
         )
     return _Survey(
@@ -224,7 +224,7 @@ class _Link:
                 joining_seconds=self._left.seconds(),
             )
             made.callback(watch.close)
-            with _named_globally(peers, "one on each host"):
+            with _named_globally(peers, "one on each host", watch):
                 between = NetworkCommunicator(
                     PrefixStore(f"position {position}", self._store),
                     number,
@@ -245,11 +245,16 @@ class _Link:
 
 
 @contextmanager
-def _named_globally(ranks: Sequence[int], which: str) -> Iterator[None]:
-    """Gives the ranks of an error of a part, which counts its own, the numbers of the whole."""
+def _named_globally(ranks: Sequence[int], which: str, watch: Watch | None = None) -> Iterator[None]:
+    """Gives the ranks of an error of a part, which counts its own, the numbers of the whole.
+
+    The errors of `watch`, which is over the whole, have them already.
+    """
     try:
         yield
     except CommunicationError as error:
+        if watch is not None and error is watch.failure:
+            raise
         raise type(error)(
             f"Among {ranks_in_words(ranks)}, {which} and counted from 0 there: {error}",
             [ranks[rank] for rank in error.ranks],

@@ -12,6 +12,8 @@ import socket
 import ssl
 import struct
 from collections import deque
+from collections.abc import Iterator
+from typing import Any
 
 from torch import Tensor
 
@@ -25,17 +27,11 @@ _TURN_BYTES = 1 << 20
 _WORTH_WAKING_BYTES = 256 << 10
 # Up to here a message and its length are sent as one.
 _SMALL_BYTES = 32 << 10
-# Linger for 0 seconds.
-_RESET = struct.pack("ii", 1, 0)
+_LINGER_FOR_0_SECONDS = struct.pack("ii", 1, 0)
 
 
 class Message:
-    """Bytes on their way, in or out.
-
-    Attributes:
-        data: What is sent, or the room for what is received.
-        is_done: Whether all of it was moved.
-    """
+    """What is sent, or the room for what is received, and whether all of it was moved."""
 
     __slots__ = ("data", "is_done")
 
@@ -50,6 +46,10 @@ class Connection:
     Args:
         connected: A socket, encrypted or not.
         peer: The rank at the other end.
+
+    Attributes:
+        outgoing: What is still to be sent.
+        incoming: What is still to come.
     """
 
     def __init__(self, connected: socket.socket, peer: int) -> None:
@@ -59,84 +59,58 @@ class Connection:
         self._is_encrypted = isinstance(connected, ssl.SSLSocket)
         self._awaited = 1
         self._peer = peer
-        self._outgoing: deque[tuple[memoryview, Message]] = deque()
-        self._incoming: deque[Message] = deque()
-        self._length = bytearray(_LENGTH.size)
-        # Where the next bytes go: into the length of a message, or into the message.
-        self._target = memoryview(self._length)
-        self._is_length = True
-        self._broken: BrokenConnectionError | None = None
+        self.outgoing: deque[tuple[memoryview, Message]] = deque()
+        self.incoming: deque[Message] = deque()
+        self._targets = self._follow_messages()
+        self._target = next(self._targets)
 
     def send(self, tensor: Tensor) -> Message:
         """Begins to send bytes."""
         message = Message(tensor)
-        length = _LENGTH.pack(len(message.data))
-        if len(message.data) <= _SMALL_BYTES:
-            self._outgoing.append((memoryview(length + message.data), message))
-        else:
-            self._outgoing.append((memoryview(length), message))
-            self._outgoing.append((message.data, message))
+        data, length = message.data, _LENGTH.pack(len(message.data))
+        views: list[Any] = [length + data] if len(data) <= _SMALL_BYTES else [length, data]
+        self.outgoing.extend([(memoryview(view), message) for view in views])
         return message
 
     def receive(self, room: Tensor) -> Message:
         """Begins to receive a message, which is at most as long as `room`."""
         message = Message(room)
-        self._incoming.append(message)
+        self.incoming.append(message)
         return message
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether anything is under way."""
-        return bool(self._outgoing or self._incoming)
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether something is still to come."""
-        return bool(self._incoming)
 
     def watch_with(self, poll: select.poll) -> None:
         """Lets `poll` notice when something can be moved."""
-        if self._incoming:
-            self._await_much()
-        wanted = (select.POLLIN if self._incoming else 0) | (
-            select.POLLOUT if self._outgoing else 0
-        )
+        wanted = select.POLLOUT if self.outgoing else 0
+        if self.incoming:
+            wanted |= select.POLLIN
+            # This rank need not wake up for every packet of a long message.
+            awaited = 1 if self._is_encrypted else min(len(self._target), _WORTH_WAKING_BYTES)
+            if awaited != self._awaited:
+                self._awaited = awaited
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, awaited)
         # A descriptor is no longer valid when another thread has closed it.
         with contextlib.suppress(ValueError):
             poll.register(self._socket, wanted)
 
-    def _await_much(self) -> None:
-        """Sees to it that this rank does not wake up for every packet of a long message."""
-        wanted = 1 if self._is_encrypted else min(len(self._target), _WORTH_WAKING_BYTES)
-        if wanted != self._awaited:
-            self._awaited = wanted
-            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, wanted)
-
     def move(self) -> bool:
         """Moves some bytes out and some in, if that is possible now; returns whether it was."""
-        if self._broken is not None:
-            raise self._broken
         try:
-            is_sent = bool(self._outgoing) and self._send_some()
-            return (bool(self._incoming) and self._receive_some()) or is_sent
+            is_sent = bool(self.outgoing) and self._send_some()
+            return (bool(self.incoming) and self._receive_some()) or is_sent
         except OSError as error:
-            raise self._break(str(error)) from error
-
-    def _break(self, why: str) -> BrokenConnectionError:
-        self._broken = BrokenConnectionError(why, self._peer)
-        return self._broken
+            raise BrokenConnectionError(str(error), self._peer) from error
 
     def _send_some(self) -> bool:
-        view, message = self._outgoing[0]
+        view, message = self.outgoing[0]
         try:
             count = self._socket.send(view[:_TURN_BYTES])
         except NOT_NOW:
             return False
         if count < len(view):
-            self._outgoing[0] = view[count:], message
+            self.outgoing[0] = view[count:], message
             return True
-        self._outgoing.popleft()
-        message.is_done = not (self._outgoing and self._outgoing[0][1] is message)
+        self.outgoing.popleft()
+        message.is_done = not (self.outgoing and self.outgoing[0][1] is message)
         return True
 
     def _receive_some(self) -> bool:
@@ -145,35 +119,32 @@ class Connection:
         except NOT_NOW:
             return False
         if count == 0:
-            raise self._break("it has closed the connection")
-        self._target = self._target[count:]
-        if not self._target:
-            self._go_on()
+            raise OSError("it has closed the connection")
+        self._target = self._target[count:] or next(self._targets)
         return True
 
-    def _go_on(self) -> None:
-        """Turns from a length that is complete to its message, or from a message to a length."""
-        message = self._incoming[0]
-        if self._is_length:
-            (length,) = _LENGTH.unpack(self._length)
-            if length > len(message.data):
+    def _follow_messages(self) -> Iterator[memoryview]:
+        """Yields where the next bytes go: into the length of a message, then into the message."""
+        length = bytearray(_LENGTH.size)
+        while True:
+            yield memoryview(length)
+            (count,) = _LENGTH.unpack(length)
+            message = self.incoming[0]
+            if count > len(message.data):
                 room = len(message.data)
-                raise self._break(f"it sent {length} bytes where {room} were expected")
-            self._target = message.data[:length]
-        else:
-            self._incoming.popleft()
+                raise OSError(f"it sent {count} bytes where {room} were expected")
+            yield message.data[:count]
+            self.incoming.popleft()
             message.is_done = True
-            self._target = memoryview(self._length)
-        self._is_length = not self._is_length
 
     def close(self, *, has_failed: bool = False) -> None:
         """Ends it, and what is under way. After a failure the peer can send no more, either."""
-        self._outgoing.clear()
-        self._incoming.clear()
+        self.outgoing.clear()
+        self.incoming.clear()
         with contextlib.suppress(OSError):
             if has_failed:
-                # To be closed at once, with a reset.
-                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+                # Closes it with a reset.
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _LINGER_FOR_0_SECONDS)
             # Also where a process that was forked from this one has it still open.
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

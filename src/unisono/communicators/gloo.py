@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import logging
+import math
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -15,16 +18,20 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.addresses import own_address
-from unisono.communicators.stores import Countdown, connected
+from unisono.communicators.stores import Countdown, connected, have_come
 from unisono.errors import UnsupportedError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
 GRACE_SECONDS = 2.0
-# How many times its timeout Gloo takes to give up a rank that has answered and then fallen silent.
+# Gloo waits for a connection this many times as long as its timeout.
 _GLOO_PATIENCE = 5
+# How long the first attempt to connect waits for each rank, and how long to wait between attempts.
+_FIRST_SECONDS = 5.0
+_PAUSE_SECONDS = 0.3
 # A tag that no other message has.
 _UNUSED_TAG = 0x7FFFFFFF
 
+_log = logging.getLogger(__name__)
 _devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
 # Keeps the device of each group that is in use.
 _device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
@@ -39,37 +46,95 @@ def make_gloo_group(
     timeout_seconds: float,
     joining_seconds: float | None = None,
     num_threads: int = 4,
+    check_health: Callable[[float], None] = lambda _: None,
 ) -> Any:
     """Returns a new group, apart from torch's default one.
 
     The network is that of `own_address`. `GLOO_DEVICE_TRANSPORT=TCP_TLS`, with
     `GLOO_DEVICE_TRANSPORT_TCP_TLS_PKEY`, `..._CERT` and `..._CA_FILE`, encrypts what is sent, where
     torch was built with it.
+
+    Args:
+        store: Where the ranks meet. One store, or one prefix of it, serves one call.
+        rank: Which rank this is.
+        size: How many there are.
+        host: The address that other ranks reach this one by; found out if not given.
+        timeout_seconds: How long a collective may wait for others.
+        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
+        num_threads: How many collectives may run at the same time.
+        check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
     left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
     own = own_address(store, rank, size, host=host, timeout_seconds=left.seconds())
-    group: Any = distributed.ProcessGroupGloo
-    options = group._Options()
-    options._timeout = timedelta(seconds=left.seconds() / _GLOO_PATIENCE)
-    device = _device(own)
-    options._devices = [device]
-    # One thread for each collective that may run at the same time.
-    options._threads = num_threads
-    patient = _PatientStore(PrefixStore("gloo", store), left)
-    make = functools.partial(group, patient, rank, size, options)
-    made = connected(PrefixStore("ends", store), rank, size, "Gloo", make, left.seconds())
-    _device_of[made] = device
+    attempts = _Attempts(store, rank, size, own, left, num_threads)
+    ends = PrefixStore("ends", store)
+    made = connected(ends, rank, size, "Gloo", attempts.make, left.seconds(), check_health)
     made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
     return made
+
+
+class _Attempts(NamedTuple):
+    """Connects the ranks, again and again as long as there is time.
+
+    Gloo gives up at the first error of the network, such as a route that is missing for a moment.
+    An attempt succeeds on all ranks or on none of them.
+    """
+
+    store: Store
+    rank: int
+    size: int
+    address: str
+    left: Countdown
+    num_threads: int
+
+    def make(self, is_over: threading.Event) -> Any:
+        """Returns a group that connects all ranks."""
+        began, number = time.monotonic(), 0
+        while True:
+            passed = time.monotonic() - began
+            # Grows, so that a network on which connections take long has the time it needs.
+            patience = min(max(_FIRST_SECONDS, passed), self.left.seconds())
+            try:
+                return self._attempt(PrefixStore(f"gloo {number}", self.store), patience, is_over)
+            except RuntimeError as error:
+                if is_over.is_set():
+                    raise
+                why = str(error).splitlines()[0]
+            if number == 0:
+                _log.warning("Gloo could not connect all ranks and tries again: %s", why)
+            number += 1
+            is_over.wait(max(_PAUSE_SECONDS, passed / 10))
+
+    def _attempt(self, store: Store, seconds: float, is_over: threading.Event) -> Any:
+        group: Any = distributed.ProcessGroupGloo
+        options = group._Options()
+        options._timeout = timedelta(seconds=seconds / _GLOO_PATIENCE)
+        device = _device(self.address)
+        options._devices = [device]
+        options._threads = self.num_threads
+        try:
+            made = group(_PatientStore(store, is_over.is_set), self.rank, self.size, options)
+        except RuntimeError:
+            store.set("failed", "")
+            # It may still hold callbacks of connections that have failed.
+            _devices.pop(_key(self.address), None)
+            raise
+        _device_of[made] = device
+        if store.add("connected", 1) == self.size:
+            store.set("all", "")
+        left = self.left.seconds()
+        if not have_come(store, ["all"], left, lambda: is_over.is_set() or store.check(["failed"])):
+            raise RuntimeError("another rank could not connect")
+        return made
 
 
 class _PatientStore(Store):
     """Waits for the addresses of all ranks as long as there is time, whatever Gloo's timeout is."""
 
-    def __init__(self, store: Store, left: Countdown) -> None:
+    def __init__(self, store: Store, is_over: Callable[[], bool]) -> None:
         super().__init__()
         self._store = store
-        self._left = left
+        self._is_over = is_over
 
     def set(self, key: str, value: str | bytes) -> None:
         """Writes a value."""
@@ -82,7 +147,8 @@ class _PatientStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits for all keys."""
-        self._store.wait(list(keys), timedelta(seconds=self._left.seconds()))
+        if not have_come(self._store, list(keys), math.inf, self._is_over):
+            raise RuntimeError("not all ranks have said where they listen")
 
 
 def _device(address: str) -> Any:
@@ -91,10 +157,14 @@ def _device(address: str) -> Any:
     The groups of a process share it, and it ends with the last of them. A forked child has none of
     its threads, so it gets another.
     """
-    key = os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
+    key = _key(address)
     if (device := _devices.get(key)) is None:
         device = _devices[key] = _make_device(address)
     return device
+
+
+def _key(address: str) -> tuple[int, str, str | None]:
+    return os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
 
 
 def _make_device(address: str) -> Any:

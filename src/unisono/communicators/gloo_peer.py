@@ -7,6 +7,7 @@ each one, which moves at once or not at all, and an empty one answers. Threads w
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections import deque
@@ -96,7 +97,8 @@ class Peer:
         self._copies: list[tuple[Any, Message]] = []
         # Gloo reads an answer until it has left, which is long before so many more are given.
         self._given: deque[Any] = deque(maxlen=8 * _MOST_COPIES)
-        self._coming = _Waiter(f"unisono gloo from {rank}", self._answer)
+        answer = functools.partial(_answer, group, rank, self._given)
+        self._coming = _Waiter(f"unisono gloo from {rank}", answer)
         self._answers = _Waiter(f"unisono gloo to {rank}", lambda _: None)
 
     def send(self, data: Tensor) -> Message:
@@ -137,7 +139,8 @@ class Peer:
         for answer, message in copies:
             self._answers.add(answer, message)
 
-    def _answer(self, message: Message) -> None:
-        if message.error is None:
-            with suppress(RuntimeError):
-                self._given.append(self._group.send([_EMPTY], self._rank, _ANSWER))
+
+def _answer(group: Any, rank: int, given: deque[Any], message: Message) -> None:
+    if message.error is None:
+        with suppress(RuntimeError):
+            given.append(group.send([_EMPTY], rank, _ANSWER))

@@ -74,7 +74,6 @@ class HierarchicalCommunicator(Communicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return (
             f"{self._inside.name} inside {len(self._layout.hosts)} hosts, {self._between.name} "
             "between them"
@@ -85,7 +84,6 @@ class HierarchicalCommunicator(Communicator):
         return self._inside.takes(device) and self._between.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         self._reduce("all_reduce", op, terms, count)
 
     def reduce_scatter(
@@ -176,14 +174,12 @@ class HierarchicalCommunicator(Communicator):
             self._inside.share_parts(chunk)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         own = tensor.detach().contiguous()
         with self._collective(Header.of_tensor("all_gather", self._sequence + 1, own)):
             by_host = self._between.all_gather(own)
             return [one for same in by_host for one in self._inside.all_gather(same)]
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         self.check_root(root)
         own = tensor.detach().contiguous()
         host, position = self._layout.place(root)
@@ -195,7 +191,6 @@ class HierarchicalCommunicator(Communicator):
             return [one for found in gathered if found is not None for one in found] or None
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)
         host, position = self._layout.place(root)
         with self._collective(Header.of_tensor("broadcast", self._sequence + 1, tensor, root)):
@@ -207,7 +202,6 @@ class HierarchicalCommunicator(Communicator):
             self._inside.broadcast(tensor)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         with self._collective(Header("barrier", self._sequence + 1)):
             self._inside.barrier()
             if self._inside.rank == 0:
@@ -219,18 +213,15 @@ class HierarchicalCommunicator(Communicator):
         return self._inside.allocate(num_bytes)
 
     def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives may wait for others from now on."""
         # Later inside, as it was: the watch, which sees all hosts, is the first to say who is late.
         grace = (self._inside.timeout_seconds or 0) - (self.timeout_seconds or 0)
         self._inside.set_timeout(seconds + grace)
         self._between.set_timeout(seconds)
 
     def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._watch.check_health()
 
     def close(self) -> None:
-        """Leaves, and gives back memory, connections and threads. May be called twice."""
         # First, so that others who see this rank leave know why.
         self._watch.close()
         self._inside.close()

@@ -21,7 +21,6 @@ class IdentityCommunicator(Communicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return "one rank alone"
 
     def takes(self, device: torch.device) -> bool:

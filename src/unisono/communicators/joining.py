@@ -173,8 +173,8 @@ def _called(
         return call((address, port), job_key(secret), rank, keys, deadline).socket
     except TimeoutError as error:
         raise WorkerTimeoutError(
-            f"Rank {rank} waited {seconds:g} s for rank {peer} to answer at {address}:{port}. Look "
-            "at its log, and at the network and firewall between.",
+            f"Rank {rank} waited {seconds:g} s for rank {peer} to answer at {address}:{port}. "
+            "Check its log, the network and the firewall.",
             [peer],
         ) from error
     except RefusedError as error:
@@ -185,8 +185,8 @@ def _called(
         ) from error
     except OSError as error:
         raise WorkerLostError(
-            f"Rank {rank} could not connect to rank {peer} at {address}:{port}: {error}. Look at "
-            "its log, and at the network and firewall between.",
+            f"Rank {rank} could not connect to rank {peer} at {address}:{port}: {error}. Check its "
+            "log, the network and the firewall.",
             [peer],
         ) from error
 
@@ -239,7 +239,7 @@ class _Callers:
         late = sorted(self._missing)
         return WorkerTimeoutError(
             f"Rank {self._rank} waited {seconds:g} s for {ranks_in_words(late)} of {size} to "
-            f"connect. All ranks had announced themselves before.{self._refused} Look at the logs "
-            "of the missing ranks, and at the network and firewall between.",
+            f"connect. All ranks had announced themselves before.{self._refused} Check the logs of "
+            "the missing ranks, the network and the firewall.",
             late,
         )

@@ -70,8 +70,8 @@ class Link:
         """Surrounds a collective, which others hear of if it fails."""
         if not self._end.alive:
             raise CommunicationError(
-                f"Rank {self.rank} called {header} on a communicator that is closed. Make a new "
-                "one with all ranks."
+                f"Rank {self.rank} called {header} on a closed communicator. Make a new one with "
+                "all ranks."
             )
         self.sequence = header.sequence
         with self.watch.collective(header) if self._owns_watch else self.watch.published_errors():

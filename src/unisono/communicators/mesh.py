@@ -43,7 +43,7 @@ class Mesh:
         """Moves bytes until `messages` are done or the time is over; returns whether they are."""
         deadline = time.monotonic() + seconds
         while True:
-            busy = [one for one in self._connections.values() if one.is_busy]
+            busy = [one for one in self._connections.values() if one.outgoing or one.incoming]
             has_moved = sum([one.move() for one in busy]) > 0
             if all(message.is_done for message in messages):
                 return True
@@ -61,7 +61,7 @@ class Mesh:
 
     def awaited(self) -> list[int]:
         """Returns the ranks from which something is still to come."""
-        return [peer for peer, connection in self._connections.items() if connection.is_awaited]
+        return [peer for peer, connection in self._connections.items() if connection.incoming]
 
     def set_timeout(self, seconds: float) -> None:
         """Does nothing: a connection never gives up by itself."""

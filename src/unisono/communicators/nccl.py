@@ -60,11 +60,9 @@ class NcclCommunicator(DelegatingCommunicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return f"NCCL for GPU tensors, {self._carrier.name} for others"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         if not _nccl_adds(terms[0]):
             return self._carrier.all_reduce(op, terms, count)
         header = Header.of_terms("all_reduce", self._sequence + 1, op, terms, count)
@@ -79,14 +77,12 @@ class NcclCommunicator(DelegatingCommunicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         copies = [term.detach().clone() for term in terms]
         self.all_reduce(op, copies, count)
         total = copies[0].view(-1)
         return total[slice_of(self.rank, self.size, len(total))].clone()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         if not tensor.is_cuda:
             return self._carrier.all_gather(tensor)
         own = tensor.detach().contiguous()
@@ -100,7 +96,6 @@ class NcclCommunicator(DelegatingCommunicator):
         return gathered
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)
         if not tensor.is_cuda:
             return self._carrier.broadcast(tensor, root)
@@ -109,13 +104,11 @@ class NcclCommunicator(DelegatingCommunicator):
         return self._broadcast(header, tensor.detach(), root)
 
     def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives may take, and wait for others before they begin."""
         self._timeout_seconds = seconds
         self._group._set_default_timeout(timedelta(seconds=seconds))
         self._carrier.set_timeout(seconds)
 
     def close(self) -> None:
-        """Leaves, and gives back memory, connections and threads. May be called twice."""
         if self._group is not None:
             self._group.abort()
             self._group = None
@@ -124,7 +117,9 @@ class NcclCommunicator(DelegatingCommunicator):
     def _agree(self, header: Header) -> list[Header]:
         """Returns the headers of all ranks: NCCL must not begin where they differ."""
         if self._group is None:
-            raise CommunicationError(f"{header} was called on a communicator that is closed.")
+            raise CommunicationError(
+                f"{header} was called on a closed communicator. Make a new one with all ranks."
+            )
         self._sequence += 1
         own = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
         told = self._carrier.all_gather(own)
@@ -147,7 +142,7 @@ class NcclCommunicator(DelegatingCommunicator):
             if time.monotonic() > deadline:
                 raise WorkerTimeoutError(
                     f"Rank {self.rank} waited {self._timeout_seconds:g} s for NCCL in {header}. "
-                    "Look at the GPUs and the network; raise `timeout_seconds` if they are slow."
+                    "Check the GPUs and the network, or raise `timeout_seconds` if they are slow."
                 )
             if time.monotonic() > look:
                 self._carrier.check_health()

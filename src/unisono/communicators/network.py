@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -26,7 +27,8 @@ from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
-from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.mpi import make_mpi_communicator
+from unisono.communicators.mpi_transport import MpiTransport
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.transport import Transport
 from unisono.communicators.watch import Watch
@@ -77,19 +79,21 @@ class NetworkCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        transport = _make_transport(store, rank, size, backend, host, timeout_seconds, left)
-        try:
-            own_watch = watch or Watch(
-                PrefixStore("watch", store),
-                rank,
-                size,
-                timeout_seconds=timeout_seconds,
-                host=host,
-                joining_seconds=left.seconds(),
-            )
-        except BaseException:
-            transport.close(has_failed=True)
-            raise
+        _check_backend(store, rank, size, backend, left)
+        own_watch = watch or Watch(
+            PrefixStore("watch", store),
+            rank,
+            size,
+            timeout_seconds=timeout_seconds,
+            host=host,
+            joining_seconds=left.seconds(),
+        )
+        with ExitStack() as stack:
+            if watch is None:
+                stack.callback(own_watch.close)
+            seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+            transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
+            stack.pop_all()
         self._link = Link(
             transport,
             own_watch,
@@ -102,7 +106,6 @@ class NetworkCommunicator(Communicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return self._link.name
 
     def takes(self, device: torch.device) -> bool:
@@ -110,7 +113,6 @@ class NetworkCommunicator(Communicator):
         return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         name = fastest_flat(self.size, len(flat) * flat[0].nbytes, self._constants)
@@ -138,7 +140,6 @@ class NetworkCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         header = Header.of_terms("reduce_scatter", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
         executor = self._executor("reduce_scatter", len(terms))
@@ -149,7 +150,6 @@ class NetworkCommunicator(Communicator):
         return total[slice_of(self.rank, self.size, len(total))].clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         self.check_root(root)
         header = Header.of_tensor("broadcast", self._next(), tensor, root)
         flat = tensor.detach().view(-1)
@@ -159,7 +159,6 @@ class NetworkCommunicator(Communicator):
                 pass
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         header = Header("barrier", self._next())
         name = fastest_flat(self.size, 0, self._constants)
         with self._link.collective(header) as collective:
@@ -167,13 +166,11 @@ class NetworkCommunicator(Communicator):
                 pass
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         own = tensor.detach().contiguous()
         with self._link.collective(Header.of_tensor("all_gather", self._next(), own)) as collective:
             return self._gathered(collective, own, range(self.size))
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         self.check_root(root)
         own = tensor.detach().contiguous()
         header = Header.of_tensor("gather", self._next(), own, root)
@@ -205,7 +202,6 @@ class NetworkCommunicator(Communicator):
         return gathered
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         own = tensor.detach().contiguous()
         flat = own.view(-1)
         parts = [flat[slice_of(rank, self.size, len(flat))] for rank in range(self.size)]
@@ -221,15 +217,12 @@ class NetworkCommunicator(Communicator):
         return found
 
     def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives may wait for others from now on."""
         self._link.set_timeout(seconds)
 
     def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._link.watch.check_health()
 
     def close(self) -> None:
-        """Leaves, and gives back memory, connections and threads. May be called twice."""
         self._link.close()
 
     def _next(self) -> int:
@@ -243,15 +236,7 @@ class NetworkCommunicator(Communicator):
         return Executor(rounds_of(name, self.size), self.rank, num_terms, root)
 
 
-def _make_transport(
-    store: Store,
-    rank: int,
-    size: int,
-    backend: str,
-    host: str | None,
-    timeout_seconds: float,
-    left: Countdown,
-) -> Transport:
+def _check_backend(store: Store, rank: int, size: int, backend: str, left: Countdown) -> None:
     if backend not in BACKENDS:
         raise UnsupportedError(
             f"`backend` must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}. For NCCL "
@@ -262,13 +247,27 @@ def _make_transport(
     )
     if odd := [other for other, text in enumerate(said) if text != backend]:
         raise JobMismatchError(
-            f"All ranks must use one backend, got {said} by rank. Set it for all alike.", odd
+            f"The ranks use different backends: {said} by rank. Set the same one on every rank.",
+            odd,
         )
-    seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
+
+
+def _make_transport(
+    store: Store, rank: int, size: int, backend: str, host: str | None, watch: Watch, seconds: Any
+) -> Transport:
     if backend == "mpi":
-        return MpiTransport(store, rank, size, **seconds)
+        comm = make_mpi_communicator(store, rank, size, timeout_seconds=seconds["joining_seconds"])
+        return MpiTransport(comm, watch.timeout_seconds)
     if backend == "tcp":
         return join_mesh(store, rank, size, host=host, **seconds)
     # Its own threads serve collectives, and there are none.
-    group = make_gloo_group(store, rank, size, host=host, num_threads=1, **seconds)
-    return GlooTransport(group, timeout_seconds)
+    group = make_gloo_group(
+        store,
+        rank,
+        size,
+        host=host,
+        num_threads=1,
+        check_health=watch.check_health,
+        **seconds,
+    )
+    return GlooTransport(group, watch.timeout_seconds)

@@ -132,15 +132,12 @@ class SharedMemoryCommunicator(Communicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return "shared memory"
 
     def takes(self, device: torch.device) -> bool:
-        """Returns whether tensors on `device` can be given."""
         return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         if self._all_reduce(op, terms, count) is not None:
             total = self._combine(op, terms, count)
             terms[0].detach().copy_(total)
@@ -148,7 +145,6 @@ class SharedMemoryCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         part = self._group.reduce_scatter(op, terms, count)
         if isinstance(part, Tensor):
             return part
@@ -156,13 +152,11 @@ class SharedMemoryCommunicator(Communicator):
         return total[slice_of(self.rank, self.size, total.numel())].clone()
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank. Their shapes may differ, but no dtype."""
         tensors = self._gather(tensor, None)
         assert tensors is not None
         return tensors
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         return self._gather(tensor, self._check_root(root))
 
     def _gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | None:
@@ -174,7 +168,6 @@ class SharedMemoryCommunicator(Communicator):
         return tensors
 
     def share_parts(self, tensor: Tensor) -> None:
-        """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
         refusal = self._group.share_parts(tensor)
         if refusal is not None:
             raise _refusal("shared", tensor, refusal)
@@ -190,7 +183,6 @@ class SharedMemoryCommunicator(Communicator):
         tensor.detach().copy_(plain)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         self._group.barrier()
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -224,11 +216,9 @@ class SharedMemoryCommunicator(Communicator):
         )
 
     def set_timeout(self, seconds: float) -> None:
-        """Says how long collectives may wait for others from now on."""
         self._group.set_timeout(seconds)
 
     def check_health(self) -> None:
-        """Raises a `CommunicationError` if a rank is lost. Other ranks need not call it."""
         self._group.check_health()
 
     def close(self) -> None:

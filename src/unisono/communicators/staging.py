@@ -19,7 +19,6 @@ class StagedCommunicator(DelegatingCommunicator):
 
     @property
     def name(self) -> str:
-        """In words, what carries the collectives."""
         return f"{self._carrier.name}, GPU tensors through host memory"
 
     def takes(self, device: torch.device) -> bool:
@@ -27,7 +26,6 @@ class StagedCommunicator(DelegatingCommunicator):
         return device.type == "cuda" or self._carrier.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         staged = [_staged(term) for term in terms]
         self._carrier.all_reduce(op, staged, count)
         _copy_back(staged[0], terms[0])
@@ -35,31 +33,25 @@ class StagedCommunicator(DelegatingCommunicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         part = self._carrier.reduce_scatter(op, [_staged(term) for term in terms], count)
         return part.to(terms[0].device)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         return [one.to(tensor.device) for one in self._carrier.all_gather(_staged(tensor))]
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         gathered = self._carrier.gather(_staged(tensor), root)
         return None if gathered is None else [one.to(tensor.device) for one in gathered]
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         return [one.to(tensor.device) for one in self._carrier.all_to_all(_staged(tensor))]
 
     def share_parts(self, tensor: Tensor) -> None:
-        """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
         staged = _staged(tensor)
         self._carrier.share_parts(staged)
         _copy_back(staged, tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         staged = _staged(tensor)
         self._carrier.broadcast(staged, root)
         _copy_back(staged, tensor)

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -17,11 +17,19 @@ from torch.distributed import DistNetworkError, DistStoreError
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.job_store import JobStore
 from unisono.communicators.sockets import listening, listening_everywhere
-from unisono.errors import JobMismatchError, WorkerLostError, WorkerTimeoutError
+from unisono.errors import (
+    CommunicationError,
+    JobMismatchError,
+    UnisonoError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 
 _T = TypeVar("_T")
 DEFAULT_TIMEOUT_SECONDS = 300.0
 _LOOK_SECONDS = 0.1
+# How often a rank that connects asks whether all ranks are well.
+_CHECK_SECONDS = 1.0
 # How long a rank that gives up waits for others to say that they do, too.
 _GRACE_SECONDS = 2.0
 # What a store raises that cannot be reached, or does not answer.
@@ -45,6 +53,10 @@ class Countdown:
         """Returns how much time is left."""
         return max(self._least, self._deadline - time.monotonic())
 
+    def is_over(self) -> bool:
+        """Whether none is left."""
+        return time.monotonic() > self._deadline
+
 
 def say_to_all(
     store: Store, rank: int, size: int, text: str, *, timeout_seconds: float
@@ -56,9 +68,9 @@ def say_to_all(
     with translated_store_errors():
         if store.add(f"came/{rank}", 1) > 1:
             raise JobMismatchError(
-                f"Rank {rank} has come twice to one store: two workers have this rank, or the "
-                "store was used before. Give every worker its own rank, and every job its own "
-                "address or prefix.",
+                f"Rank {rank} is used twice: two workers have this rank, or the store belongs to "
+                "an earlier job. Give every worker its own rank, and every job its own address or "
+                "prefix.",
                 [rank],
             )
         store.set(f"says/{rank}", f"{size}/{text}")
@@ -69,7 +81,7 @@ def say_to_all(
     if odd := [other for other in sizes if sizes[other] != size]:
         told = ", ".join(f"rank {other} counts {sizes[other]}" for other in odd)
         raise JobMismatchError(
-            f"Rank {rank} counts {size} ranks, but {told}. Start all workers with one cluster.", odd
+            f"Rank {rank} counts {size} ranks, but {told}. Give all workers the same cluster.", odd
         )
     return [text for _, text in said]
 
@@ -79,19 +91,24 @@ def _wait_for_all(store: Store, rank: int, size: int, timeout_seconds: float) ->
     if not have_come(store, list(keys.values()), timeout_seconds):
         missing = [other for other, key in keys.items() if not store.check([key])]
         raise WorkerTimeoutError(
-            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} "
-            "to start. Look at their logs; raise `timeout_seconds` if they start slowly.",
+            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} to "
+            "start. Check their logs, or raise `timeout_seconds` if they start slowly.",
             missing,
         )
 
 
-def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
-    """Waits until all keys are in the store, and returns whether they are."""
-    deadline = time.monotonic() + timeout_seconds
+def have_come(
+    store: Store,
+    keys: list[str],
+    timeout_seconds: float,
+    is_over: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Waits until all keys are in the store or the wait is over, and returns whether they are."""
+    left = Countdown(timeout_seconds)
     pause = 0.001
     # In short looks: `store.wait` does not hear Ctrl-C.
     while not store.check(keys):
-        if time.monotonic() > deadline:
+        if left.is_over() or is_over():
             return False
         time.sleep(pause)
         pause = min(pause * 2, 0.1)
@@ -99,41 +116,74 @@ def have_come(store: Store, keys: list[str], timeout_seconds: float) -> bool:
 
 
 def connected(
-    store: Store, rank: int, size: int, engine: str, make: Callable[[], _T], seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    engine: str,
+    make: Callable[[threading.Event], _T],
+    seconds: float,
+    check_health: Callable[[float], None] = lambda _: None,
 ) -> _T:
     """Returns what `make` connects all ranks with, or raises an error that names the missing ones.
 
     Engines do not hear Ctrl-C while they connect. They name one rank at most, which often has
     itself waited in vain for another. So a thread connects, and every rank says through the store
     that it has connected or given up. Missing ranks say neither.
+
+    Args:
+        store: Where the ranks meet. One store, or one prefix of it, serves one call.
+        rank: Which rank this is.
+        size: How many there are.
+        engine: What connects them, in words.
+        make: Connects them. It gets an event that is set when nobody waits for it any more.
+        seconds: How long it may take.
+        check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
     outcome: Future[_T] = Future()
+    is_over = threading.Event()
 
     def connect() -> None:
         try:
-            outcome.set_result(make())
-        except RuntimeError as error:
+            outcome.set_result(make(is_over))
+        except Exception as error:
             outcome.set_exception(error)
 
     threading.Thread(target=connect, name=f"unisono {engine.lower()}", daemon=True).start()
-    deadline = time.monotonic() + seconds
+    left, next_check = Countdown(seconds), Countdown(_CHECK_SECONDS)
     with translated_store_errors():
-        while not wait([outcome], _LOOK_SECONDS).done:
-            if time.monotonic() > deadline or store.check(["given up"]):
-                break
-        why = outcome.exception() if outcome.done() else None
-        store.set(f"{rank}", "")
-        if outcome.done() and why is None:
+        try:
+            while not wait([outcome], _LOOK_SECONDS).done:
+                if left.is_over() or store.check(["given up"]):
+                    break
+                if next_check.is_over():
+                    check_health(left.seconds())
+                    next_check = Countdown(_CHECK_SECONDS)
+        except CommunicationError:
+            # The others learn of a lost rank in the same way. One that has given up looks lost.
+            if not store.check(["given up"]):
+                raise
+        except BaseException:
+            with suppress(*STORE_ERRORS):
+                store.set("given up", "")
+            raise
+        finally:
+            is_over.set()
+        is_done = outcome.done()
+        why = outcome.exception() if is_done else None
+        if is_done and why is None:
+            store.set(f"{rank}", "")
             return outcome.result()
         store.set("given up", "")
+        if isinstance(why, UnisonoError):
+            raise why
+        store.set(f"{rank}", "")
         others = [other for other in range(size) if other != rank]
         have_come(store, [f"{other}" for other in others], _GRACE_SECONDS)
         missing = [other for other in others if not store.check([f"{other}"])]
     raise WorkerTimeoutError(
         f"Rank {rank} waited up to {seconds:.3g} s for {ranks_in_words(missing or others)} of "
         f"{size} to connect through {engine}{f' ({why})' if why else ''}. All ranks had announced "
-        "themselves before. Look at the logs of the missing ranks, and at the network and firewall "
-        "between the hosts.",
+        "themselves before. Check the logs of the missing ranks, the network and the firewall.",
         missing,
     ) from why
 
@@ -149,8 +199,7 @@ def translated_store_errors() -> Iterator[None]:
         what = "does not answer" if is_silent else "cannot be reached"
         raise kind(
             f"The coordinator, which usually runs beside rank 0, {what} "
-            f"({str(error).splitlines()[0]}). Look at the log of rank 0 and at the network to its "
-            "host.",
+            f"({str(error).splitlines()[0]}). Check the log of rank 0 and the network to its host.",
             [0],
         ) from error
 

@@ -18,56 +18,51 @@ class TracedCommunicator(DelegatingCommunicator):
     Args:
         carrier: Does the work.
         group: The number of this group of workers, which is the same on all of them.
+
+    Attributes:
+        group: That number.
     """
 
     def __init__(self, carrier: Communicator, group: int) -> None:
         super().__init__(carrier)
-        self._group = group
+        self.group = group
         # Counted when nobody records too: workers may start to record at different times.
         self._number = 0
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        """Combines all terms of all ranks into the first term of each rank."""
         with self._span("all_reduce", terms, op):
             super().all_reduce(op, terms, count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         with self._span("reduce_scatter", terms, op):
             return super().reduce_scatter(op, terms, count)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all ranks, by rank."""
         with self._span("all_gather", (tensor,)):
             return super().all_gather(tensor)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        """Returns the tensors of all ranks on `root`, and None elsewhere."""
         with self._span("gather", (tensor,)):
             return super().gather(tensor, root)
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         with self._span("all_to_all", (tensor,)):
             return super().all_to_all(tensor)
 
     def share_parts(self, tensor: Tensor) -> None:
-        """Overwrites each part of the contiguous `tensor` with what the rank of the part has."""
         with self._span("share_parts", (tensor,)):
             super().share_parts(tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites the contiguous `tensor` with that of `root`."""
         with self._span("broadcast", (tensor,)):
             super().broadcast(tensor, root)
 
     def barrier(self) -> None:
-        """Returns when every rank has called it."""
         with self._span("barrier", ()):
             super().barrier()
 
     def _span(self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None = None) -> Span:
         self._number += 1
-        return span("collective", kind, tensors, op=op, group=self._group, number=self._number)
+        return span("collective", kind, tensors, op=op, group=self.group, number=self._number)

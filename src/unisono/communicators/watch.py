@@ -164,13 +164,17 @@ class Watch:
         if self._failure is not None:
             raise self._failure
 
-    def check_health(self) -> None:
-        """Raises if a rank has ended, or has closed its communicator."""
+    def check_health(self, seconds: float | None = None) -> None:
+        """Raises if a rank has ended, or has closed its communicator.
+
+        Args:
+            seconds: How long rank 0 has to answer; `timeout_seconds` if not given.
+        """
         self.raise_failure()
         with self._news:
             self._is_well = False
             self._tell("asks")
-            self._wait_for_news(lambda: self._is_well, self.timeout_seconds)
+            self._wait_for_news(lambda: self._is_well, seconds or self.timeout_seconds)
             if self._is_well or self._is_closed:
                 return
             end = self._end_of_hub

@@ -11,6 +11,7 @@ from unisono.contexts.current import (
     running_replica,
 )
 from unisono.contexts.replica import CrossReplicaContext, Meeting, ReplicaContext
+from unisono.contexts.replicas import Replicas
 from unisono.contexts.stack import Context, current_context, entered, is_default, set_outside
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "CrossReplicaContext",
     "Meeting",
     "ReplicaContext",
+    "Replicas",
     "current_context",
     "current_replica",
     "entered",

@@ -40,13 +40,13 @@ def _all_reduce(
     tensors: Sequence[Tensor],
     options: CommunicationOptions | None,
 ) -> list[Tensor]:
-    extended = context.strategy.extended
-    factors = extended.counting.factors(op)
+    replicas = context.replicas
+    factors = replicas.counting.factors(op)
 
     def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
         lengths = [len(own) for own in given]
         if len(set(lengths)) > 1:
-            counts = enumerate(lengths, extended.first_replica_id)
+            counts = enumerate(lengths, replicas.first_replica_id)
             raise ReplicaMismatchError(
                 "The replicas called `all_reduce` with different numbers of tensors: "
                 f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Pass the same "
@@ -56,12 +56,12 @@ def _all_reduce(
         values = [
             PerReplica.placed(
                 weighed(op, components, factors) if factors else components,
-                extended.worker_devices,
+                replicas.worker_devices,
             )
             for components in by_tensor
         ]
         pairs = [(value, value) for value in values]
-        results = extended.cross_device_ops.batch_reduce(op, pairs, options)
+        results = replicas.cross_device_ops.batch_reduce(op, pairs, options)
         by_value = [r.values if isinstance(r, DistributedValues) else (r,) for r in results]
         return [list(own) for own in zip(*by_value, strict=True)]
 
@@ -127,11 +127,11 @@ class _AllGather(torch.autograd.Function):
         axis: int,
         tensor: Tensor,
     ) -> Tensor:
-        extended = context.strategy.extended
-        counting = extended.counting.factors(ReduceOp.SUM) or [1.0] * context.num_local_replicas
+        replicas = context.replicas
+        counting = replicas.counting.factors(ReduceOp.SUM) or [1.0] * context.num_local_replicas
 
         def work(given: list[Tensor]) -> list[tuple[Tensor, int]]:
-            workers = extended.workers
+            workers = replicas.workers
             given = [
                 own if counts else own.narrow(axis, 0, 0)
                 for own, counts in zip(given, counting, strict=True)

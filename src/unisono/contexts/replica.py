@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
 from unisono.contexts.notes import ReplicaNotes
+from unisono.contexts.replicas import Replicas
 from unisono.contexts.stack import current_context
 from unisono.devices import Device
 from unisono.errors import ContextError
@@ -20,25 +21,16 @@ if TYPE_CHECKING:
 
 
 class Meeting(Protocol):
-    """Where the replicas of one `run` meet."""
+    """Where the replicas of one `run` meet. `ReplicaMeeting` of `engines` implements it."""
 
     # What records the run, if something does.
     recorder: Any
 
-    def meet(
-        self,
-        replica_id: int,
-        what: str,
-        given: Any,
-        work: Callable[[list[Any]], Sequence[Any]],
-        *,
-        in_python: bool = False,
-        settings: Any = None,
-    ) -> Any:
-        """Waits for all replicas, lets replica 0's `work` see what all gave, returns its share."""
+    def meet(self, *arguments: Any, **settings: Any) -> Any:
+        """See `ReplicaMeeting.meet`."""
 
-    def call_waiting(self, calls: Sequence[Callable[[Any], Any]]) -> list[Any]:
-        """From within `work`: lets each replica make a call, with a new meeting point."""
+    def call_waiting(self, *arguments: Any) -> list[Any]:
+        """See `ReplicaMeeting.call_waiting`."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +38,19 @@ class CrossReplicaContext:
     """The code runs once, for all replicas of `strategy`.
 
     Attributes:
-        strategy: Whose replicas they are.
+        replicas: The replicas.
         replica_id: The replica whose component of a variable is being updated, if one is.
         generators: What the code draws random numbers from; None outside a run.
     """
 
-    strategy: Strategy
+    replicas: Replicas = field(repr=False)
     replica_id: int | None = None
     generators: Any = field(default=None, repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that the replicas belong to."""
+        return self.replicas.strategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +58,7 @@ class ReplicaContext:
     """The context of code that runs on one replica.
 
     Attributes:
-        strategy: Whose replica it is.
+        replicas: The replicas of this worker.
         local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
         weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
@@ -70,12 +67,17 @@ class ReplicaContext:
         generators: What the replica draws random numbers from; None if that is torch's own.
     """
 
-    strategy: Strategy
+    replicas: Replicas = field(repr=False)
     local_id: int
     meeting: Meeting
     weight: float = 1.0
     notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
     generators: Any = field(default=None, repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that the replica belongs to."""
+        return self.replicas.strategy
 
     @property
     def counts(self) -> bool:
@@ -90,22 +92,22 @@ class ReplicaContext:
     @property
     def replica_id_in_sync_group(self) -> int:
         """The number of the replica among those of all workers, from 0."""
-        return self.strategy.extended.first_replica_id + self.local_id
+        return self.replicas.first_replica_id + self.local_id
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of replicas that are kept in sync, on all workers."""
-        return self.strategy.num_replicas_in_sync
+        return self.replicas.num_replicas_in_sync
 
     @property
     def num_local_replicas(self) -> int:
         """The number of replicas on this worker."""
-        return len(self.strategy.extended.worker_devices)
+        return len(self.replicas.worker_devices)
 
     @property
     def device(self) -> Device:
         """The device of this replica."""
-        return self.strategy.extended.worker_devices[self.local_id]
+        return self.replicas.worker_devices[self.local_id]
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -134,7 +136,7 @@ class ReplicaContext:
         """
         self._check_current("merge_call()")
         check_call("merge_fn", merge_fn, args, kwargs)
-        return self.strategy.extended.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+        return self.replicas.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None

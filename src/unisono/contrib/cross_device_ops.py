@@ -46,7 +46,6 @@ class ContribOps(CrossDeviceOps):
     _BATCH: ClassVar[tuple[str, ...]] = ("batch_reduce", "batch_reduce_implementation")
 
     def in_strategy(self) -> CrossDeviceOps:
-        """See `CrossDeviceOps.in_strategy`."""
         return InStrategy(self)
 
     def reduce(
@@ -117,7 +116,6 @@ class InStrategy(CrossDeviceOps):
         self._ops = ops
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._ops.close()
 
     def reduce_implementation(
@@ -127,8 +125,8 @@ class InStrategy(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
-        result = self._ops.reduce(reduce_op, per_replica_value, names_of(destinations))
+        op, value = self._op(reduce_op), self._value(per_replica_value)
+        result = self._ops.reduce(op, value, names_of(destinations))
         return self._taken("reduce", result, destinations)
 
     def batch_reduce_implementation(
@@ -137,13 +135,12 @@ class InStrategy(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
-        ops = self._ops
-        pairs = [(value, names_of(targets)) for value, targets in value_destination_pairs]
+        ops, op = self._ops, self._op(reduce_op)
+        pairs = [(self._value(value), names_of(to)) for value, to in value_destination_pairs]
         if is_overridden(ops, *ops._ONE) and not is_overridden(ops, *ops._BATCH):
-            results = [ops.reduce(reduce_op, value, names) for value, names in pairs]
+            results = [ops.reduce(op, value, names) for value, names in pairs]
         else:
-            results = list(ops.batch_reduce(reduce_op, pairs))
+            results = list(ops.batch_reduce(op, pairs))
         if len(results) != len(pairs):
             raise ReplicaMismatchError(
                 f"`{type(self._ops).__name__}.batch_reduce()` returned {len(results)} results for "
@@ -155,9 +152,16 @@ class InStrategy(CrossDeviceOps):
         ]
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """See `CrossDeviceOps.broadcast_implementation`."""
         result = self._ops.broadcast(tensor, names_of(destinations))
         return self._taken("broadcast", result, destinations)
+
+    def _op(self, op: ReduceOp) -> Any:
+        """Returns an operation as the methods of `ops` take it."""
+        return op
+
+    def _value(self, value: DistributedValues) -> DistributedValues:
+        """Returns a value as the methods of `ops` take it."""
+        return value
 
     def _taken(self, method: str, result: Any, destinations: Destinations) -> Result:
         """Returns what a method returned as strategies have it: one device, the tensor itself."""
@@ -185,7 +189,6 @@ class DelegatingOps(ContribOps):
 
     @property
     def is_tree_sum(self) -> bool:
-        """See `CrossDeviceOps.is_tree_sum`."""
         return self._ops.is_tree_sum and super().is_tree_sum
 
     def in_strategy(self) -> CrossDeviceOps:
@@ -194,7 +197,6 @@ class DelegatingOps(ContribOps):
         return super().in_strategy() if is_changed else self._ops
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._ops.close()
 
     def reduce_implementation(
@@ -204,7 +206,6 @@ class DelegatingOps(ContribOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         return self._ops.reduce(reduce_op, per_replica_value, destinations, options)
 
     def batch_reduce_implementation(
@@ -213,11 +214,9 @@ class DelegatingOps(ContribOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """See `CrossDeviceOps.broadcast_implementation`."""
         return self._ops.broadcast(tensor, destinations)
 
 

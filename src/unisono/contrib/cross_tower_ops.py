@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from unisono.contrib.cross_device_ops import (
@@ -16,12 +15,9 @@ from unisono.contrib.cross_device_ops import (
 )
 from unisono.contrib.per_device import PerDevice
 from unisono.errors import UnsupportedError
-from unisono.options import CommunicationOptions, ReduceOp, VariableAggregation
+from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import (
     CrossDeviceOps,
-    Destinations,
-    Pair,
-    Result,
     always_mirrored,
     listed_destinations,
     listed_pairs,
@@ -50,7 +46,6 @@ class CrossTowerOps(ContribOps):
     _BATCH = ("batch_reduce", "_batch_reduce", "batch_reduce_implementation")
 
     def in_strategy(self) -> CrossDeviceOps:
-        """See `CrossDeviceOps.in_strategy`."""
         is_changed = is_overridden(self, *_HOOKS) or not isinstance(self, DelegatingOps)
         return TowersInStrategy(self) if is_changed else super().in_strategy()
 
@@ -130,29 +125,11 @@ class CrossTowerOps(ContribOps):
 class TowersInStrategy(InStrategy):
     """Lets a strategy reduce with `CrossTowerOps`, which it calls as TensorFlow 1.12 did."""
 
-    _ops: Any
+    def _op(self, op: ReduceOp) -> VariableAggregation:
+        return _aggregation(op)
 
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: DistributedValues,
-        destinations: Destinations,
-        options: CommunicationOptions,
-    ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
-        value = _per_device(per_replica_value)
-        result = self._ops.reduce(_aggregation(reduce_op), value, names_of(destinations))
-        return self._taken("reduce", result, destinations)
-
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
-    ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
-        pairs = [(_per_device(value), targets) for value, targets in value_destination_pairs]
-        return super().batch_reduce_implementation(_aggregation(reduce_op), pairs, options)  # type: ignore[arg-type]
+    def _value(self, value: DistributedValues) -> DistributedValues:
+        return _per_device(value)  # type: ignore[no-any-return]
 
 
 class AllReduceCrossTowerOps(CrossTowerOps, AllReduceCrossDeviceOps):

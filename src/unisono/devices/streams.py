@@ -11,6 +11,8 @@ from collections.abc import Iterable
 
 import torch
 
+from unisono.torch_private import raw_stream
+
 
 class Trail:
     """The streams on which work was started that somebody else will go on with.
@@ -24,7 +26,7 @@ class Trail:
     def note(self, place: torch.device) -> None:
         """Notes the current stream of this thread on a GPU; elsewhere there is none."""
         if place.type == "cuda":
-            key = place.index, torch._C._cuda_getCurrentRawStream(place.index)
+            key = place.index, raw_stream(place.index)
             if key not in self._streams:
                 self._streams[key] = torch.cuda.current_stream(place)
 
@@ -36,7 +38,7 @@ class Trail:
         others = [
             stream
             for (index, raw), stream in self._streams.copy().items()
-            if torch._C._cuda_getCurrentRawStream(index) != raw
+            if raw_stream(index) != raw
         ]
         for stream in others:
             torch.cuda.current_stream(stream.device).wait_stream(stream)

@@ -13,6 +13,7 @@ import torch
 from unisono.contexts.stack import stack
 from unisono.engines.caller_modes import CallerModes, default_device
 from unisono.engines.random_operators import drawing
+from unisono.torch_private import num_function_modes, set_grad_enabled
 
 T = TypeVar("T")
 
@@ -36,7 +37,7 @@ class CallerThread:
     def restore(self) -> None:
         """After a run that has failed: the thread is as it was."""
         del stack.entered[self._depth :]
-        torch._C._set_grad_enabled(self._is_grad_enabled)
+        set_grad_enabled(self._is_grad_enabled)
         torch._C._set_multithreading_enabled(self._is_multithreaded)
         drawing.turn(is_on=self._is_drawing)
 
@@ -64,7 +65,7 @@ class Ambient:
             if torch.is_autocast_enabled(kind)
         )
         # A default device is a mode for all torch functions, and takes long to ask for.
-        has_modes = torch._C._len_torch_function_stack() > 0
+        has_modes = num_function_modes() > 0
         device = default_device() if has_modes else None
         return cls(
             torch.is_grad_enabled(),
@@ -84,7 +85,7 @@ class Ambient:
     def _call(self, fn: Callable[[], T], place: torch.device) -> T:
         was_enabled = torch.is_grad_enabled()
         was_multithreaded = torch._C._is_multithreading_enabled()
-        torch._C._set_grad_enabled(self.is_grad_enabled)
+        set_grad_enabled(self.is_grad_enabled)
         # Backward then runs on the replica's own thread, on every device: a thread that several
         # replicas share could wait for itself.
         torch._C._set_multithreading_enabled(False)  # noqa: FBT003
@@ -94,7 +95,7 @@ class Ambient:
             with self._entered(place):
                 return fn()
         finally:
-            torch._C._set_grad_enabled(was_enabled)
+            set_grad_enabled(was_enabled)
             torch._C._set_multithreading_enabled(was_multithreaded)
 
     @property
@@ -118,7 +119,7 @@ class Ambient:
                 enter(torch.cuda.stream(self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())
-                torch._C._set_grad_enabled(self.is_grad_enabled)
+                set_grad_enabled(self.is_grad_enabled)
             for kind, dtype, is_cached in self.autocasts:
                 enter(torch.autocast(kind, dtype, cache_enabled=is_cached))
             if self.default_device is not None:

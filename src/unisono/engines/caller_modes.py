@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import (
 )
 
 from unisono.engines.saved_hooks import Hooks, current_hooks
+from unisono.torch_private import num_dispatch_modes, num_function_modes
 
 # An operator that waits for another replica, as one of the user's own may, must not stop that one.
 _PATIENCE_S = 1.0
@@ -51,11 +52,11 @@ class CallerModes:
         """Notes what this thread is under; None if that is nothing, which is quickly seen."""
         functions: tuple[TorchFunctionMode, ...] = ()
         operators: tuple[TorchDispatchMode, ...] = ()
-        if torch._C._len_torch_function_stack() > 0:
+        if num_function_modes() > 0:
             # The default device is looked after by itself.
             entered = _get_current_function_mode_stack()
             functions = tuple(mode for mode in entered if not isinstance(mode, DeviceContext))
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if num_dispatch_modes() > 0:
             lock = threading.RLock()
             found = _get_current_dispatch_mode_stack()
             # torch's own modes for tracing and for tensors without data are of one thread.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 
+from unisono.sharing import computed_once
 from unisono.system import cores, use_cores
 
 
@@ -15,7 +16,7 @@ def openmp_cores() -> set[int]:
     cores that the process had before.
     """
     try:
-        openmp = ctypes.CDLL(None)
+        openmp = _loaded_libraries()
         places = range(openmp.omp_get_num_places())
         return {core for place in places for core in _cores_of(openmp, place)}
     except (OSError, AttributeError, TypeError):
@@ -32,6 +33,15 @@ def use_all_cores() -> None:
     """Lets the current thread use all cores of the process if OpenMP has bound its creator."""
     if places := openmp_cores():
         use_cores(places | cores())
+
+
+@computed_once
+def _loaded_libraries() -> ctypes.CDLL:
+    """Returns all libraries of the process, as one.
+
+    `ctypes` makes classes for a library, and free-threaded Python 3.13 never frees a class.
+    """
+    return ctypes.CDLL(None)
 
 
 def _cores_of(openmp: ctypes.CDLL, place: int) -> list[int]:

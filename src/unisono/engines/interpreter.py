@@ -26,13 +26,13 @@ class Interpreter:
 
     Args:
         num_replicas: Those of this process. One replica has nobody to wait for.
-        has_gpus: Whether they compute on GPUs.
+        can_capture: Whether they compute on GPUs.
         is_serial: Whether they run one after another, which makes all but one wait.
     """
 
-    def __init__(self, num_replicas: int, *, has_gpus: bool, is_serial: bool) -> None:
+    def __init__(self, num_replicas: int, *, can_capture: bool, is_serial: bool) -> None:
         self._num_replicas = num_replicas
-        self._has_gpus = has_gpus
+        self._can_capture = can_capture
         self._has_lock = has_lock()
         self._is_on = num_replicas > 1 and not is_serial and can_measure()
         self._num_runs = 0
@@ -80,7 +80,7 @@ class Interpreter:
             f"{self._num_replicas} SCRIPT`, with `MultiWorkerMirroredStrategy`)",
             "use free-threaded Python",
         ]
-        if self._has_gpus:
+        if self._can_capture:
             ways.insert(0, "capture the step (`strategy.run(unisono.function(step), ...)`)")
         _log.warning(
             "Replicas wait for Python's interpreter lock for %d %% of a step, because one process "

@@ -51,7 +51,8 @@ class ReplicaMeeting:
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
-    the replicas by their `names`. A `recorder` records what Python does in meetings.
+    the replicas by their `names`. A `recorder` records what Python does in meetings: all that
+    is done in them if they reach other workers, or a hook in their place (`has_workers`).
     """
 
     def __init__(
@@ -62,8 +63,11 @@ class ReplicaMeeting:
         guards: Sequence[Guard] | None = None,
         names: Sequence[str] | None = None,
         recorder: Recorder | None = None,
+        *,
+        has_workers: bool = False,
     ) -> None:
         self.recorder = recorder
+        self._has_workers = has_workers
         self._num_replicas = num_replicas
         self._turns = turns
         self._gpus = gpus
@@ -206,7 +210,7 @@ class ReplicaMeeting:
 
     def _do_work(self, arrivals: Sequence[_Arrival]) -> Sequence[Any]:
         first, given = arrivals[0], [arrival.given for arrival in arrivals]
-        if self.recorder is None or not first.in_python:
+        if self.recorder is None or not (first.in_python or self._has_workers):
             return first.work(given)
         shares: Sequence[Any] = self.recorder.call(
             first.what, lambda: first.work(given), first.settings

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from unisono.engines.generators import default_generator, exact, identity, install, of_this_thread
+from unisono.torch_private import num_dispatch_modes
 
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY: Any = torch._C._parse_dispatch_key(_NAME)
@@ -163,7 +164,7 @@ def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
         device = _device(args, kwargs)
         is_elsewhere = own is None or device.type == "meta" or _is_traced()
         # Without a mode that comes before them, the operators that it calls come here again.
-        if is_elsewhere or (device.type != "cuda" and not torch._C._len_torch_dispatch_stack()):
+        if is_elsewhere or (device.type != "cuda" and not num_dispatch_modes()):
             return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
         with torch._C._ExcludeDispatchKeyGuard(_KEYS), _standing_in(own, device):
             return operator(*args, **kwargs)

@@ -56,7 +56,6 @@ class OneByOne(Turns):
         self._is_free = False
 
     def begin(self, replica_id: int) -> None:
-        """See `Turns.begin`."""
         bell = self._bells[replica_id]
         while True:
             seen = bell.count
@@ -65,7 +64,6 @@ class OneByOne(Turns):
             bell.wait(seen, _LOOK_AGAIN_S)
 
     def wait_for(self, replica_id: int, is_over: Callable[[], bool]) -> None:
-        """See `Turns.wait_for`."""
         while not is_over():
             if self._is_free:
                 return super().wait_for(replica_id, is_over)
@@ -78,7 +76,6 @@ class OneByOne(Turns):
         return None
 
     def leave(self, replica_id: int) -> None:
-        """See `Turns.leave`."""
         with self._lock:
             self._line = tuple(one for one in self._line if one != replica_id)
             following = self._line[:1]
@@ -86,7 +83,6 @@ class OneByOne(Turns):
             self._bells[other].ring()
 
     def free(self) -> None:
-        """See `Turns.free`."""
         self._is_free = True
         for bell in self._bells:
             bell.ring()

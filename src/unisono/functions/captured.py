@@ -20,6 +20,7 @@ from unisono.functions.signature import OuterVariables, constant, is_input, mode
 from unisono.functions.state import ModuleState
 from unisono.functions.step_function import Function
 from unisono.sharing import computed_once
+from unisono.torch_private import copy_each
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves
 from unisono.variables import Mirrors, Settings
@@ -71,11 +72,9 @@ class Captures:
         self.mirrors = mirrors
         self._run = weakref.WeakMethod(run)
         # Why nothing is captured; empty if something is.
-        self.obstacle = ""
-        if mirrors.workers.are_many:
-            self.obstacle = "steps are captured in one process only, and there are several workers"
-        elif len(set(places)) > 1:
-            self.obstacle = "steps are captured on one GPU only, and replicas are on several"
+        self._obstacle = ""
+        if len(set(places)) > 1:
+            self._obstacle = "steps are captured on one GPU only, and replicas are on several"
         self._functions: dict[Hashable, _CapturedFunction] = {}
         self._pool: Any = None
         self._anchor: torch.cuda.CUDAGraph | None = None
@@ -99,8 +98,8 @@ class Captures:
                     f"it is one of {_MAX_FUNCTIONS} functions that this strategy was given; make "
                     "a function once, outside the loop"
                 )
-        if self.obstacle and not captured.reason:
-            captured.stay_eager(self.obstacle)
+        if self._obstacle and not captured.reason:
+            captured.stay_eager(self._obstacle)
         return captured(args, kwargs, weights)
 
     @property
@@ -166,12 +165,23 @@ class _Step:
         self.recording: Recording | None = None
         # Where the graphs read the arguments.
         self.rooms: list[Tensor] = []
+        # The numbers of those of one dtype, which one kernel can fill.
+        self._alike: list[list[int]] = []
         self.outputs: Any = None
+
+    def make_rooms(self, tensors: Sequence[Tensor]) -> None:
+        """Takes copies of the arguments, where the graphs will read them."""
+        self.rooms = [tensor.clone() for tensor in tensors]
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for i, room in enumerate(self.rooms):
+            by_dtype.setdefault(room.dtype, []).append(i)
+        self._alike = list(by_dtype.values())
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copies the arguments of this call to where the graphs read them."""
-        if tensors:
-            torch._foreach_copy_(self.rooms, list(tensors), non_blocking=True)
+        for numbers in self._alike:
+            rooms, given = [self.rooms[i] for i in numbers], [tensors[i] for i in numbers]
+            copy_each(rooms, given, non_blocking=True)
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""
@@ -234,10 +244,8 @@ class _CapturedFunction:
     def _program(self) -> Hashable:
         """Returns what the step has built in of the program: modules, gradients, variables."""
         mirrors = self._of.mirrors
-        modules = mirrors.modules()
-        number = self._state.number(modules)
-        trained = [p for module in modules for p in module._parameters.values() if p is not None]
-        have_gradients = tuple([parameter.grad is not None for parameter in trained])
+        number = self._state.number(mirrors.modules())
+        have_gradients = tuple([one.grad is not None for one in self._state.parameters])
         variables = self._outer.values()
         return (
             number,
@@ -307,7 +315,7 @@ class _CapturedFunction:
             self._of.pool,
             self._waiting if self._num_changes < _MAX_CHANGES else None,
         )
-        step.rooms = [tensor.clone() for tensor in tensors]
+        step.make_rooms(tensors)
         rooms = iter(step.rooms)
         own_args, own_kwargs = map_leaves(
             lambda leaf: _replaced(leaf, rooms), (tuple(args), kwargs)

@@ -6,10 +6,11 @@ import operator
 from collections.abc import Sequence
 from itertools import chain
 
-import torch
 from torch import Tensor
 
-from unisono.variables import Leaves, Mirrors
+from unisono.errors import CaptureError
+from unisono.torch_private import no_torch_function_of_subclasses
+from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
 
@@ -36,12 +37,21 @@ class Gradients:
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
         # While replicas run, a parameter would give each replica its own gradients.
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_of_subclasses():
             self._grads = list(map(_gradient, tensors))
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
         self._num_seen = 2 * len(self._leaves) or len(tensors)
         self._marks = [(list(one.reduced), one.is_shown) for one in self._leaves]
+        # Which of them say that a gradient is still as it was when it was reduced.
+        self._are_reduced = [
+            [
+                mark is not None and leaf.grad is not None and mark.fits(leaf.grad)
+                for leaf, mark in zip(one.leaves, one.reduced, strict=True)
+            ]
+            for one in self._leaves
+        ]
+        self._versions = self._current_versions()
 
     def restore(self) -> None:
         """Gives the parameters these gradients again."""
@@ -49,8 +59,45 @@ class Gradients:
         if not all(map(operator.is_, map(_gradient, seen), self._grads)):
             for tensor, grad in zip(self._tensors, self._grads, strict=True):
                 tensor.grad = grad
+        if (versions := self._current_versions()) != self._versions:
+            # The capture of another signature has written there, and torch has counted that.
+            self._versions = versions
+            self._mark_again()
         for one, (reduced, is_shown) in zip(self._leaves, self._marks, strict=True):
-            one.reduced, one.is_shown = reduced, is_shown
+            # A copy: when a replica clears its gradient, its mark goes with it.
+            one.reduced, one.is_shown = reduced.copy(), is_shown
+
+    def _current_versions(self) -> list[int]:
+        own = self._grads[: len(self._leaves) or None]
+        return [-1 if grad is None else grad._version for grad in own]
+
+    def _mark_again(self) -> None:
+        for (reduced, _), are_reduced in zip(self._marks, self._are_reduced, strict=True):
+            for i, mark in enumerate(reduced):
+                if mark is not None and are_reduced[i]:
+                    reduced[i] = Mark.of(mark.grad())
+
+    def take(self, what: str) -> None:
+        """After Python has made a call again: brings the gradients of now to where these are.
+
+        Raises:
+            CaptureError: If other parameters have a gradient now.
+        """
+        if all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
+            return
+        for tensor, grad in zip(self._tensors, self._grads, strict=True):
+            now = tensor.grad
+            if now is grad:
+                continue
+            if now is None or grad is None or now.shape != grad.shape:
+                raise CaptureError(
+                    f"{what} left other gradients than when the step was captured: a parameter of "
+                    f"shape {tuple(tensor.shape)} {'had' if now is None else 'did not have'} one. "
+                    "Give the same parameters a gradient in every step, on all workers, or run the "
+                    "step without `unisono.function`."
+                )
+            grad.copy_(now)
+            tensor.grad = grad
 
 
 class StartingGradients:
@@ -64,7 +111,7 @@ class StartingGradients:
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._mirrors = mirrors
         self._all = Gradients(mirrors, tensors)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_of_subclasses():
             self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -19,9 +20,11 @@ from unisono.variables import Mirrors, Settings
 
 
 class _Call:
-    """A call that Python makes between two graphs."""
+    """A call that Python makes between two graphs; `gradients` returns those of the moment."""
 
-    def __init__(self, what: str, work: Callable[[], Any], gradients: Gradients) -> None:
+    def __init__(
+        self, what: str, work: Callable[[], Any], gradients: Callable[[], Gradients]
+    ) -> None:
         self._what = what
         self._work = work
         self._gradients = gradients
@@ -29,14 +32,17 @@ class _Call:
 
     def first(self) -> Any:
         """Makes the call while the step is captured; later ones write where its results are."""
+        self._before = self._gradients()
         result = self._work()
         self._kept = tensors_of(result)
+        self._after = self._gradients()
         return result
 
     def replay(self) -> None:
         """Makes the call again."""
-        self._gradients.restore()
+        self._before.restore()
         found = tensors_of(self._work())
+        self._after.take(self._what)
         if len(found) != len(self._kept):
             raise CaptureError(
                 f"{self._what} returned {len(found)} tensors in a replay, but {len(self._kept)} "
@@ -91,7 +97,7 @@ class Recording:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block the run is recorded; it is discarded if the block fails."""
-        with self._arena.in_use():
+        with self._arena.in_use(), _without_garbage():
             self._begin()
             try:
                 yield
@@ -116,7 +122,7 @@ class Recording:
             self.settings.append(settings)
             return work()
         self._finish()
-        call = _Call(what, work, Gradients(self._mirrors, self._trained))
+        call = _Call(what, work, lambda: Gradients(self._mirrors, self._trained))
         self._parts.append(call)
         self.num_calls += 1
         result = call.first()
@@ -166,3 +172,16 @@ class Recording:
             with contextlib.suppress(RuntimeError):
                 graph.capture_end()
         self._start.restore()
+
+
+@contextlib.contextmanager
+def _without_garbage() -> Iterator[None]:
+    """Within the block nothing is freed but what is let go of: an earlier graph would end this."""
+    gc.collect()
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

@@ -24,6 +24,9 @@ class ModuleState:
     """The attributes of some modules: what each is, and where its tensors lie.
 
     Whether they are the same as before is seen by one comparison in C, as there may be thousands.
+
+    Attributes:
+        parameters: The parameters of the modules.
     """
 
     def __init__(self) -> None:
@@ -32,6 +35,7 @@ class ModuleState:
         # Changes whenever a hook is added to any module.
         self._next_hook = -1
         self._tensors: list[Tensor] = []
+        self.parameters: list[Tensor] = []
         self._addresses: list[int] = []
         self._attributes: dict[str, Hashable] = {}
         # All states that there were, and their numbers.
@@ -83,6 +87,12 @@ class ModuleState:
             if tensor is not None
         ]
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
+        self.parameters = [
+            parameter
+            for table in tables
+            for parameter in table["_parameters"].values()
+            if parameter is not None
+        ]
         self._attributes = {
             f"{type(module).__name__}.{name} (module {place})": (
                 _places(value) if name in _TENSORS else frozen(value)

@@ -29,6 +29,11 @@ class Aside:
         # By the identity of a leaf, a reduced gradient that waits to be added to.
         self._kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
+    @property
+    def has_any(self) -> bool:
+        """Whether a gradient waits to be added to."""
+        return bool(self._kept)
+
     def hook(self, one: Leaves) -> list[Callable[[], None]]:
         """Puts aside what the leaves of a parameter have before something is added to it.
 

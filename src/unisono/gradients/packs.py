@@ -111,7 +111,6 @@ class LocalPack(Pack):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """See `Pack.fill`."""
         self._new = [one for one in self.members if one in arrived]
         if self._new:
             self._reduction.reduce(self._new)
@@ -120,7 +119,6 @@ class LocalPack(Pack):
         """See `Pack.exchange`: there is no other worker."""
 
     def give(self) -> Sequence[Leaves]:
-        """See `Pack.give`."""
         return self._new
 
 
@@ -136,18 +134,15 @@ class SparsePack(Pack):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """See `Pack.fill`."""
         (one,) = self.members
         is_new = one in arrived
         self._grads = gradients_of(one.leaves) if is_new else [_no_rows(x) for x in one.leaves]
 
     def exchange(self) -> None:
-        """See `Pack.exchange`."""
         self._parts = self._reduction.reduce_one(self._grads)
         self._grads = []
 
     def give(self) -> Sequence[Leaves]:
-        """See `Pack.give`."""
         parts, self._parts = self._parts, ()
         if parts[0]._nnz() == 0:
             return []

@@ -94,11 +94,11 @@ def watch_backward_passes() -> None:
     @functools.wraps(run)
     def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica() if kwargs.get("accumulate_grad") else None
-        if context is None or context.strategy.extended.mirrors.is_single:
+        if context is None or context.replicas.mirrors.is_single:
             return run(roots, *args, **kwargs)
         if context.notes.current_pass is None:
             check_backward(context, roots)
-        reducer = context.strategy.extended.gradients
+        reducer = context.replicas.gradients
         return reducer.make_pass(context, functools.partial(run, roots, *args, **kwargs))
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]

@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -44,6 +43,7 @@ from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype, group_by_bytes
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
+from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mirrors
 
@@ -114,6 +114,11 @@ class GradientReducer:
                 found.reduce_rest(owners)
 
         mirrors.reduce_rest = reduce_rest
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether gradients go to other workers, or through a hook."""
+        return self._across is not None
 
     def begin(self, weights: Sequence[float]) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
@@ -220,7 +225,7 @@ class GradientReducer:
         if notes.current_pass is not None:
             # Within another one: a checkpoint computes again.
             return run()
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
         notes.current_pass = own
         try:
@@ -247,6 +252,9 @@ class GradientReducer:
         context = current_replica()
         own = None if context is None else context.notes.current_pass
         if context is None or own is None or context.notes.is_without_sync:
+            return
+        if self._across is not None and context.meeting.recorder is not None:
+            # Python sends all packs between two graphs, so none leaves in the middle of one.
             return
         current = own.of_all
         if self._is_on_gpus:
@@ -282,7 +290,7 @@ class GradientReducer:
 
         def work(given: list[list[int]]) -> list[None]:
             current.trail.follow()
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
@@ -293,13 +301,23 @@ class GradientReducer:
                 call_hooks(context, [one for one in self._hooked if one in found])
             return [None] * len(self._devices)
 
+        self._check_capture(context.meeting.recorder)
         number = context.notes.num_passes
         context.notes.num_passes += 1
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             new = own.new()
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
+
+    def _check_capture(self, recorder: Any) -> None:
+        """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
+        if recorder is None or self._across is None:
+            return
+        if any(isinstance(pack, SparsePack) for pack in self._packs):
+            recorder.refuse("workers exchange sparse gradients, whose size changes")
+        if self._aside.has_any:
+            recorder.refuse("gradients of many workers are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""

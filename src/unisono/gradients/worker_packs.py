@@ -16,6 +16,7 @@ from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.reductions import AcrossWorkers
+from unisono.torch_private import copy_each
 from unisono.variables import Leaves
 
 
@@ -72,7 +73,6 @@ class FlatPack(Pack):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """See `Pack.fill`."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for one, *views in zip(self.members, *self._views, strict=True):
@@ -91,7 +91,7 @@ class FlatPack(Pack):
                     sources.append(own[0])
                     targets.append(view)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            copy_each(targets, sources)
         is_new = [one in arrived for one in self.members]
         if all(is_new):
             self._is_new.fill_(1)
@@ -104,7 +104,6 @@ class FlatPack(Pack):
         """Writes what the replicas of one term make together where it is sent from."""
 
     def exchange(self) -> None:
-        """See `Pack.exchange`."""
         self._trail.follow()
         self._reduce()
         self._trail.note(self._place)
@@ -114,7 +113,6 @@ class FlatPack(Pack):
         """Reduces the terms of all workers into the first of each."""
 
     def give(self) -> Sequence[Leaves]:
-        """See `Pack.give`."""
         self._trail.follow()
         given: list[Leaves] = []
         are_used = self._is_used.tolist()

@@ -269,12 +269,10 @@ class DistributedDataset(DistributedInput):
 
     @property
     def static_batch_size(self) -> int | None:
-        """See `DistributedInput.static_batch_size`."""
         size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
         return None if size is None or size % num_replicas else size // num_replicas
 
     def split(self, epoch: Epoch) -> SplitEpoch:
-        """See `DistributedInput.split`."""
         splitter = Splitter(self.options, epoch.sources[0].batch_size)
         if not self.is_wrapped:
             return WholeBatches(epoch, splitter)

@@ -73,11 +73,9 @@ class DistributedDatasetsFromFunction(DistributedInput):
 
     @property
     def batches_per_step(self) -> int:
-        """See `DistributedInput.batches_per_step`."""
         return self._batches_per_step
 
     def split(self, epoch: Epoch) -> SplitEpoch:
-        """See `DistributedInput.split`."""
         return BatchPerReplica(epoch, Splitter(self.options))
 
     def __len__(self) -> int:

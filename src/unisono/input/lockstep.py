@@ -95,7 +95,6 @@ class Lockstep(Steps[PlacedBatch]):
             self._progress.num_left_out += 1
 
     def close(self) -> None:
-        """See `Steps.close`."""
         self._steps.close()
 
     def _agreed(self) -> PlacedBatch:

@@ -65,7 +65,6 @@ class Prefetcher(Steps[T]):
             raise
 
     def close(self) -> None:
-        """See `Steps.close`."""
         if self._buffer is not None:
             self._stop()
 

@@ -40,7 +40,6 @@ class AcrossWorkers(CrossDeviceOps):
         self._devices = devices
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         self._local.close()
 
     def reduce_implementation(
@@ -50,7 +49,6 @@ class AcrossWorkers(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         pairs = [(per_replica_value, destinations)]
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
@@ -60,7 +58,6 @@ class AcrossWorkers(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
         results: dict[int, Tensor] = {}
         dense = [i for i, tensors in enumerate(values) if not all(map(is_sparse, tensors))]
@@ -161,7 +158,6 @@ class AcrossWorkers(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.reduce_gradients_implementation`."""
         values = [list(value.values) for value, _ in value_destination_pairs]
         totals = self.combine_gradients(reduce_op, values)
         self._reduce_between(reduce_op, totals)

@@ -36,14 +36,9 @@ class AllReduce(ScheduledOps):
         return one_device(len(devices), root=turn % len(devices), destinations=range(len(devices)))
 
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
-        """See `ScheduledOps.schedule`."""
         if is_all_reduce(ends):
             return self.all_reduce_schedule(ends.sources, turn)
-        return one_device(
-            len(ends.sources),
-            root=places.index(self.root(ends)),
-            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
-        )
+        return super().schedule(ends, places, turn)
 
     def reduce_dense(
         self,
@@ -52,7 +47,6 @@ class AllReduce(ScheduledOps):
         ends: Ends,
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
-        """See `ScheduledOps.reduce_dense`."""
         if not is_all_reduce(ends) or self.route(ends).plan.num_copies == 0:
             return super().reduce_dense(op, batch, ends, options)
         rule = BytesPerPack(options.bytes_per_pack) if options.bytes_per_pack else self._packing

@@ -21,5 +21,4 @@ class HierarchicalCopyAllReduce(AllReduce):
     """
 
     def all_reduce_schedule(self, devices: tuple[Device, ...], turn: int) -> Schedule:
-        """See `AllReduce.all_reduce_schedule`."""
         return two_level(near_groups(devices), turn=turn)

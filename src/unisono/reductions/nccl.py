@@ -41,7 +41,6 @@ class NcclAllReduce(AllReduce):
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[object, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...] | None]:
-        """See `ScheduledOps.reduce_plain`."""
         places = self.route(ends).places
         if any(place.type != "cuda" for place in places):
             self._fall_back(f"the values are on {', '.join(map(str, ends.sources))}")
@@ -50,7 +49,6 @@ class NcclAllReduce(AllReduce):
     def reduce_packs(
         self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...]]:
-        """See `AllReduce.reduce_packs`."""
         why_not = next((why for pack in packs if (why := _why_not(op, pack))), None)
         group = None if why_not else self._group(tuple(one.device.index for one in packs[0]))
         if group is None:
@@ -61,7 +59,6 @@ class NcclAllReduce(AllReduce):
         return [tuple(total[i] for i in order) for total in totals]
 
     def close(self) -> None:
-        """See `CrossDeviceOps.close`."""
         with self._lock:
             groups, self._groups = self._groups, {}
         for group in groups.values():

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from unisono.errors import CommunicationError
 from unisono.options import ReduceOp
+from unisono.torch_private import raw_stream
 
 # The numbers of nccl.h.
 _DTYPES = {
@@ -102,7 +103,7 @@ class NcclGroup:
                     _DTYPES[given.dtype],
                     _OPS[op],
                     self._communicators[gpu],
-                    torch._C._cuda_getCurrentRawStream(gpu),
+                    raw_stream(gpu),
                 )
                 _check(code, f"start an all-reduce on GPU {gpu}")
 

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from unisono.algorithms import Schedule, one_device
 from unisono.devices import Device, DeviceLike, resolve
 from unisono.errors import UnsupportedError
 from unisono.kernels import divide
@@ -42,25 +41,14 @@ class ReductionToOneDevice(ScheduledOps):
 
     @property
     def is_tree_sum(self) -> bool:
-        """See `CrossDeviceOps.is_tree_sum`."""
         return self._accumulate is None and super().is_tree_sum
 
     def root(self, ends: Ends) -> Device:
-        """See `ScheduledOps.root`."""
         return self._reduce_to or ends.destinations[0]
-
-    def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
-        """See `ScheduledOps.schedule`."""
-        return one_device(
-            len(ends.sources),
-            root=places.index(self.root(ends)),
-            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
-        )
 
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...] | None]:
-        """See `ScheduledOps.reduce_plain`."""
         if self._accumulate is not None:
             return [None] * len(batch)
         return super().reduce_plain(op, batch, ends)
@@ -68,7 +56,6 @@ class ReductionToOneDevice(ScheduledOps):
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """See `CrossDeviceOps.reduce_in_place`."""
         if self._accumulate is not None:
             return False
         return super().reduce_in_place(reduce_op, batch, devices)
@@ -80,7 +67,6 @@ class ReductionToOneDevice(ScheduledOps):
         ends: Ends,
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
-        """See `ScheduledOps.reduce_dense`."""
         is_alone = len(ends.sources) == 1 and ends.sources == ends.destinations
         if self._accumulate is None or is_alone:
             return super().reduce_dense(op, batch, ends, options)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from unisono.algorithms import Plan, Schedule, make_plan, run
+from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, Machine, this_machine
 from unisono.kernels import check_replicas, reduce_fused, reduce_into
@@ -39,7 +39,7 @@ class Route(NamedTuple):
 
 
 class ScheduledOps(CrossDeviceOps):
-    """A cross-device operation that is a schedule; a subclass says which."""
+    """A cross-device operation that follows a schedule."""
 
     reads_values: ClassVar[bool] = True
 
@@ -52,8 +52,15 @@ class ScheduledOps(CrossDeviceOps):
         return ends.destinations[0]
 
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
-        """Returns the schedule over `places`; with each turn another device may be the root."""
-        raise NotImplementedError
+        """Returns the schedule over `places`; with each turn another device may be the root.
+
+        Unless overridden, all values meet on the root.
+        """
+        return one_device(
+            len(ends.sources),
+            root=places.index(self.root(ends)),
+            destinations=[places.index(device) for device in dict.fromkeys(ends.destinations)],
+        )
 
     def reduce_implementation(
         self,
@@ -62,7 +69,6 @@ class ScheduledOps(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        """See `CrossDeviceOps.reduce_implementation`."""
         ends = Ends(per_replica_value.devices, destinations.devices)
         (result,) = self._reduce_group(reduce_op, None, [per_replica_value.values], ends, options)
         return mirrored(result, destinations)
@@ -73,7 +79,6 @@ class ScheduledOps(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """See `CrossDeviceOps.batch_reduce_implementation`."""
         if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
             # A subclass has a way of its own to reduce one value, and means batches too.
             return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
@@ -168,7 +173,6 @@ class ScheduledOps(CrossDeviceOps):
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """See `CrossDeviceOps.reduce_in_place`."""
         plan = self.route(Ends(devices, devices)).plan
         return self.reads_values and plan.is_one_sum and reduce_into(reduce_op, batch, batch)
 

@@ -26,4 +26,4 @@ class DefaultStrategy(Strategy):
         )
 
 
-set_outside(ReplicaContext(DefaultStrategy(), 0, ReplicaMeeting(1, Turns(1))))
+set_outside(ReplicaContext(DefaultStrategy().extended, 0, ReplicaMeeting(1, Turns(1))))

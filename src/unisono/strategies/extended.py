@@ -242,7 +242,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
         self.has_hook = True
-        self._captures.obstacle = "a communication hook is Python code"
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -266,7 +265,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         with self._run_lock:
             before = CallerThread()
             try:
-                with entered(CrossReplicaContext(self.strategy)):
+                with entered(CrossReplicaContext(self)):
                     return self._run_step(fn, args, kwargs)
             except BaseException:
                 before.restore()
@@ -291,9 +290,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     ) -> Any:
         self.mirrors.refresh()
         self.gradients.begin(weights)
-        run = functools.partial(
-            self._runner.run, self.strategy, fn, args, kwargs, weights, recorder
-        )
+        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
             return self.counting.regrouped(results)
@@ -307,7 +304,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         finally:
             self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.
-        self.mirrors.buffers.end(weights)
+        self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 

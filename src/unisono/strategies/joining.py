@@ -142,6 +142,18 @@ def leave(communicator: Communicator) -> None:
         joined.users.discard(communicator)
 
 
+def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:
+    """Returns what connects the workers that this process has joined last, and the job's store.
+
+    Workers that it has left do not count.
+    """
+    with _lock:
+        for joined in reversed(_stores.values()):
+            if users := [one for one in joined.users if isinstance(one, TracedCommunicator)]:
+                return max(users, key=lambda one: one.group), joined.store
+    return None
+
+
 @contextmanager
 def _joined(membership: Membership, timeout_seconds: float) -> Iterator[Joined]:
     """Gives the block the store of the job, which answers all it asks in `timeout_seconds`."""

@@ -49,7 +49,6 @@ class MultiWorkerExtended(StrategyExtended):
         return self.membership.is_chief
 
     def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
         leave(self.workers.communicator)
         super().close()
 

@@ -7,13 +7,13 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import set_multithreading_enabled
 
 from unisono.arguments import check_iterable
-from unisono.contexts import Meeting, ReplicaContext, entered, running_replica
+from unisono.contexts import Meeting, ReplicaContext, Replicas, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
@@ -33,9 +33,6 @@ from unisono.errors import add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.values import select_replica
-
-if TYPE_CHECKING:
-    from unisono.strategies.strategy import Strategy
 
 
 class Runner:
@@ -59,13 +56,13 @@ class Runner:
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
-            len(devices), has_gpus=bool(self._gpus), is_serial=is_serial
+            len(devices), can_capture=len(self._gpus) == 1, is_serial=is_serial
         )
         self._compilations = Compilations()
 
     def run(
         self,
-        strategy: Strategy,
+        replicas: Replicas,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
@@ -78,11 +75,16 @@ class Runner:
         is_serial = may_compile or self._is_serial
         turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
-            num_replicas, turns, self._gpus, names=self._names, recorder=recorder
+            num_replicas,
+            turns,
+            self._gpus,
+            names=self._names,
+            recorder=recorder,
+            has_workers=replicas.gradients.has_workers,
         )
-        is_single = strategy.extended.mirrors.is_single
+        is_single = replicas.mirrors.is_single
         contexts = [
-            ReplicaContext(strategy, i, meeting, weight, generators=None if is_single else own)
+            ReplicaContext(replicas, i, meeting, weight, generators=None if is_single else own)
             for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
@@ -103,7 +105,7 @@ class Runner:
         kwargs: dict[str, Any],
     ) -> Sequence[Any]:
         places = self._places
-        if contexts[0].strategy.extended.mirrors.is_single:
+        if contexts[0].replicas.mirrors.is_single:
             with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators

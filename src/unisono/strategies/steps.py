@@ -120,7 +120,7 @@ class StepMethods:
         check_int("iterations", iterations, least=0)
         check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
         steps = MultiStepContext(initial_loop_values)
-        with entered(CrossReplicaContext(self.strategy)):
+        with entered(CrossReplicaContext(self.strategy.extended)):
             for _ in range(iterations):
                 fn(steps, iterator.get_next())
         return steps

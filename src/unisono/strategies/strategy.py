@@ -86,7 +86,7 @@ class Strategy(InputMethods):
         It may be entered again while it is open, but not another strategy's.
         """
         self._check_cross_replica("scope()")
-        with entered(CrossReplicaContext(self)), self._extended.creating():
+        with entered(CrossReplicaContext(self._extended)), self._extended.creating():
             yield self
 
     def run(

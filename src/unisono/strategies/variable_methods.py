@@ -89,7 +89,7 @@ class VariableMethods:
         results = []
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
-            with entered(CrossReplicaContext(self.strategy, owner)):
+            with entered(CrossReplicaContext(self.strategy.extended, owner)):
                 results.append(fn(Component.of(var.values[owner]), *own_args, **own_kwargs))
         if not is_grouped:
             return tuple(results)
@@ -132,7 +132,7 @@ class VariableMethods:
                 )
             replica_id = self.worker_devices.index(device)
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs or {}))
-            with entered(CrossReplicaContext(self.strategy, replica_id)):
+            with entered(CrossReplicaContext(self.strategy.extended, replica_id)):
                 results.append(fn(*own_args, **own_kwargs))
         if not group or len(results) == 1:
             return tuple(results) if not group else results[0]

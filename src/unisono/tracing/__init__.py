@@ -2,20 +2,29 @@
 
 with tracing.record("folder") as trace: ...     each worker writes folder/worker-RANK.jsonl
 span                                            one line at each place that is recorded
-read_folder                                     the files of all workers
-align, summarise, timeline                      what they tell; from `unisono_tools`, when used
+read_folder, align, summarise, timeline         what they tell; from `unisono_tools`, when used
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from unisono.tracing.files import Event, Thread, WorkerTrace, read_folder
 from unisono.tracing.recording import Trace, record, record_if_asked
 from unisono.tracing.spans import Span, join_workers, span
 
 if TYPE_CHECKING:
-    from unisono_tools.traces import Shares, Straggler, Summary, align, summarise, timeline
+    from unisono_tools.traces import (
+        Event,
+        Shares,
+        Straggler,
+        Summary,
+        Thread,
+        WorkerTrace,
+        align,
+        read_folder,
+        summarise,
+        timeline,
+    )
 
 __all__ = [
     "Event",

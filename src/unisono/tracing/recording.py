@@ -15,11 +15,11 @@ from unisono.arguments import check_callable, check_int
 from unisono.errors import TraceError
 from unisono.sharing import computed_once
 from unisono.tracing import spans
-from unisono.tracing.files import WorkerTrace, check_folder, read_folder, write
+from unisono.tracing.files import check_folder, write
 from unisono.tracing.recorder import Clock, Recorder
 
 if TYPE_CHECKING:
-    from unisono_tools.traces import Summary
+    from unisono_tools.traces import Summary, WorkerTrace
 
 # Of each thread: some 10,000 steps, and 40 MB.
 MAX_EVENTS = 100_000
@@ -37,7 +37,7 @@ class Trace:
 
     def workers(self) -> list[WorkerTrace]:
         """Returns what each worker has written so far, on one clock."""
-        aligned: list[WorkerTrace] = analysis().align(read_folder(self.folder))
+        aligned: list[WorkerTrace] = analysis().align(analysis().read_folder(self.folder))
         return aligned
 
     def summary(self) -> Summary:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -36,12 +35,7 @@ class Span:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         return None
 
 
@@ -65,12 +59,7 @@ class _Recorded(Span):
         self._start = self._recorder.clock()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None and kind is not StopIteration:
             self._arguments["error"] = kind.__name__
         self._recorder.add(self._start, self._category, self._name, self._arguments)
@@ -93,14 +82,9 @@ class _Within(Span):
         self._inner.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._inner.__exit__(kind, error, traceback)
-        self._outer.__exit__(kind, error, traceback)
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        self._inner.__exit__(kind, *error)
+        self._outer.__exit__(kind, *error)
 
 
 class Place(NamedTuple):

@@ -2,7 +2,7 @@
 
 from unisono.values.counting import factors_of, weighed, weighed_tensor
 from unisono.values.distributed import DistributedValues, Mirrored, PerReplica
-from unisono.values.sparse import concatenate, is_sparse
+from unisono.values.sparse import concatenate, is_sparse, sparse_of
 from unisono.values.structure import (
     Tree,
     flatten,
@@ -33,6 +33,7 @@ __all__ = [
     "replica_seen",
     "select_replica",
     "set_replica_seen",
+    "sparse_of",
     "take_apart",
     "tensors_of",
     "weighed",

@@ -117,7 +117,6 @@ class PerReplica(TensorLike, DistributedValues):
         *,
         is_input: bool = False,
     ) -> Self:
-        """Makes a value from components that are known to be on `devices`, without a check."""
         value = super().placed(values, devices)
         value.counts = counts
         value.is_input = is_input

@@ -51,12 +51,19 @@ def check_sparse_op(op: ReduceOp) -> None:
 
 def with_parts(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
     """Returns a sparse tensor of the shape of `like` with valid indices and their values."""
+    return sparse_of(like.sparse_dim(), like.shape, indices, values, is_coalesced=is_coalesced)
+
+
+def sparse_of(
+    sparse_dim: int, shape: torch.Size, indices: Tensor, values: Tensor, *, is_coalesced: bool
+) -> Tensor:
+    """Returns a sparse tensor with valid indices and their values."""
     # The parts are valid, so this needs no check; the public function warns that it makes none.
     make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
     made: Tensor = make(
-        like.sparse_dim(),
-        like.dense_dim(),
-        like.shape,
+        sparse_dim,
+        len(shape) - sparse_dim,
+        shape,
         indices,
         values,
         dtype=values.dtype,

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequenc
 from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from unisono.devices import Device
 from unisono.errors import ReplicaMismatchError, UnsupportedError
+from unisono.torch_private import pytree
 from unisono.values.distributed import DistributedValues, PerReplica
 
 # What is surely no structure.

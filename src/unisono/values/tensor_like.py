@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from unisono.errors import UnsupportedAttributeError, UnsupportedError
+from unisono.torch_private import pytree
 
 # Methods that are about the tensor itself, and not about its value.
 _OF_THE_LEAF = frozenset(

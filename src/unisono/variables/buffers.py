@@ -14,6 +14,7 @@ large buffer of another shape has changed if torch has counted a write.
 
 from __future__ import annotations
 
+import functools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
@@ -28,6 +29,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
+from unisono.variables.attributes import raw
 from unisono.variables.leaves import fit_for_training, version_of
 from unisono.variables.restructured import Restructured
 from unisono.variables.statistics import Statistics, chosen_of, mean_of
@@ -121,8 +123,8 @@ class Buffers:
         """Says which modules there are, each with its clones."""
         pairs = list(modules)
         before = [*self._primaries, *chain(*self._clones)]
-        primaries = [_attributes(module)["_buffers"] for module, _ in pairs]
-        attributes = [[_attributes(own[i]) for _, own in pairs] for i in range(len(self._places))]
+        primaries = [raw(module)["_buffers"] for module, _ in pairs]
+        attributes = [[raw(own[i]) for _, own in pairs] for i in range(len(self._places))]
         clones = [[one["_buffers"] for one in own] for own in attributes]
         now = [*primaries, *chain(*clones)]
         if len(now) != len(before) or not all(map(operator.is_, now, before)):
@@ -149,7 +151,7 @@ class Buffers:
                 self._install()
         self._versions = self._count_writes()
 
-    def bring_together(self, weights: Sequence[float]) -> None:
+    def bring_together(self, weights: Sequence[float], recorder: Any = None) -> None:
         """After a run, or while all replicas wait: gives the primaries what the replicas wrote.
 
         A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
@@ -168,14 +170,19 @@ class Buffers:
             if is_written or loose or others:
                 try:
                     with span("reduce", "buffers"):
-                        self._bring(weights, others, loose, is_written=is_written)
+                        given = weights, others, loose, is_written
+                        if recorder is not None and self._workers.are_many:
+                            what = "the exchange of buffers between workers"
+                            recorder.call(what, functools.partial(self._bring, *given))
+                        else:
+                            self._bring(*given)
                 except UnequalCollectivesError as error:
                     add_note(error, self._explanation(others, loose))
                     raise
 
-    def end(self, weights: Sequence[float]) -> None:
+    def end(self, weights: Sequence[float], recorder: Any = None) -> None:
         """Ends a run that has not failed."""
-        self.bring_together(weights)
+        self.bring_together(weights, recorder)
         self._is_open = False
 
     def _bring(
@@ -183,10 +190,9 @@ class Buffers:
         weights: Sequence[float],
         others: list[tuple[int, str]],
         loose: list[_Loose],
-        *,
-        is_written: bool,
+        are_flats_written: bool,  # noqa: FBT001
     ) -> None:
-        if is_written:
+        if are_flats_written:
             self._flats.bring_together(weights)
         for one in loose:
             if one.primary.is_floating_point() and one.primary.layout is torch.strided:
@@ -370,12 +376,6 @@ class Buffers:
     def _name_of(self, buffer: Tensor) -> str:
         names = zip(self._names, self._tensors, strict=True)
         return next((name for name, tensor in names if tensor is buffer), "a buffer")
-
-
-def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module itself has, on a replica too."""
-    attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
-    return attributes
 
 
 def _resizes_buffers(module: nn.Module | None) -> bool:

@@ -12,11 +12,11 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import optimizer
 
 from unisono.contexts import current_replica
+from unisono.torch_private import no_torch_function_of_subclasses
 from unisono.variables.front import set_classes
 from unisono.variables.leaves import Leaves
 
@@ -47,7 +47,7 @@ class Captured(nn.Parameter):
         kwargs = kwargs or {}
         context = current_replica()
         if context is not None:
-            own = context.strategy.extended.mirrors.stand_ins[context.local_id]
+            own = context.replicas.mirrors.stand_ins[context.local_id]
             try:
                 args, kwargs = _with_leaves((args, kwargs), own)
             except KeyError:
@@ -55,7 +55,7 @@ class Captured(nn.Parameter):
                 pass
             else:
                 return func(*args, **kwargs)
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_of_subclasses():
             return func(*args, **kwargs)
 
 

@@ -31,11 +31,11 @@ def _wrapped(clip: Any) -> Callable[..., Any]:
     @functools.wraps(clip)
     def wrapped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
-        if context is None or context.strategy.extended.mirrors.is_single:
+        if context is None or context.replicas.mirrors.is_single:
             return clip(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         replica_id = context.local_id
-        found = map(context.strategy.extended.mirrors.owner_of_leaf, listed)
+        found = map(context.replicas.mirrors.owner_of_leaf, listed)
         owners = [one for one in found if one is not None]
         reduced = [
             one

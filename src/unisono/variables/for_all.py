@@ -5,20 +5,22 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import nn
 from torch.optim import swa_utils
-from torch.utils import _pytree as pytree
 
 from unisono.arguments import check_callable
-from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.contexts import (
+    CrossReplicaContext,
+    ReplicaContext,
+    Replicas,
+    current_replica,
+    entered,
+)
 from unisono.sharing import computed_once
+from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
-
-if TYPE_CHECKING:
-    from unisono.strategies import StrategyExtended
 
 T = TypeVar("T")
 
@@ -37,14 +39,14 @@ class for_all:
 
     def __init__(self, context: ReplicaContext) -> None:
         self._context = context
-        self._mirrors = context.strategy.extended.mirrors
+        self._mirrors = context.replicas.mirrors
         own = context.generators
         for_all = None if own is None else own.for_all
-        self._entered = entered(CrossReplicaContext(context.strategy, generators=for_all))
+        self._entered = entered(CrossReplicaContext(context.replicas, generators=for_all))
 
     def __enter__(self) -> None:
         # Parameters are looked at as the program has them.
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             self._mirrors.watch.check()
             self._mirrors.groups.settle(self._context.num_local_replicas)
         self._entered.__enter__()
@@ -52,7 +54,7 @@ class for_all:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         self._entered.__exit__()
         if kind is None:
-            with torch._C.DisableTorchFunction():
+            with no_torch_function():
                 self._mirrors.watch.settle()
                 self._mirrors.groups.renew()
 
@@ -89,18 +91,18 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     context = current_replica()
     if context is None:
         return fn(*args, **kwargs)
-    if context.strategy.extended.mirrors.is_single and context.meeting.recorder is None:
+    if context.replicas.mirrors.is_single and context.meeting.recorder is None:
         return fn(*args, **kwargs)
 
     def work(given: list[Any]) -> list[Any]:
-        with torch._C.DisableTorchFunction():
-            _begin(context.strategy.extended)
+        with no_torch_function():
+            _begin(context.replicas)
         results = _call(context, fn, given)
-        with torch._C.DisableTorchFunction():
-            _end(context.strategy.extended)
+        with no_torch_function():
+            _end(context.replicas)
         return results
 
-    mirrors = context.strategy.extended.mirrors
+    mirrors = context.replicas.mirrors
     own = _of_program(mirrors, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
     fn = _method_of_program(mirrors, fn)
@@ -120,33 +122,33 @@ def merge(
 
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
     """Calls `fn` with the arguments that all replicas gave, and parts its result."""
-    extended = context.strategy.extended
-    args, kwargs = extended.counting.regrouped(given)
-    extended.mirrors.metrics.end(extended.current_weights)
+    replicas = context.replicas
+    args, kwargs = replicas.counting.regrouped(given)
+    replicas.mirrors.metrics.end(replicas.current_weights)
     with for_all(context):
         result = fn(*args, **kwargs)
-    extended.mirrors.metrics.begin()
+    replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
 
 
-def _begin(extended: StrategyExtended) -> None:
+def _begin(replicas: Replicas) -> None:
     """Makes the program's modules show what the replicas have: gradients and buffers."""
-    owners = extended.mirrors.all_leaves
-    extended.mirrors.reduce_rest(owners)
+    owners = replicas.mirrors.all_leaves
+    replicas.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
-    extended.mirrors.buffers.bring_together(extended.current_weights)
+    replicas.mirrors.buffers.bring_together(replicas.current_weights)
 
 
-def _end(extended: StrategyExtended) -> None:
+def _end(replicas: Replicas) -> None:
     """Gives the replicas what was done to the program's modules."""
-    mirrors = extended.mirrors
+    mirrors = replicas.mirrors
     for one in mirrors.all_leaves:
         one.take_from_primary()
     generation = mirrors.generation
     mirrors.refresh()
     if mirrors.generation != generation:
-        extended.gradients.begin(extended.current_weights)
+        replicas.gradients.begin(replicas.current_weights)
 
 
 def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:

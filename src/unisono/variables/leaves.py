@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unisono.torch_private import set_grad_enabled
+
 
 def version_of(tensor: Tensor | None) -> int:
     """Returns how often a tensor has been written to, as far as torch counts it."""
@@ -214,10 +216,10 @@ class fit_for_training:
         self._mode = torch._C._InferenceMode(False)  # noqa: FBT003
         self._mode.__enter__()
         self._is_grad_enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # noqa: FBT003
+        set_grad_enabled(False)
 
     def __exit__(self, *error: object) -> None:
-        torch._C._set_grad_enabled(self._is_grad_enabled)
+        set_grad_enabled(self._is_grad_enabled)
         self._mode.__exit__(None, None, None)
 
 

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
+from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
@@ -58,7 +59,7 @@ def do_once(
     """Lets the replicas meet, does the work once for all of them, and gives all the result."""
 
     def once(_: Any) -> list[Any]:
-        with for_all(context), torch._C.DisableTorchFunction():
+        with for_all(context), no_torch_function():
             return [work()] * context.num_local_replicas
 
     return context.meeting.meet(
@@ -121,7 +122,7 @@ class OnceOptimizer(OnceUpdate):
         context = current_replica()
         owners = _leaves(self)
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             if context is None:
                 super().zero_grad(set_to_none)  # type: ignore[misc]
                 for leaves in owners:
@@ -139,7 +140,7 @@ class OnceOptimizer(OnceUpdate):
         context = current_replica()
         if context is None:
             return groups
-        return context.strategy.extended.mirrors.groups.seen(self, groups, context)
+        return context.replicas.mirrors.groups.seen(self, groups, context)
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
@@ -322,13 +323,13 @@ def _step_with_closures(
             _mirrors_of(optimizer).spread(parameters_of(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
-            extended = context.strategy.extended
+            replicas = context.replicas
             given = PerReplica.placed(
                 tuple(loss.detach() for loss in losses),
-                extended.worker_devices,
-                extended.counting.samples,
+                replicas.worker_devices,
+                replicas.counting.samples,
             )
-            mean: Tensor = extended.reduce_to(ReduceOp.MEAN, given, given.devices[0])
+            mean: Tensor = replicas.reduce_to(ReduceOp.MEAN, given, given.devices[0])
             return mean
 
         with for_all(context):

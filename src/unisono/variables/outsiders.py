@@ -90,7 +90,7 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
     It looks at every node of the graph. So it does this in the first run of every step, and in
     others only if the process has parameters at all that could be reached.
     """
-    mirrors = context.strategy.extended.mirrors
+    mirrors = context.replicas.mirrors
     if mirrors.is_checked and not _made_outside.are_trained(mirrors):
         return
     mirrors.is_being_checked = True
@@ -122,7 +122,7 @@ def check_statistics(context: ReplicaContext, running: Tensor) -> None:
 
 def _claim(context: ReplicaContext, tensor: Tensor, problem: str) -> None:
     """Notes that a replica uses a tensor as its own; raises if another does, too."""
-    claimed = context.strategy.extended.mirrors.claimed
+    claimed = context.replicas.mirrors.claimed
     user, _ = claimed.setdefault(id(tensor), (context.local_id, tensor))
     if user != context.local_id and variable_of(tensor) is None:
         raise ContextError(problem)
@@ -211,7 +211,7 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
     name = None if module is None else _name_in(module, parameter)
     named = f"{name!r}, " if name else ""
     parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
-    if context.strategy.extended.mirrors.leaves_of(parameter) is not None:
+    if context.replicas.mirrors.leaves_of(parameter) is not None:
         return (
             f"{what} uses {parameters} of a model of {context.strategy!r}, but not the "
             "replica's copies: TorchScript modules and custom functions keep the parameters they "
@@ -266,7 +266,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -> None:
     name = type(optimizer).__name__
-    if owner_of(optimizer) is context.strategy.extended.mirrors:
+    if owner_of(optimizer) is context.replicas.mirrors:
         raise ContextError(
             f"`{name}.step` was looked up before `run`, so every replica would make the update. "
             "Call `optimizer.step()` in the step instead."
@@ -288,7 +288,7 @@ def _check_before(cls: Any, name: str) -> None:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
         if context is not None and context.num_replicas_in_sync > 1:
-            is_own = self in _made_in_steps or owner_of(self) is context.strategy.extended.mirrors
+            is_own = self in _made_in_steps or owner_of(self) is context.replicas.mirrors
             if not is_own:
                 raise ContextError(
                     f"{type(self).__name__}.{name}() was called on a replica, but the object does "

@@ -42,7 +42,7 @@ def _clone(module: Any) -> Any:
     context = current_replica()
     if context is None:
         return None
-    clone = context.strategy.extended.mirrors.clones[context.local_id].get(id(module))
+    clone = context.replicas.mirrors.clones[context.local_id].get(id(module))
     if clone is None and mirror_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "

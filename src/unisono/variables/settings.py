@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, optim
 
+from unisono.variables.attributes import Contents
 from unisono.variables.front import plain_class
 from unisono.variables.shares import has_hooks
 
@@ -20,6 +21,8 @@ class Settings:
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
         self._constants, self._tensors = _read(optimizer)
+        self._contents = Contents()
+        self._note()
 
     @property
     def can_be_captured(self) -> bool:
@@ -37,12 +40,36 @@ class Settings:
 
     def are_current(self) -> bool:
         """Whether they are still the same."""
+        is_held = all(map(operator.is_, _tables(self._optimizer), self._held))
+        if is_held and self._contents.are_same():
+            # The very same objects, which is quickly seen.
+            return True
         constants, tensors = _read(self._optimizer)
-        return (
+        are_same = (
             constants == self._constants
             and len(tensors) == len(self._tensors)
             and all(map(operator.is_, tensors, self._tensors))
         )
+        if are_same:
+            self._note()
+        return are_same
+
+    def _note(self) -> None:
+        self._held = groups, state = _tables(self._optimizer)
+        self._contents.note(
+            [
+                groups,
+                *(group["params"] for group in groups),
+                *(group.values() for group in groups),
+                state.values(),
+                *(own.values() for own in state.values()),
+            ]
+        )
+
+
+def _tables(optimizer: Any) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+    attributes = vars(optimizer)
+    return attributes["param_groups"], attributes["state"]
 
 
 def _read(optimizer: Any) -> tuple[list[Any], list[Tensor]]:

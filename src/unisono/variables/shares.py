@@ -7,12 +7,12 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import optim
 from torch.optim import optimizer as hooks
 from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
+from unisono.torch_private import no_torch_function
 
 # What these do to a parameter depends on its own gradient and state alone.
 _INDEPENDENT = frozenset(
@@ -45,7 +45,7 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
         part: Any = object.__new__(cls)
         # The same state, of which each replica touches that of its own parameters only.
         part.__dict__.update(optimizer.__dict__, param_groups=groups)
-        with entered(CrossReplicaContext(context.strategy)), torch._C.DisableTorchFunction():
+        with entered(CrossReplicaContext(context.replicas)), no_torch_function():
             cls.step(part)  # type: ignore[attr-defined]
 
     context.meeting.call_waiting([functools.partial(_without_meeting, update, o) for o in shares])

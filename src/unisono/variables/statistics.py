@@ -14,6 +14,7 @@ from torch import Tensor
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers, replicas_in_a_term
+from unisono.torch_private import copy_each
 
 _WIDE = torch.float64
 # Vector units and libraries for GPUs like the beginning of a tensor to be aligned.
@@ -64,7 +65,7 @@ class _Flat:
 
     def write(self) -> None:
         """Gives the primaries what they have become."""
-        torch._foreach_copy_(self._targets, self._results)
+        copy_each(self._targets, self._results)
 
 
 class Statistics:

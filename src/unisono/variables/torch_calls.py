@@ -23,7 +23,7 @@ def watch_calls() -> None:
 
 def _replica() -> ReplicaContext | None:
     context = current_replica()
-    return None if context is None or context.strategy.extended.mirrors.is_single else context
+    return None if context is None or context.replicas.mirrors.is_single else context
 
 
 def _watch_batch_norm() -> None:
@@ -49,7 +49,7 @@ def _watch_batch_norm() -> None:
             return original(*given)
         if running_mean is not None:
             check_statistics(context, running_mean)
-        if context.strategy.extended.mirrors.synchronizes:
+        if context.replicas.mirrors.synchronizes:
             return synchronized_batch_norm(
                 context, input, running_mean, running_var, weight, bias, momentum, eps
             )

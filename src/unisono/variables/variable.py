@@ -13,9 +13,10 @@ from torch.nn import Parameter
 from unisono.arguments import check_bool, check_optional
 from unisono.contexts import (
     ReplicaContext,
+    Replicas,
+    current_context,
     current_replica,
     get_replica_context,
-    get_strategy,
     has_strategy,
     is_default,
     other_strategy,
@@ -88,7 +89,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         shape: The shape that the value must have; None means any.
     """
 
-    __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_strategy", "_what")
+    __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_replicas", "_what")
 
     def __init__(
         self,
@@ -112,7 +113,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             import_scope=import_scope,
             constraint=constraint,
         )
-        self._strategy: Strategy = get_strategy()
+        self._replicas: Replicas = current_context().replicas
         check_optional("name", name, str, "a text or None")
         check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
         check_optional("trainable", trainable, bool, "True, False or None")
@@ -121,10 +122,10 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         given = initial_value() if callable(initial_value) else initial_value
         own = cast(self._given(given), dtype)
         check_layout(own, self._what)
-        value = self._strategy.extended.workers.of_chief(own)
+        value = self._replicas.workers.of_chief(own)
         check_shape(self._what, value.shape, shape)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
-        devices = self._strategy.extended.worker_devices
+        devices = self._replicas.worker_devices
         if not has_strategy():
             devices = destinations_of(value).devices
         self._owner_of = self._policy.owners(devices)
@@ -141,7 +142,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     @property
     def strategy(self) -> Strategy:
         """The strategy that it was made under."""
-        return self._strategy
+        return self._replicas.strategy
 
     distribute_strategy = strategy
 
@@ -174,9 +175,9 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         self._policy.check_read()
         op = self._policy.reduce_op
         if op is None:
-            return self._strategy.extended.workers.of_chief(component)
+            return self._replicas.workers.of_chief(component)
         parts = PerReplica.placed(self._values, self.devices)
-        reduced: Tensor = self._strategy.extended.reduce_to(op, parts, self.devices[0])
+        reduced: Tensor = self._replicas.reduce_to(op, parts, self.devices[0])
         return reduced
 
     def value(self) -> Tensor:
@@ -209,15 +210,15 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def _replica(self) -> ReplicaContext | None:
         """Returns the replica of the variable's own strategy that the running code is on."""
         context = get_replica_context()
-        return context if context is not None and context.strategy is self._strategy else None
+        return context if context is not None and context.replicas is self._replicas else None
 
     def _check_place(self, what: str, *, is_for_all: bool = False) -> None:
-        other = other_strategy(self._strategy)
+        other = other_strategy(self.strategy)
         # A variable that was made outside every scope has one component, and is written once.
-        is_plain = is_default(self._strategy) and current_replica() is None
+        is_plain = is_default(self.strategy) and current_replica() is None
         if other is not None and not is_plain:
             raise ContextError(
-                f"`{what}`: {self._what} was made under {self._strategy!r}, not under {other!r}. "
+                f"`{what}`: {self._what} was made under {self.strategy!r}, not under {other!r}. "
                 "Leave that scope, or make the variable in it."
             )
         if is_for_all and current_replica() is not None:
@@ -269,7 +270,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
                 f"{write}. Make the same writes in the same order on every replica."
             )
         op = variable._policy.reduce_op
-        workers = variable._strategy.extended.workers
+        workers = variable._replicas.workers
         if len(variable._values) == 1 or (workers.are_many and not isinstance(value, PerReplica)):
             value = PerReplica.placed((value,) * len(variable._values), variable.devices)
         if not isinstance(value, PerReplica):
@@ -282,9 +283,9 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             pairs = zip(value.values, variable.values, strict=True)
             parts = tuple(cast(part, variable.dtype).to(own.device) for part, own in pairs)
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
-            counts = variable._strategy.extended.counting.presence
+            counts = variable._replicas.counting.presence
             given = PerReplica.placed(parts, variable.devices, counts)
-            total = variable._strategy.extended.reduce_to(op, given, targets)
+            total = variable._replicas.reduce_to(op, given, targets)
             totals = total.values if isinstance(total, DistributedValues) else (total,)
             if write.multiplies:
                 combine = combine_factors if op is ReduceOp.SUM else Tensor.coalesce
@@ -294,16 +295,16 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def _write_all(self, write: Write, given: Any, *, is_rest_allowed: bool = False) -> None:
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
-        extended = self._strategy.extended
-        if extended.workers.are_many:
-            value = extended.workers.of_chief(cast(value, self.dtype))
-        num_replicas, num_components = self._strategy.num_replicas_in_sync, len(self._values)
+        replicas = self._replicas
+        if replicas.workers.are_many:
+            value = replicas.workers.of_chief(cast(value, self.dtype))
+        num_replicas, num_components = replicas.num_replicas_in_sync, len(self._values)
         shares = [value] * num_components
         if write is Write.ASSIGN:
             whole = cast(value, self.dtype)
             if not is_rest_allowed:
                 self._policy.check_shares(whole, num_replicas)
-            first = extended.first_replica_id
+            first = replicas.first_replica_id
             every = self._policy.shares(whole, num_replicas, num_replicas)
             shares = every[first : first + num_components]
         self._apply(write, {owner: shares[owner] for owner in self.owners})
@@ -342,10 +343,10 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         """Makes the components known: as those of this variable, and as leaves to be trained."""
         remember(self)
         let_optimizers_take_variables()
-        self._strategy.extended.mirrors.is_in_use = True
+        self._replicas.mirrors.is_in_use = True
         is_trained = self._policy.collects_gradients and not self.is_on_read
-        if is_trained and not self._strategy.extended.mirrors.is_single:
-            self._strategy.extended.adopt(VariableLeaves(self, self._values, self._owner_of))
+        if is_trained and not self._replicas.mirrors.is_single:
+            self._replicas.adopt(VariableLeaves(self, self._values, self._owner_of))
 
     def _refuse_operator(self, other: Any) -> Any:
         self._refuse_change("+=")
@@ -354,7 +355,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         duplicate: Variable = object.__new__(type(self))
-        for name in ("_devices", "_name", "_owner_of", "_policy", "_strategy", "_what"):
+        for name in ("_devices", "_name", "_owner_of", "_policy", "_replicas", "_what"):
             setattr(duplicate, name, getattr(self, name))
         storages = {owner: self._values[owner].detach().clone() for owner in self.owners}
         duplicate._values = self._aliases(storages)

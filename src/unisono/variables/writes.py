@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedError
 from unisono.kernels import check_layout
-from unisono.values import as_tensor
+from unisono.values import as_tensor, sparse_of
 
 NUMBERS = (bool, int, float, complex)
 
@@ -98,7 +98,7 @@ def change_of_rows(
         updates = as_tensor(updates).expand(needed)
     check_value(what, updates, needed, dtype)
     values = cast(updates, dtype).reshape(rows.numel(), *shape[1:]).to(rows.device, copy=True)
-    return _sparse(rows.reshape(-1).long(), values, shape, is_coalesced=False)
+    return sparse_of(1, shape, rows.reshape(1, -1).long(), values, is_coalesced=False)
 
 
 def combine_factors(change: Tensor) -> Tensor:
@@ -113,24 +113,7 @@ def combine_factors(change: Tensor) -> Tensor:
     else:
         # Each row comes once: the places say where, and nothing has to be multiplied.
         values = torch.empty_like(values).index_copy_(0, places, values)
-    return _sparse(rows, values, change.shape, is_coalesced=True)
-
-
-def _sparse(rows: Tensor, values: Tensor, shape: torch.Size, *, is_coalesced: bool) -> Tensor:
-    # The rows have been checked; the public function can warn that it checks nothing.
-    make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
-    sparse: Tensor = make(
-        1,
-        len(shape) - 1,
-        shape,
-        rows[None],
-        values,
-        dtype=values.dtype,
-        layout=torch.sparse_coo,
-        device=values.device,
-        is_coalesced=is_coalesced,
-    )
-    return sparse
+    return sparse_of(1, change.shape, rows[None], values, is_coalesced=True)
 
 
 def _reduce_rows(component: Tensor, change: Tensor, how: str) -> None:

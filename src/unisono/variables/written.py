@@ -150,14 +150,14 @@ def let_data_be_watched() -> None:
             is_watched = any(watch.sees(self) for watch in _spread_watches)
         else:
             # A lazy parameter, which the replica itself has made, has no other tensor.
-            is_single = context.strategy.extended.mirrors.is_single
+            is_single = context.replicas.mirrors.is_single
             is_watched = not is_single and not nn.parameter.is_lazy(self)
         return self.detach() if is_watched else get_data(self)
 
     def put(self: nn.Parameter, value: Tensor) -> None:
         context = current_replica()
         if context is not None:
-            _check_assigned(context.strategy.extended.mirrors, self)
+            _check_assigned(context.replicas.mirrors, self)
         set_data(self, value)
 
     nn.Parameter.data = property(get, put, doc=original.__doc__)  # type: ignore[assignment]
@@ -177,7 +177,7 @@ def let_data_be_watched() -> None:
     def flatten_parameters(self: nn.RNNBase) -> None:
         # It would move the weights of one replica away from the storage that all share.
         context = current_replica()
-        if context is None or context.strategy.extended.mirrors.is_single:
+        if context is None or context.replicas.mirrors.is_single:
             flattened(self)
 
     nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]

@@ -35,12 +35,12 @@ from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import TCPStore
 
-from unisono.testing.namespaces import Hosts, enter, make_hosts
 from unisono_tools.benchmarks.peers.crew import DEADLINE_S, Crew
 from unisono_tools.benchmarks.peers.mpi import Mpi
 from unisono_tools.benchmarks.peers.torch_ranks import work
 from unisono_tools.benchmarks.rows import Row, mark_sizes, spell_bytes
 from unisono_tools.benchmarks.timing import MIN_TURNS, REST_S, Series
+from unisono_tools.namespaces import Hosts, enter, make_hosts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -10,6 +10,28 @@ import click
 from unisono_tools.cli.extras import quiet_torch
 
 
+def read_range(context: click.Context, parameter: click.Parameter, text: str) -> tuple[int, int]:
+    """Reads a number, or two with a colon between them."""
+    first, _, last = text.partition(":")
+    try:
+        least, most = int(first), int(last or first)
+    except ValueError:
+        least, most = 0, 0
+    if not 1 <= least <= most:
+        raise click.BadParameter(
+            f"{text!r} is neither a number of hosts nor MIN:MAX. Write 4 or 1:4."
+        )
+    return least, most
+
+
+def read_pairs(context: click.Context, parameter: click.Parameter, text: str) -> dict[str, str]:
+    """Reads pairs of a name and a value."""
+    pairs = [pair.partition("=") for pair in text.split(",") if pair]
+    if wrong := [name for name, _, value in pairs if not value]:
+        raise click.BadParameter(f"{wrong[0]!r} has no value. Write it as {wrong[0]}=VALUE.")
+    return {name.strip(): value.strip() for name, _, value in pairs}
+
+
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "-n",
@@ -22,11 +44,12 @@ from unisono_tools.cli.extras import quiet_torch
 @click.option(
     "--nnodes",
     "num_hosts",
-    metavar="N",
-    type=click.IntRange(min=1),
-    default=1,
+    metavar="N|MIN:MAX",
+    default="1",
     show_default=True,
-    help="Number of hosts in the job.",
+    callback=read_range,
+    help="Number of hosts in the job. With MIN:MAX, it starts with at least MIN, and starts all "
+    "workers again when hosts come or go.",
 )
 @click.option(
     "--node-rank",
@@ -42,12 +65,29 @@ from unisono_tools.cli.extras import quiet_torch
     help="Address and port of the first host, the same on all hosts.",
 )
 @click.option(
+    "--rdzv-conf",
+    "rendezvous",
+    metavar="KEY=VALUE,...",
+    default="",
+    callback=read_pairs,
+    help="How hosts find each other, as for torchrun, for example last_call_timeout=10.",
+)
+@click.option(
     "--max-restarts",
     metavar="N",
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
     help="How often to restart all workers after one has failed.",
+)
+@click.option(
+    "--grace-period",
+    "grace_seconds",
+    metavar="SECONDS",
+    type=click.FloatRange(min=0),
+    default=30,
+    show_default=True,
+    help="How long workers may take to leave when they are told to end, before they are killed.",
 )
 @click.option(
     "--tf-config-cluster",
@@ -69,10 +109,12 @@ from unisono_tools.cli.extras import quiet_torch
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def launch(
     num_workers: int | None,
-    num_hosts: int,
+    num_hosts: tuple[int, int],
     host_rank: int | None,
     endpoint: str | None,
+    rendezvous: dict[str, str],
     max_restarts: int,
+    grace_seconds: float,
     cluster_file: Path | None,
     all_local: bool,  # noqa: FBT001 (click gives all options by name)
     is_module: bool,  # noqa: FBT001
@@ -86,7 +128,8 @@ def launch(
 
     Each line of output begins with the name of its worker. If a worker fails, all others end, and
     the exit status is that of the worker. All workers also end at Ctrl-C, and when the launcher is
-    killed.
+    killed. The launcher passes SIGTERM on to its workers, and ends with their exit status if all of
+    them leave with the same one.
     """
     if not is_module and not Path(script).exists():
         raise click.BadParameter(
@@ -96,7 +139,17 @@ def launch(
     with quiet_torch():
         from unisono_tools.launching.workers import Job, run_workers
 
-    job = Job(num_workers, num_hosts, host_rank, endpoint, max_restarts, cluster_file, all_local)
+    job = Job(
+        num_workers,
+        num_hosts,
+        host_rank,
+        endpoint,
+        rendezvous,
+        max_restarts,
+        grace_seconds,
+        cluster_file,
+        all_local,
+    )
     sys.exit(
         run_workers(job, [sys.executable, "-u", *(["-m"] if is_module else []), script, *arguments])
     )

@@ -186,10 +186,10 @@ def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen
         return Chosen("one process", "replicas run Python at the same time: it is free-threaded")
     if num_gpus > 1:
         return Chosen(
-            "one process, captured step",
-            f"the replicas of {num_gpus} GPUs share one interpreter, which a step in "
-            "`unisono.function` does not need; a step that cannot be captured: `unisono launch` "
-            "starts one process per GPU",
+            "one process per GPU",
+            f"the replicas of {num_gpus} GPUs would share one interpreter: `unisono launch` starts "
+            "one process per GPU, and `unisono.function` captures its step; if a step keeps each "
+            "GPU busy for more than 30 ms, one process for all is as fast",
         )
     if num_gpus == 1:
         return Chosen("one process", "one GPU has one replica")

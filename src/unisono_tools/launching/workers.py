@@ -26,6 +26,7 @@ from unisono.communicators import JOB_TOKEN
 from unisono.devices import this_machine
 from unisono.errors import ClusterError
 from unisono_tools.launching import worker_start
+from unisono_tools.launching.agent import Departure
 from unisono_tools.launching.local_tasks import LocalTask, local_tasks
 from unisono_tools.launching.worker_output import WorkerOutput
 
@@ -36,10 +37,12 @@ class Job(NamedTuple):
     """What the command line asks for; see the options of `unisono launch`."""
 
     num_workers: int | None
-    num_hosts: int
+    num_hosts: tuple[int, int]
     host_rank: int | None
     endpoint: str | None
+    rendezvous: dict[str, str]
     max_restarts: int
+    grace_seconds: float
     cluster_file: Path | None
     all_local: bool
 
@@ -48,14 +51,14 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
     """Runs the workers of this host to their end, and returns the exit status of the launcher."""
     try:
         tasks = _tasks(job.num_workers, job.cluster_file, all_local=job.all_local)
-        if tasks and job.num_hosts > 1:
+        if tasks and job.num_hosts != (1, 1):
             raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
         num_workers = len(tasks) or job.num_workers or num_gpu_workers()
-        config = _config(num_workers, job.num_hosts, job.host_rank, job.endpoint)
+        config = _config(num_workers, job)
     except ClusterError as error:
         raise click.UsageError(str(error)) from None
     config.max_restarts = job.max_restarts
-    return _run(config, command, tasks)
+    return _run(config, command, tasks, Departure(job.grace_seconds))
 
 
 def _tasks(
@@ -96,31 +99,38 @@ def num_gpu_workers() -> int:
     return num_gpus
 
 
-def _config(
-    num_workers: int, num_hosts: int, host_rank: int | None, endpoint: str | None
-) -> LaunchConfig:
+def _config(num_workers: int, job: Job) -> LaunchConfig:
     """How the agents of all hosts find each other."""
+    least, most = job.num_hosts
     config = LaunchConfig(
-        min_nodes=num_hosts, max_nodes=num_hosts, nproc_per_node=num_workers, rdzv_backend="c10d"
+        min_nodes=least, max_nodes=most, nproc_per_node=num_workers, rdzv_backend="c10d"
     )
-    if num_hosts == 1:
+    config.rdzv_configs = dict(job.rendezvous)
+    if most == 1:
         # The agent takes a free port, so that launches do not meet by accident.
         config.rdzv_endpoint, config.local_addr = "localhost:0", "localhost"
         config.run_id = uuid.uuid4().hex
         return config
-    if endpoint is None:
+    if job.endpoint is None:
         raise ClusterError("Several hosts need --rdzv-endpoint: give an address of the first host.")
-    config.rdzv_endpoint = str(Address.parse(endpoint))
+    config.rdzv_endpoint = str(Address.parse(job.endpoint))
     config.run_id = f"unisono-{config.rdzv_endpoint}"
-    if host_rank is not None:
-        if host_rank >= num_hosts:
-            raise ClusterError(f"--node-rank {host_rank} must be less than --nnodes {num_hosts}.")
+    if job.host_rank is not None:
+        if least != most:
+            raise ClusterError(
+                f"--node-rank needs a fixed number of hosts, but --nnodes is {least}:{most}. Leave "
+                "out --node-rank."
+            )
+        if job.host_rank >= most:
+            raise ClusterError(f"--node-rank {job.host_rank} must be less than --nnodes {most}.")
         config.rdzv_backend = "static"
-        config.rdzv_configs = {"rank": host_rank}
+        config.rdzv_configs["rank"] = job.host_rank
     return config
 
 
-def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask]) -> int:
+def _run(
+    config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask], departure: Departure
+) -> int:
     """Runs the workers to their end, and returns the exit status of the launcher."""
     plan = {
         "command": command,
@@ -131,16 +141,20 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
     if config.max_nodes == 1 and _are_all(tasks) and not os.environ.get(JOB_TOKEN):
         # Launchers of several hosts cannot agree on a secret that nobody else hears.
         variables[JOB_TOKEN] = secrets.token_hex(32)
+    if config.max_nodes > 1:
+        # An agent that comes later, or comes back, would wait for an address that the others do
+        # not tell again.
+        variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     names = [task.name for task in tasks]
     _hear_ctrl_c_while_waiting_for_hosts()
     with tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder:
         output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
         config.logs_specs = output
         try:
-            with output, _environment(variables):
+            with output, _environment(variables), departure.of_agents():
                 elastic_launch(config, sys.executable)("-I", "-S", worker_start.__file__)
         except SignalException as error:
-            return 128 + int(error.sigval)
+            return departure.status(error.sigval)
         except ChildFailedError as error:
             return _report(error, output)
         except (RendezvousError, DistError) as error:

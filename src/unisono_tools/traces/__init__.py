@@ -1,7 +1,19 @@
 """What recorded traces tell: all workers on one clock, where the time went, a timeline."""
 
 from unisono_tools.traces.clocks import align
+from unisono_tools.traces.files import Event, Thread, WorkerTrace, read_folder
 from unisono_tools.traces.summary import Shares, Straggler, Summary, summarise
 from unisono_tools.traces.timeline import timeline
 
-__all__ = ["Shares", "Straggler", "Summary", "align", "summarise", "timeline"]
+__all__ = [
+    "Event",
+    "Shares",
+    "Straggler",
+    "Summary",
+    "Thread",
+    "WorkerTrace",
+    "align",
+    "read_folder",
+    "summarise",
+    "timeline",
+]

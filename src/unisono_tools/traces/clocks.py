@@ -14,7 +14,7 @@ from dataclasses import replace
 from statistics import median
 from typing import NamedTuple
 
-from unisono.tracing.files import Thread, WorkerTrace, check_workers
+from unisono_tools.traces.files import Thread, WorkerTrace, check_workers
 
 # In these nobody leaves before everybody has come.
 _MEETINGS = ("all_reduce", "all_gather", "barrier")

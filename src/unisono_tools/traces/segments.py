@@ -11,7 +11,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from unisono.tracing.files import Event, WorkerTrace
+from unisono_tools.traces.files import Event, WorkerTrace
 
 
 class Segment(NamedTuple):

@@ -9,7 +9,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from unisono.errors import TraceError
-from unisono.tracing.files import WorkerTrace, check_workers
+from unisono_tools.traces.files import WorkerTrace, check_workers
 from unisono_tools.traces.replicas import Spent, WorkerTime
 from unisono_tools.traces.segments import blocks
 

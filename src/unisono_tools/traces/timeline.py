@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from unisono.tracing.files import Event, Thread, WorkerTrace, check_workers
+from unisono_tools.traces.files import Event, Thread, WorkerTrace, check_workers
 
 
 def timeline(workers: Sequence[WorkerTrace]) -> dict[str, Any]:

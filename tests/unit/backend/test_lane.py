@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from unisono.backend.lane import Lane
-from unisono.backend.work import CollectiveWork
 from unisono.errors import WorkerLostError, WorkerTimeoutError
+from unisono.groups.work import CollectiveWork
 
 DEADLINE = timedelta(seconds=10)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import time
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ def cards(size: int, **facts: Any) -> list[WorkerCard]:
     return [replace(card, process_id=1000 + card.rank, **facts) for card in own]
 
 
-def outcomes(workers: Sequence[WorkerCard], timeout_seconds: float = 5) -> list[Any]:
+def outcomes(workers: Sequence[WorkerCard], timeout_seconds: float = 60) -> list[Any]:
     """What `meet` returns or raises for each worker, all at the same time."""
     store = HashStore()
+    together = threading.Barrier(len(workers))
 
     def come(card: WorkerCard) -> object:
+        # On a busy machine threads start long after each other.
+        together.wait(60)
         try:
             return meet(PrefixStore("test", store), card, timeout_seconds)
         except Exception as error:
@@ -109,11 +113,9 @@ def test_a_rank_that_is_taken_already_is_told_to_all_who_still_wait() -> None:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     workers = cards(5)
-    start = time.monotonic()
 
-    errors = outcomes([workers[0], workers[2], workers[3]], timeout_seconds=0.5)
+    errors = outcomes([workers[0], workers[2], workers[3]], timeout_seconds=1.5)
 
-    assert time.monotonic() - start < 5
     for error in errors:
         assert isinstance(error, WorkerTimeoutError)
         assert error.ranks == (1, 4)
@@ -123,7 +125,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_if_rank_0_does_not_come_it_is_named() -> None:
     _, second, third = cards(3)
 
-    errors = outcomes([second, third], timeout_seconds=0.5)
+    errors = outcomes([second, third], timeout_seconds=1.5)
 
     for error in errors:
         assert isinstance(error, WorkerTimeoutError)
@@ -134,16 +136,15 @@ def test_if_rank_0_does_not_come_it_is_named() -> None:
 def test_when_one_gives_up_all_do() -> None:
     first, second, _ = cards(3)
     store = HashStore()
-    start = time.monotonic()
 
     with ThreadPoolExecutor(2) as pool:
-        patient = pool.submit(meet, store, second, 60)
+        patient = pool.submit(meet, store, second, 200)
+        # Or the first one finds that the second has not connected either.
+        store.wait(["claim/1"], timedelta(seconds=60))
         with pytest.raises(WorkerTimeoutError, match="rank 2 has not connected"):
             meet(store, first, 0.3)
         with pytest.raises(WorkerTimeoutError, match="rank 2 has not connected"):
-            patient.result()
-
-    assert time.monotonic() - start < 10
+            patient.result(100)
 
 
 def test_who_comes_when_the_others_have_given_up_is_told_so() -> None:
@@ -155,7 +156,7 @@ def test_who_comes_when_the_others_have_given_up_is_told_so() -> None:
 
     assert was_left(store)
     with pytest.raises(WorkerTimeoutError, match="some gave up") as error:
-        meet(store, last, 5)
+        meet(store, last, 60)
     assert error.value.ranks == ()
 
 

@@ -53,7 +53,7 @@ UNLIKE = ", which differ between hosts or are not in order"
 @pytest.mark.parametrize(
     ("hosts", "carrier", "reason"),
     [
-        ("a", Carrier.NOTHING, "one rank has nobody to talk to"),
+        ("a", Carrier.NOTHING, "one rank has nothing to exchange"),
         ("aaa", Carrier.SHARED_MEMORY, "all ranks are on one host"),
         ("aabb", Carrier.HIERARCHICAL, "ranks by host are 0, 1 | 2, 3"),
         ("aaabbb", Carrier.HIERARCHICAL, "ranks by host are 0, 1, 2 | 3, 4, 5"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -15,14 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from processes.harness import run_ranks
+from processes.harness import Ranks, run_ranks
 from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from unisono.communicators import gloo
 from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import break_connections, make_gloo_group
-from unisono.communicators.mpi import MpiTransport
+from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
@@ -65,7 +67,7 @@ def connect_but_for_one(store: Store, rank: int, size: int) -> tuple[str, tuple[
     if rank == 1:
         group: Any = distributed.ProcessGroupGloo
         with pytest.raises(RuntimeError):
-            group(PrefixStore("gloo", store), rank, size, timedelta(milliseconds=1))
+            group(PrefixStore("gloo 0", store), rank, size, timedelta(milliseconds=1))
         store.set("published", "")
         own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
         return "", (), ""
@@ -85,12 +87,34 @@ def test_a_rank_that_gloo_cannot_reach_is_named() -> None:
         assert "for rank 1 of 3 to connect" in message
 
 
-class SilentStore(Store):
-    """Says where this rank listens, and never learns where the others do."""
+class AnotherStore(Store):
+    """Does all that the store of a job does, and what a test adds."""
 
     def __init__(self, store: Store) -> None:
         super().__init__()
         self.store = store
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self.store.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return self.store.multi_get(keys)
+
+    def add(self, key: str, amount: int) -> int:
+        return self.store.add(key, amount)
+
+    def check(self, keys: list[str]) -> bool:
+        return self.store.check(keys)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        self.store.wait(list(keys), timeout or timedelta(seconds=60))
+
+
+class SilentStore(AnotherStore):
+    """Says where this rank listens, and never learns where the others do."""
 
     def set(self, key: str, value: Any) -> None:
         self.store.set(key, value)
@@ -106,25 +130,79 @@ class SilentStore(Store):
 
 def connect_to_a_silent_one(store: Store, rank: int, size: int) -> float:
     """Rank 1 listens and never calls. Returns how long the others have tried to connect to it."""
-    gloo = PrefixStore("gloo", store)
+    first = PrefixStore("gloo 0", store)
     if rank == 1:
         group: Any = distributed.ProcessGroupGloo
         own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
         with pytest.raises(RuntimeError, match="given up"):
-            group(SilentStore(gloo), rank, size, timedelta(seconds=60))
+            group(SilentStore(first), rank, size, timedelta(seconds=60))
         return 0.0
     began = time.monotonic()
     with suppress(CommunicationError):
         make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60, joining_seconds=4)
     while any(thread.name == "unisono gloo" for thread in threading.enumerate()):
         time.sleep(0.01)
-    gloo.set(f"{rank} has given up", "")
+    first.set(f"{rank} has given up", "")
     return time.monotonic() - began
 
 
 def test_nothing_tries_to_connect_any_longer_than_it_may() -> None:
     # Gloo tries for five times its timeout, if one rank says nothing after the first connection.
     assert max(run_ranks(3, connect_to_a_silent_one)) < 18
+
+
+class DyingStore(AnotherStore):
+    """Ends this process once it has said where it listens for Gloo."""
+
+    def set(self, key: str, value: Any) -> None:
+        self.store.set(key, value)
+        if "gloo 0/" in key:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def connect_to_a_dying_one(store: Store, rank: int, size: int) -> tuple[str, tuple[int, ...]]:
+    try:
+        with NetworkCommunicator(
+            DyingStore(store) if rank == 1 else store, rank, size, timeout_seconds=60
+        ):
+            return "nothing", ()
+    except CommunicationError as error:
+        return type(error).__name__, error.ranks
+
+
+def test_a_rank_that_dies_while_gloo_connects_is_lost() -> None:
+    with Ranks(3, connect_to_a_dying_one) as ranks:
+        results = ranks.results()
+
+    assert results == dict.fromkeys((0, 2), ("WorkerLostError", (1,)))
+
+
+class UnluckyStore(AnotherStore):
+    """Gives no address in the first attempt of Gloo to connect."""
+
+    def get(self, key: str) -> bytes:
+        if "gloo 0/" in key:
+            raise RuntimeError("No route to host")
+        return self.store.get(key)
+
+
+def test_all_ranks_try_again_where_one_could_not_connect(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gloo, "_FIRST_SECONDS", 0.5)
+    job = HashStore()
+    stores: list[Store] = [job, UnluckyStore(job), job]
+
+    def summed(rank: int) -> float:
+        group = make_gloo_group(stores[rank], rank, 3, host="127.0.0.1", timeout_seconds=60)
+        total = torch.ones(1)
+        group.allreduce([total]).wait()
+        return total.item()
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(summed, range(3))) == [3.0] * 3
+    assert "No route to host" in caplog.text
+    assert not [one for one in threading.enumerate() if one.name.startswith("unisono")]
 
 
 def test_one_rank_needs_no_store() -> None:
@@ -199,7 +277,7 @@ def test_encryption_that_torch_cannot_do_is_an_error() -> None:
 @pytest.mark.skipif(find_spec("mpi4py") is not None, reason="mpi4py is here")
 def test_mpi_without_mpi4py_is_an_error() -> None:
     with pytest.raises(UnsupportedError, match=r"MPI needs mpi4py.*unisono\[mpi\]"):
-        MpiTransport(HashStore(), 0, 2, timeout_seconds=5, joining_seconds=5)
+        make_mpi_communicator(HashStore(), 0, 2, timeout_seconds=5)
 
 
 def test_an_unknown_backend_is_an_error() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -159,3 +160,13 @@ def test_closing_ends_a_wait_of_another_thread(three: Three) -> None:
         first.progress([message], SECONDS)
     with pytest.raises(BrokenConnectionError, match="another thread has closed it"):
         first.send(1, filled(4, 0))
+
+
+def test_a_transport_that_is_closed_leaves_nothing_of_gloo_behind(three: Three) -> None:
+    first, second, _ = three
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(swap, (first, second), [1, 0], [filled(4, 1)] * 2, [4] * 2))
+    group = weakref.ref(first._group)
+    first.close(has_failed=False)
+
+    assert group() is None

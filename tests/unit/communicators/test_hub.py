@@ -17,7 +17,7 @@ import pytest
 from unisono.communicators.hub import Hub
 from unisono.communicators.sockets import keep_alive
 
-SECONDS = 20.0
+SECONDS = 60.0
 
 
 class Rank:

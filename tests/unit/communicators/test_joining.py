@@ -9,10 +9,10 @@ import ssl
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from processes.certificates import keys, new_authority
 from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
@@ -95,18 +95,6 @@ def test_an_interface_has_an_address() -> None:
         address_of_interface("no such network")
 
 
-def keys(folder: Path, authority: Any, name: str) -> dict[str, str]:
-    """The environment of a host that encrypts."""
-    certificate = authority.issue_cert(name)
-    files = {"PKEY": folder / f"{name}.key", "CERT": folder / f"{name}.pem"}
-    certificate.private_key_pem.write_to_path(files["PKEY"])
-    certificate.cert_chain_pems[0].write_to_path(files["CERT"])
-    files["CA_FILE"] = folder / "authority.pem"
-    authority.cert_pem.write_to_path(files["CA_FILE"])
-    settings = {f"{TLS}_{which}": str(path) for which, path in files.items()}
-    return {"GLOO_DEVICE_TRANSPORT": "TCP_TLS", **settings}
-
-
 def talk(store: Store, rank: int, size: int, settings: list[dict[str, str]]) -> Outcome | bool:
     """Whether what was said was encrypted, or what was raised."""
     os.environ.update(settings[rank])
@@ -128,7 +116,7 @@ def _is_encrypted(communicator: NetworkCommunicator) -> bool:
 
 
 def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path: Path) -> None:
-    authority = pytest.importorskip("trustme").CA()
+    authority = new_authority()
     settings = [keys(tmp_path, authority, f"host{rank}.test") for rank in range(3)]
 
     assert run_ranks(3, talk, settings) == [True] * 3
@@ -136,7 +124,7 @@ def test_large_and_small_messages_are_encrypted_where_that_is_asked_for(tmp_path
 
 
 def test_the_store_is_encrypted_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in keys(tmp_path, pytest.importorskip("trustme").CA(), "host.test").items():
+    for name, value in keys(tmp_path, new_authority(), "host.test").items():
         monkeypatch.setenv(name, value)
     served = serve_store("127.0.0.1", listening("127.0.0.1", 0), b"key", encryption())
     address = served.host, served.port
@@ -156,7 +144,7 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
     settings = []
     for rank in range(2):
         (folder := tmp_path / str(rank)).mkdir()
-        settings.append(keys(folder, pytest.importorskip("trustme").CA(), f"host{rank}.test"))
+        settings.append(keys(folder, new_authority(), f"host{rank}.test"))
 
     first, second = run_ranks(2, talk, settings)
 
@@ -167,7 +155,7 @@ def test_a_certificate_of_another_authority_is_refused(tmp_path: Path) -> None:
 
 
 def test_encryption_on_some_ranks_alone_is_an_error(tmp_path: Path) -> None:
-    authority = pytest.importorskip("trustme").CA()
+    authority = new_authority()
     for kind, message, *_ in run_ranks(2, talk, [keys(tmp_path, authority, "a.test"), {}]):
         assert kind == "JobMismatchError"
         assert "Encrypt on all ranks or on none" in message

@@ -35,9 +35,9 @@ from unisono.options import ReduceOp
 pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
-TIMEOUT = 30.0
+TIMEOUT = 200.0
 # The watch sees a process that has ended within two. The rest is for a busy machine.
-SECONDS_TO_NOTICE = 10.0
+SECONDS_TO_NOTICE = 100.0
 
 
 class Report(NamedTuple):
@@ -68,7 +68,7 @@ def wait_for_lost_rank(store: Store, rank: int, size: int) -> tuple[Report, Repo
         communicator.all_reduce(ReduceOp.SUM, [torch.ones(3)])
         if rank == 1:
             store.set("ready", "")
-            time.sleep(60)
+            time.sleep(600)
         tensor = torch.ones(4, 3)
         first = report(lambda: communicator.all_reduce(ReduceOp.MAX, [tensor]))
         again = report(communicator.barrier)
@@ -135,10 +135,11 @@ def test_a_rank_killed_in_a_collective_is_noticed(size: int, num_elements: int) 
 
 
 def wait_for_stopped_rank(store: Store, rank: int, size: int) -> Report:
-    communicator = join(store, rank, size, timeout_seconds=1.5, joining_seconds=TIMEOUT)
+    communicator = join(store, rank, size, timeout_seconds=2.5, joining_seconds=TIMEOUT)
     if rank == 1:
         store.set("ready", "")
-        time.sleep(60)
+        time.sleep(600)
+    store.wait(["stopped"], timedelta(seconds=TIMEOUT))
     return report(communicator.barrier)
 
 
@@ -146,17 +147,16 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
     with Ranks(3, wait_for_stopped_rank) as ranks:
         ranks.store.wait(["ready"])
         kill(ranks, 1, signal.SIGSTOP)
-        with pytest.raises(AssertionError, match="Rank 1 has not ended"):
-            ranks.results(timeout=1.5 + SECONDS_TO_NOTICE)
-        results = ranks.results_so_far
+        ranks.store.set("stopped", "")
+        results = ranks.results(of=(0, 2))
 
     assert sorted(results) == [0, 2]
     for result in results.values():
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (1,)
         assert "stopped by a signal" in result.text
-        assert "waited 1.5 s for rank 1" in result.text
-        assert 1 < result.seconds < 1.5 + SECONDS_TO_NOTICE
+        assert "waited 2.5 s for rank 1" in result.text
+        assert 2 < result.seconds < 2.5 + SECONDS_TO_NOTICE
 
 
 CALLS: dict[str, Callable[[Communicator], object]] = {
@@ -259,7 +259,7 @@ def test_what_a_rank_that_closed_was_in_is_told() -> None:
 
 
 def start(store: Store, rank: int, size: int) -> Report:
-    return report(lambda: join(store, rank, size, timeout_seconds=1.5))
+    return report(lambda: join(store, rank, size, timeout_seconds=2.5))
 
 
 @pytest.mark.parametrize("missing", [0, 2])
@@ -271,11 +271,11 @@ def test_a_rank_that_never_starts_is_named(missing: int) -> None:
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (missing,)
         assert f"rank {missing}" in result.text
-        assert result.seconds < 1.5 + SECONDS_TO_NOTICE
+        assert result.seconds < 2.5 + SECONDS_TO_NOTICE
 
 
 def start_with_another_size(store: Store, rank: int, size: int) -> Report:
-    return report(lambda: join(store, rank, size + rank, timeout_seconds=5))
+    return report(lambda: join(store, rank, size + rank))
 
 
 def test_ranks_that_count_differently_do_not_meet() -> None:
@@ -287,12 +287,17 @@ def test_ranks_that_count_differently_do_not_meet() -> None:
 
 def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
     with join(store, rank, size) as communicator:
-        if rank == 0:
+        if rank == 1:
+            store.wait(["interrupted"], timedelta(seconds=TIMEOUT))
+            return report(communicator.barrier)
+
+        def wait() -> None:
             store.set("ready", "")
-        else:
-            store.wait(["ready"])
-            time.sleep(1)
-        return report(communicator.barrier)
+            communicator.barrier()
+
+        found = report(wait)
+        store.set("interrupted", "")
+        return found
 
 
 def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from thread_ranks import make_threads
 from torch import Tensor
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.sparse import all_reduce_sparse
-from unisono.communicators.threads import make_threads
 from unisono.errors import UnequalCollectivesError, UnsupportedError
 from unisono.options import ReduceOp
 

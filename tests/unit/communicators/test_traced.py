@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from conformance.communicator_cases import failed_cases
+from thread_ranks import make_threads
 
 from unisono import tracing
 from unisono.communicators import Communicator, TracedCommunicator
 from unisono.communicators.delegating import DelegatingCommunicator
-from unisono.communicators.threads import make_threads
 
 SOME = slice(0, None, 7)
 

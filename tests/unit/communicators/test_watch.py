@@ -14,7 +14,7 @@ from unisono.communicators.headers import Header
 from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError, WorkerLostError
 
-SECONDS = 60.0
+SECONDS = 120.0
 
 
 @pytest.fixture

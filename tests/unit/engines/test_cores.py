@@ -1,5 +1,6 @@
 """OpenMP's settings bind the program's main thread, but neither helpers nor replicas."""
 
+import ctypes
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import sys
 
 import pytest
 
+from unisono.engines.cores import openmp_cores
 from unisono.kernels import native_core
 
 _PROGRAM = """
@@ -50,3 +52,14 @@ def test_openmp_binds_neither_helpers_nor_replicas_to_one_core() -> None:
     if native_core().kernel is not None:
         # A helper keeps off the core of the thread that it helps.
         assert [core for core in cores if core not in main] in helpers
+
+
+def test_a_new_thread_that_asks_openmp_makes_no_class() -> None:
+    # Free-threaded Python 3.13 would keep it forever.
+    functions: type = ctypes._CFuncPtr
+    openmp_cores()
+    before = set(functions.__subclasses__())
+
+    openmp_cores()
+
+    assert set(functions.__subclasses__()) <= before

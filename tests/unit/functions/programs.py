@@ -36,13 +36,15 @@ def batch(strategy: uo.Strategy, step: int, num_samples: int = 6) -> tuple[Any, 
     where = "cuda" if device.type != "cpu" else "cpu"
     made = torch.Generator().manual_seed(step)
     num_replicas = strategy.num_replicas_in_sync
+    first = strategy.extended.first_replica_id
+    own = slice(first, first + len(strategy.extended.worker_devices))
     images = [
         torch.randn(num_samples, 3, 8, 8, generator=made).to(where) for _ in range(num_replicas)
     ]
     labels = [
         torch.randint(4, (num_samples,), generator=made).to(where) for _ in range(num_replicas)
     ]
-    return uo.PerReplica(images), uo.PerReplica(labels)
+    return uo.PerReplica(images[own]), uo.PerReplica(labels[own])
 
 
 def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from thread_ranks import ThreadCommunicator
 from torch import Tensor
 from worker_threads import on_workers
 
 from unisono.communicators import Communicator
-from unisono.communicators.threads import ThreadCommunicator
 from unisono.errors import UnsupportedError
 from unisono.hooks import Compress, GradBucket, WorkersGroup
 from unisono.kernels import tree_reduce

@@ -70,10 +70,32 @@ def test_a_tensor_of_any_strides_is_reduced_in_place() -> None:
         assert torch.equal(found, 2 * torch.arange(6.0).view(2, 3))
 
 
+def test_torch_broadcasts_and_scatters_sums_over_the_workers() -> None:
+    def work(workers: Workers) -> list[list[float]]:
+        group = WorkersGroup(workers.communicator)
+        given = torch.arange(4.0) + group.rank()
+        part = torch.empty(2)
+        group.reduce_scatter_single(part, given).wait()
+        group.broadcast(given, root=1).wait()
+        group.barrier().wait()
+        return [part.tolist(), given.tolist()]
+
+    assert on_workers(2, work) == [[[1.0, 3.0], [1.0, 2, 3, 4]], [[5.0, 7.0], [1.0, 2, 3, 4]]]
+
+
+def test_a_collective_that_workers_do_not_know_is_refused() -> None:
+    def gather(workers: Workers) -> None:
+        group = WorkersGroup(workers.communicator)
+        group.gather([[torch.ones(3)]], [torch.ones(3)])
+
+    with pytest.raises(UnsupportedError, match=r"cannot do gather on .*\(3,\)"):
+        on_workers(1, gather)
+
+
 def test_an_operation_that_workers_do_not_know_is_refused() -> None:
     def reduce(workers: Workers) -> None:
         group = WorkersGroup(workers.communicator)
         distributed.all_reduce(torch.ones(1, dtype=torch.int64), OPS.BAND, group)
 
-    with pytest.raises(UnsupportedError, match=r"SUM, AVG, MIN, MAX or PRODUCT, got .*BAND"):
+    with pytest.raises(UnsupportedError, match=r"allreduce with .*BAND.*SUM, AVG"):
         on_workers(1, reduce)

@@ -9,7 +9,7 @@ import pytest
 def loader_threads_end() -> Iterator[None]:
     """A loader with workers closes its queues, whose threads end a moment later."""
     yield
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and any(
         thread.name == "QueueFeederThread" for thread in threading.enumerate()
     ):

@@ -39,9 +39,7 @@ class KubernetesClusterResolver(ClusterResolver):
         self._launch = Launch(job=f"kubernetes-{first}")
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def launch(self) -> Launch:
-        """See `ClusterResolver.launch`."""
         return self._launch

@@ -48,9 +48,7 @@ class MpiClusterResolver(ClusterResolver):
         self._launch = Launch(job, local_rank=local_rank, local_size=local_size)
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def launch(self) -> Launch:
-        """See `ClusterResolver.launch`."""
         return self._launch

@@ -44,7 +44,6 @@ class SimpleClusterResolver(ClusterResolver):
             validate(self._spec, task_type, task_id)
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def master(

@@ -79,7 +79,6 @@ class SlurmClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def get_task_info(self) -> tuple[str | None, int | None]:
@@ -95,7 +94,6 @@ class SlurmClusterResolver(ClusterResolver):
         return {"GPU": self._shares.per_task}
 
     def launch(self) -> Launch:
-        """See `ClusterResolver.launch`."""
         if self._auto_set_gpu and not self._shares.are_given:
             return self._launch
         return replace(self._launch, gpus=self._shares.of(self._local_rank * self._auto_set_gpu))

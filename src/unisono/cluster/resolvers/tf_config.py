@@ -57,7 +57,6 @@ class TFConfigClusterResolver(ClusterResolver):
             raise ClusterError(f"The task in TF_CONFIG is not usable. {error}") from None
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def master(

@@ -36,11 +36,9 @@ class TorchrunClusterResolver(ClusterResolver):
         )
 
     def cluster_spec(self) -> ClusterSpec:
-        """See `ClusterResolver.cluster_spec`."""
         return self._spec
 
     def launch(self) -> Launch:
-        """See `ClusterResolver.launch`."""
         return self._launch
 
 

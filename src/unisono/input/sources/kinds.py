@@ -21,7 +21,6 @@ class IterableSource(Source):
         self._batches = batches
 
     def open(self) -> Iterator[Any]:
-        """See `Source.open`."""
         return iter(self._batches)
 
     def __len__(self) -> int:
@@ -36,7 +35,6 @@ class IteratorSource(Source):
         self._kind = type(batches).__name__
 
     def open(self) -> Iterator[Any]:
-        """See `Source.open`."""
         if self._batches is None:
             raise UnsupportedError(
                 f"This input is a {self._kind}, which gives its batches only once, and it has been "
@@ -54,7 +52,6 @@ class FunctionSource(Source):
         self._function = function
 
     def open(self) -> Iterator[Any]:
-        """See `Source.open`."""
         return _Calls(self._function)
 
 

@@ -86,11 +86,9 @@ class LoaderSource(Source):
         return self._loader.persistent_workers and self._loader._iterator is not None
 
     def open(self) -> Iterator[Any]:
-        """See `Source.open`."""
         return iter(self._loader)
 
     def start(self) -> None:
-        """See `Source.start`."""
         iter(self._loader)
 
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:

@@ -57,7 +57,6 @@ class ReadersApart(Readers):
         return tuple(self.workers.gather_objects(random_state(generators)))
 
     def own(self, states: Sequence[RandomState]) -> RandomState:
-        """See `Readers.own`."""
         communicator = self.workers.communicator
         if len(states) != communicator.size:
             raise UnsupportedError(

@@ -31,7 +31,6 @@ class WholeBatches(SplitEpoch):
     """Each batch is that of the one replica there is."""
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         return self.splitter.whole(next(self.epoch.batches[0]))
 
 
@@ -47,7 +46,6 @@ class SharedBatches(SplitEpoch):
         self._num_parts = context.num_input_pipelines * num_replicas
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         return self.splitter.split(next(self.epoch.batches[0]), self._num_parts, self._own)
 
 
@@ -80,7 +78,6 @@ class OwnBatches(SplitEpoch):
         return filled_slices(num_samples, fixed_sizes(full, *self._place))
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         if not self._left:
             step, num_workers = self._num_replicas, self._place[0]
             num_parts = step * num_workers
@@ -97,7 +94,6 @@ class BatchPerReplica(SplitEpoch):
     """Each replica gets a whole batch; in the last step some may have to do without."""
 
     def draw(self) -> SplitBatch:
-        """See `SplitEpoch.draw`."""
         per_step = self.epoch.progress.batches_per_step
         drawn = [next(batches, MISSING) for batches in self.epoch.batches for _ in range(per_step)]
         num_missing = sum(batch is MISSING for batch in drawn)

@@ -17,6 +17,7 @@ from unisono.kernels.gpu.tables import Item, Table, read_in_python, read_tables
 from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once
+from unisono.torch_private import raw_stream
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -161,7 +162,7 @@ def launch(sums: Any, op: ReduceOp, table: Table, rows: Tensor) -> None:
 
 def _sent(rows: bytes, device: torch.device) -> Tensor:
     """Returns the rows on the device; most steps of a training have the tables of the last one."""
-    key = device.index, torch._C._cuda_getCurrentRawStream(device.index), rows
+    key = device.index, raw_stream(device.index), rows
     with _tables_lock:
         table = _tables.pop(key, None)
         if table is None:

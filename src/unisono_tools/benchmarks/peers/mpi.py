@@ -11,10 +11,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from unisono.testing.mpi import mpirun_between
-from unisono.testing.namespaces import Hosts
 from unisono_tools.benchmarks.failure import BenchmarkError
 from unisono_tools.benchmarks.peers.crew import ask_all, deaf_to_ctrl_c, dismiss
+from unisono_tools.namespaces import Hosts, mpirun_between
 
 _RANKS = Path(__file__).with_name("mpi_ranks.py")
 _BETWEEN_HOSTS = "unisono_tools.benchmarks.peers.mpi_hosts"

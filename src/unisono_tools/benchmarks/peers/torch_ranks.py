@@ -27,8 +27,8 @@ from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
 from unisono.options import CommunicationImplementation as Implementation
 from unisono.options import ReduceOp
-from unisono.testing.namespaces import enter
 from unisono_tools.benchmarks.peers.turns import Competitor, mean_factor, serve, sum_factor
+from unisono_tools.namespaces import enter
 
 DEADLINE_S = 120.0
 BUCKET_BYTES = 25 << 20

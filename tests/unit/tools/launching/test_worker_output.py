@@ -13,7 +13,7 @@ ENVS = {rank: {"RANK": str(4 + rank), "TORCHELASTIC_RUN_ID": "run"} for rank in 
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -1,16 +1,32 @@
-"""Hosts as network namespaces, with a cable each to a switch, that can be slow or cut."""
+"""Hosts as network namespaces, each with a cable to a switch that can be slow or cut.
+
+Benchmarks and tests run workers and MPI jobs on them.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 from unisono.errors import UnsupportedError
 
 _CLONE_NEWNET = 0x40000000
+# Takes the place of ssh: goes to the namespace of a host, and gives the host its own name.
+_AGENT = """#!/bin/bash
+while [[ "$1" == -* ]]; do shift; done
+number=$(( ${{1##*.}} - 1 )); shift
+exec ip netns exec {prefix}$number unshare --uts bash -c "hostname host$number; $*"
+"""
+# Open MPI refuses otherwise to start for root, and would not let other processes have the core.
+_WISHES = [
+    "OMPI_ALLOW_RUN_AS_ROOT=1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1",
+    "OMPI_MCA_mpi_yield_when_idle=1",
+]
 
 
 class Hosts:
@@ -83,3 +99,36 @@ def enter(name: str) -> None:
     with open(f"/run/netns/{name}") as namespace:
         if set_namespace(namespace.fileno(), _CLONE_NEWNET) != 0:
             raise OSError(ctypes.get_errno(), f"cannot enter the namespace {name}")
+
+
+def mpirun_between(hosts: Hosts, mpirun: Sequence[str], num_ranks: int, folder: Path) -> list[str]:
+    """Returns the command that starts processes on hosts, to which the program is to be added.
+
+    Args:
+        hosts: Where the processes run, in equal numbers.
+        mpirun: The launcher of Open MPI or MPICH, perhaps with options.
+        num_ranks: How many processes there are.
+        folder: Where a script may be written, which must stay until the processes have started.
+    """
+    agent = folder / "agent"
+    agent.write_text(_AGENT.format(prefix=hosts.names[0].removesuffix("0")))
+    agent.chmod(0o700)
+    per_host = num_ranks // len(hosts.names)
+    places = ",".join(f"{hosts.address(i)}:{per_host}" for i in range(len(hosts.names)))
+    if is_open_mpi(mpirun):
+        options = ["--prtemca", "plm_ssh_agent", str(agent)]
+        options += ["--prtemca", "plm_ssh_no_tree_spawn", "1", "--host", places]
+        options += ["--map-by", f"ppr:{per_host}:node:oversubscribe", "--bind-to", "none"]
+    else:
+        options = ["-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", places]
+    inside = ["ip", "netns", "exec", hosts.names[0], "unshare", "--uts", "env", *_WISHES]
+    named = ["bash", "-c", 'hostname host0; exec "$@"', "mpirun"]
+    return [*inside, *named, *mpirun, *options, "-n", str(num_ranks)]
+
+
+def is_open_mpi(mpirun: Sequence[str]) -> bool:
+    """Returns whether a launcher is that of Open MPI, whose options differ from MPICH's."""
+    told = subprocess.run(
+        [*mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False
+    )
+    return "Open MPI" in told.stdout + told.stderr

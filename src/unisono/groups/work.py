@@ -100,7 +100,9 @@ class CollectiveWork(Work):
         """Returns a future of the tensors that are filled."""
         with self._lock:
             if self._future is None:
-                self._gate = Future()
+                # A future must know the GPUs whose tensors it holds.
+                gpus: Any = sorted({one.device for one in self._outputs if one.is_cuda}, key=str)
+                self._gate = Future(devices=gpus or None)
                 # An error that is raised here is one for C++ as well, where DDP waits; one that is
                 # set on a future is for Python alone.
                 self._future = self._gate.then(lambda _: self.result())

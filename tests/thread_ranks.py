@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, for tests and teaching.
+"""Ranks as threads of one process.
 
 Every collective is one meeting: each rank lays down what it brings, the last to come does the work
 for all, and everybody takes its result. The other communicators do the same with more machinery.
@@ -114,6 +114,11 @@ class ThreadCommunicator(Communicator):
     def set_timeout(self, seconds: float) -> None:
         """Says how long this rank waits for others."""
         self._table.patience[self.rank] = seconds
+
+    @property
+    def patience(self) -> float:
+        """How long this rank waits for others now."""
+        return self._table.patience.get(self.rank, self._table.timeout_seconds)
 
     def check_health(self) -> None:
         """Raises if a rank has closed its communicator, or a collective has failed."""

@@ -29,7 +29,7 @@ def reducible_op(
 def _can_reduce(op: ReduceOp, tensor: Tensor, *, or_sparse: bool) -> bool:
     if tensor.layout is torch.sparse_coo:
         is_sum = op is ReduceOp.SUM or (op is ReduceOp.MEAN and _is_fraction(tensor))
-        return or_sparse and is_sum and tensor.is_cpu
+        return or_sparse and is_sum
     can_divide = _is_fraction(tensor) or tensor.dtype in _DIVIDED
     can_combine = can_divide if op is ReduceOp.MEAN else tensor.dtype is not torch.bool
     return can_combine and are_dense([tensor])
@@ -41,7 +41,7 @@ def _is_fraction(tensor: Tensor) -> bool:
 
 def are_dense(tensors: Sequence[Tensor]) -> bool:
     """Whether communicators move such tensors."""
-    return all(tensor.is_cpu and tensor.layout is torch.strided for tensor in tensors)
+    return all(tensor.layout is torch.strided for tensor in tensors)
 
 
 def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
@@ -63,7 +63,7 @@ def all_reduce(communicator: Communicator, op: ReduceOp, tensors: Sequence[Tenso
         with torch.no_grad():
             tensors[0].copy_(all_reduce_sparse(communicator, op, tensors[0]).coalesce())
         return
-    terms = _apart([_plain(tensor) for tensor in tensors])
+    terms = _apart([_plain(communicator, tensor) for tensor in tensors])
     _combine(communicator, op, terms)
     for tensor in tensors:
         _copy_back(terms[0], tensor)
@@ -76,7 +76,7 @@ def all_reduce_coalesced(
 
     All tensors are read before one is written, so a tensor that is given twice counts once.
     """
-    own = _apart([_plain(tensor) for tensor in tensors])
+    own = _apart([_plain(communicator, tensor) for tensor in tensors])
     for one in own:
         _combine(communicator, op, [one])
     for one, tensor in zip(own, tensors, strict=True):
@@ -85,7 +85,7 @@ def all_reduce_coalesced(
 
 def reduce(communicator: Communicator, op: ReduceOp, tensor: Tensor, root: int) -> None:
     """Overwrites the tensor of `root` alone."""
-    own = _plain(tensor)
+    own = _plain(communicator, tensor)
     if communicator.rank != root:
         own = own.clone()
     _combine(communicator, op, [own])
@@ -97,7 +97,7 @@ def broadcast(
     communicator: Communicator, tensors: Sequence[Tensor], root: int, position: int
 ) -> None:
     """Overwrites each tensor with the one at `position` on `root`."""
-    own = _plain(tensors[position])
+    own = _plain(communicator, tensors[position])
     communicator.broadcast(own, root)
     for tensor in tensors:
         _copy_back(own, tensor)
@@ -105,7 +105,9 @@ def broadcast(
 
 def all_gather(communicator: Communicator, outputs: Sequence[Tensor], tensor: Tensor) -> None:
     """Fills one output for each rank with the tensor of that rank."""
-    for output, part in zip(outputs, communicator.all_gather(_plain(tensor)), strict=True):
+    for output, part in zip(
+        outputs, communicator.all_gather(_plain(communicator, tensor)), strict=True
+    ):
         output.detach().copy_(part)
 
 
@@ -114,8 +116,8 @@ def all_gather_single(
 ) -> None:
     """Fills each output with the inputs of all ranks, one after the other."""
     for output, tensor in zip(outputs, inputs, strict=True):
-        parts = communicator.all_gather(_plain(tensor))
-        own = _plain(output)
+        parts = communicator.all_gather(_plain(communicator, tensor))
+        own = _plain(communicator, output)
         torch.cat([part.view(-1) for part in parts], out=own.view(-1))
         _copy_back(own, output)
 
@@ -125,7 +127,7 @@ def reduce_scatter(
 ) -> None:
     """Combines one input for each rank, and fills the output with the one for this rank."""
     lengths = [one.numel() for one in inputs]
-    terms = torch.cat([_plain(one).view(-1) for one in inputs])
+    terms = torch.cat([_plain(communicator, one).view(-1) for one in inputs])
     if len(set(lengths)) == 1:
         part = _combined_part(communicator, op, terms)
     else:
@@ -139,7 +141,7 @@ def reduce_scatter_single(
 ) -> None:
     """Combines each input, which has one part per rank, and fills the output with this rank's."""
     for output, tensor in zip(outputs, inputs, strict=True):
-        part = _combined_part(communicator, op, _plain(tensor).view(-1))
+        part = _combined_part(communicator, op, _plain(communicator, tensor).view(-1))
         output.detach().copy_(part.view(output.shape))
 
 
@@ -163,9 +165,10 @@ def _divide(total: Tensor, count: int) -> Tensor:
     return total.div_(count, rounding_mode="trunc")
 
 
-def _plain(tensor: Tensor) -> Tensor:
-    """Returns the tensor in contiguous memory: its own where it is so, else a copy."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+def _plain(communicator: Communicator, tensor: Tensor) -> Tensor:
+    """Returns the tensor in contiguous memory that the communicator takes, if it can its own."""
+    own = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return own if communicator.takes(own.device) else own.cpu()
 
 
 def _apart(tensors: list[Tensor]) -> list[Tensor]:

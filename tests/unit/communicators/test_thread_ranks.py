@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from thread_ranks import make_threads
 
 from unisono.communicators.communicator import Communicator
-from unisono.communicators.threads import make_threads
 from unisono.errors import (
     CommunicationError,
     UnequalCollectivesError,
@@ -20,7 +20,9 @@ from unisono.errors import (
 from unisono.options import ReduceOp
 
 
-def errors(size: int, work: Callable[[Communicator], None]) -> list[CommunicationError | None]:
+def errors(
+    size: int, work: Callable[[Communicator], None], timeout_seconds: float = 60
+) -> list[CommunicationError | None]:
     def run(communicator: Communicator) -> CommunicationError | None:
         try:
             work(communicator)
@@ -29,7 +31,7 @@ def errors(size: int, work: Callable[[Communicator], None]) -> list[Communicatio
         return None
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(run, make_threads(size, timeout_seconds=1)))
+        return list(pool.map(run, make_threads(size, timeout_seconds=timeout_seconds)))
 
 
 def test_unequal_calls_are_told_on_every_rank() -> None:
@@ -42,7 +44,7 @@ def test_unequal_calls_are_told_on_every_rank() -> None:
 
 
 def test_a_rank_that_does_not_come_is_named() -> None:
-    found = errors(3, lambda c: c.barrier() if c.rank != 1 else None)
+    found = errors(3, lambda c: c.barrier() if c.rank != 1 else None, timeout_seconds=1)
 
     assert found[1] is None
     for error in (found[0], found[2]):

@@ -1,0 +1,177 @@
+"""All workers stop after the same step."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+import weakref
+
+from unisono.checkpoints.notice import Notice
+from unisono.communicators import STORE_ERRORS, JobStore, TracedCommunicator
+from unisono.errors import WorkerTimeoutError
+
+_LEFT = "left"
+# How often a worker asks the store whether another one wants to stop. With many workers, each one
+# asks less often, so that rank 0 answers at most this number of questions per second.
+_LEAST_PAUSE_SECONDS = 0.5
+_MOST_QUESTIONS = 32
+_SLICE_SECONDS = 0.1
+# How long the end of the program waits for the thread, if rank 0 does not answer.
+_LAST_SECONDS = 2.0
+_log = logging.getLogger("unisono")
+# How many agreements the workers of a communicator have made.
+_numbers: weakref.WeakKeyDictionary[TracedCommunicator, itertools.count[int]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+class Agreement:
+    """Says after each step whether it was the last one, and says the same on all workers.
+
+    A worker that wants to stop says so in the store of the job. Every worker then answers with the
+    step that it is in, or the next one if it is between two. The greatest answer is the last step:
+    every worker can still reach it, and no worker has gone beyond. A thread answers, because the
+    program may be waiting for another worker within its step. While nobody wants to stop, a step
+    takes a lock twice and sends nothing.
+
+    Args:
+        notice: Says whether this worker is to stop.
+        joined: What connects the workers, and the store of their job; None for a process alone.
+    """
+
+    def __init__(self, notice: Notice, joined: tuple[TracedCommunicator, JobStore] | None) -> None:
+        self._notice = notice
+        self._others = None if joined is None else _Others(*joined)
+        self._lock = threading.Lock()
+        self._started = 0
+        self._is_in_step = False
+        self._answer: int | None = None
+        self._last: int | None = None
+        self._error: Exception | None = None
+        self._is_agreed = threading.Event()
+        self._is_closed = threading.Event()
+        self._thread: threading.Thread | None = None
+        if self._others is not None or notice.needs_thread:
+            self._thread = threading.Thread(
+                target=self._watch, name="unisono preemption", daemon=True
+            )
+            self._thread.start()
+
+    def begin(self) -> None:
+        """Before a step."""
+        with self._lock:
+            self._started += 1
+            self._is_in_step = True
+
+    def fail(self) -> None:
+        """After a step that has raised an error, and counts as not begun."""
+        with self._lock:
+            self._started -= 1
+            self._is_in_step = False
+
+    def end(self) -> bool:
+        """After a step. Returns whether it was the last one.
+
+        Raises:
+            CommunicationError: If another worker is lost, or does not answer.
+        """
+        with self._lock:
+            self._is_in_step = False
+            if self._error is not None:
+                raise self._error
+            if self._answer is None and self._notice.is_due():
+                self._answer = self._started
+                if self._others is None:
+                    self._last = self._answer
+            if self._answer is None or self._started < self._answer:
+                return False
+        if self._others is not None:
+            self._others.wait_for(self._is_agreed)
+        return self._started == self._last
+
+    def close(self) -> None:
+        """Ends the thread, and tells the other workers that this one runs no more steps."""
+        self._is_closed.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_LAST_SECONDS)
+
+    def _watch(self) -> None:
+        """The thread: learns that this worker or another one is to stop, and answers."""
+        try:
+            while not self._is_asked():
+                if self._is_closed.is_set():
+                    if self._others is not None:
+                        self._others.answer(_LEFT)
+                    return
+            if self._others is not None:
+                with self._lock:
+                    if self._answer is None:
+                        self._answer = self._started + (0 if self._is_in_step else 1)
+                self._others.answer(str(self._answer))
+                self._last = self._others.last_step(self._is_closed)
+        except STORE_ERRORS as error:
+            # Rank 0 has ended. If it was lost, the next collective says so.
+            _log.debug("No news about preemption any more: %s", error)
+        except Exception as error:
+            self._error = error
+        finally:
+            self._is_agreed.set()
+
+    def _is_asked(self) -> bool:
+        """Waits a moment, and returns whether this worker or another one is to stop."""
+        pause = _LEAST_PAUSE_SECONDS if self._others is None else self._others.pause
+        pause_ends = time.monotonic() + pause
+        while time.monotonic() < pause_ends and not self._is_closed.wait(_SLICE_SECONDS):
+            # The program has come to the end of a step, and waits.
+            if self._answer is not None:
+                break
+        self._notice.look()
+        is_due = self._answer is not None or self._notice.is_due()
+        return is_due if self._others is None else self._others.ask(is_due=is_due)
+
+
+class _Others:
+    """The other workers, which are asked through the store of the job."""
+
+    def __init__(self, communicator: TracedCommunicator, store: JobStore) -> None:
+        self._communicator = communicator
+        self._store = store
+        number = next(_numbers.setdefault(communicator, itertools.count()))
+        self._key = f"preemption/{communicator.group}/{number}"
+        self.pause = max(_LEAST_PAUSE_SECONDS, communicator.size / _MOST_QUESTIONS)
+
+    def ask(self, *, is_due: bool) -> bool:
+        """Says whether this worker is to stop, and returns whether any is."""
+        return self._store.add(f"{self._key}/asked", int(is_due)) > 0
+
+    def answer(self, text: str) -> None:
+        """Says how far this worker goes."""
+        self._store.set(f"{self._key}/{self._communicator.rank}", text)
+
+    def last_step(self, is_closed: threading.Event) -> int | None:
+        """Waits for all answers, and returns the last step; None if a worker has finished."""
+        keys = [f"{self._key}/{rank}" for rank in range(self._communicator.size)]
+        while not self._store.check(keys):
+            if is_closed.wait(_SLICE_SECONDS):
+                return None
+        answers = [one.decode() for one in self._store.multi_get(keys)]
+        if _LEFT in answers:
+            _log.warning("A worker has already finished its training, so this one finishes it too.")
+            return None
+        return max(map(int, answers))
+
+    def wait_for(self, is_agreed: threading.Event) -> None:
+        """Waits until all workers have answered, or one of them is lost."""
+        one = self._communicator
+        seconds = one.timeout_seconds or float("inf")
+        deadline = time.monotonic() + seconds
+        while not is_agreed.wait(_SLICE_SECONDS):
+            one.check_health()
+            if time.monotonic() > deadline:
+                raise WorkerTimeoutError(
+                    f"Rank {one.rank} waited {seconds:g} s for all workers to agree on the last "
+                    "step. Look at the logs of the other workers.",
+                    [other for other in range(one.size) if other != one.rank],
+                )

@@ -1,0 +1,177 @@
+"""`Checkpoint`: the objects that make up the state of a training."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unisono.arguments import in_words
+from unisono.checkpoints import files
+from unisono.communicators import IdentityCommunicator
+from unisono.errors import CommunicationError, UnsupportedError
+from unisono.input.sources import random_state, set_random_state
+from unisono.reductions import Workers
+from unisono.strategies.joining import newest_workers
+from unisono.values import flatten
+from unisono.variables import Variable
+
+_KEYS = {"objects", "random", "total_run_calls"}
+
+
+class Checkpoint:
+    """Objects that are saved and restored together.
+
+    A checkpoint also holds the states of the random generators of torch, Python and NumPy, and the
+    number of steps that a `PreemptionCheckpointHandler` has run. A training that is restored from
+    it in the middle of an epoch ends with the same bits, also with another number of workers, as
+    long as the number of replicas is the same.
+
+    Args:
+        **objects: What to save, by name: modules, optimizers, schedulers, distributed datasets or
+            their iterators, `Variable`s, and all other objects that have the methods `state_dict`
+            and `load_state_dict`.
+
+    Attributes:
+        total_run_calls: How many steps a `PreemptionCheckpointHandler` has run, restarts included.
+    """
+
+    def __init__(self, **objects: Any) -> None:
+        for name, one in objects.items():
+            if not isinstance(one, Variable) and not (
+                callable(getattr(one, "state_dict", None))
+                and callable(getattr(one, "load_state_dict", None))
+            ):
+                raise UnsupportedError(
+                    f"`{name}` cannot be saved: {in_words(one)} of type {type(one).__name__} does "
+                    "not have the methods `state_dict` and `load_state_dict`. Pass an object that "
+                    "has both."
+                )
+        self._objects = objects
+        self.total_run_calls = 0
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Writes everything to one file. All workers call it, and the chief writes.
+
+        The file appears under its name when it is complete. If the process is killed before, an
+        older file of that name stays as it was.
+
+        Args:
+            path: The name of the file.
+
+        Returns:
+            The name of the file.
+
+        Raises:
+            UnsupportedError: If an object has a state that `torch.load` refuses without
+                `weights_only=False`.
+            CommunicationError: If the workers cannot go on together, or the chief could not write.
+        """
+        workers = these_workers()
+        state = self.state(workers)
+        with told_to_all(workers, f"save {path}") as is_chief:
+            if is_chief:
+                files.write(state, Path(path))
+        return os.fspath(path)
+
+    def restore(self, path: str | os.PathLike[str]) -> None:
+        """Loads everything from a file. All workers call it, and all of them read the file.
+
+        Args:
+            path: What `save` has written.
+
+        Raises:
+            UnsupportedError: If the file does not hold a checkpoint of these objects, or that of
+                another number of workers whose random generators differed.
+        """
+        state = files.read(Path(path))
+        if not isinstance(state, Mapping) or set(state) != _KEYS:
+            raise UnsupportedError(
+                f"{path} does not hold a checkpoint: it has {in_words(state)}. Restore a file that "
+                "`Checkpoint.save` has written."
+            )
+        saved = state["objects"]
+        if set(saved) != set(self._objects):
+            raise UnsupportedError(
+                f"{path} holds {sorted(saved)}, but this checkpoint has {sorted(self._objects)}. "
+                "Make the checkpoint with the same names."
+            )
+        random = _own(state["random"], these_workers())
+        for name, one in self._objects.items():
+            if isinstance(one, Variable):
+                one.load(saved[name])
+            else:
+                one.load_state_dict(saved[name])
+        self.total_run_calls = state["total_run_calls"]
+        # Last, because loading may draw random numbers.
+        set_random_state(random, ())
+        for device, of_gpu in enumerate(random["gpus"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(of_gpu, device)
+
+    def state(self, workers: Workers) -> dict[str, Any]:
+        """Returns what to write. All workers call it."""
+        return {
+            "objects": {
+                name: one.state() if isinstance(one, Variable) else one.state_dict()
+                for name, one in self._objects.items()
+            },
+            "random": _of_all(workers),
+            "total_run_calls": self.total_run_calls,
+        }
+
+
+class told_to_all:
+    """A block in which the chief does something. If it fails there, all workers raise an error.
+
+    Args:
+        workers: All workers, which leave the block together.
+        what: What the chief does, in words.
+    """
+
+    def __init__(self, workers: Workers, what: str) -> None:
+        self._workers = workers
+        self._what = what
+
+    def __enter__(self) -> bool:
+        return self._workers.communicator.rank == 0
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self._workers.are_many or not isinstance(error, (Exception, type(None))):
+            return
+        own = "" if error is None else f"{type(error).__name__}: {error}"
+        told = self._workers.gather_objects(own)
+        if error is None and told[0]:
+            raise CommunicationError(f"The chief could not {self._what}. {told[0]}", [0])
+
+
+def these_workers() -> Workers:
+    """Returns the workers that this process trains with; itself alone if there are no others."""
+    found = newest_workers()
+    return Workers(IdentityCommunicator() if found is None else found[0])
+
+
+def _of_all(workers: Workers) -> list[dict[str, Any]]:
+    """Returns the random generators of all workers; only one state if they are equal."""
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    states = workers.gather_objects({**random_state(()), "gpus": of_gpus})
+    return states if any(_differ(states[0], other) for other in states[1:]) else states[:1]
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    pairs = zip(flatten(one)[0], flatten(other)[0], strict=True)
+    return any(not torch.equal(a, b) if isinstance(a, Tensor) else a != b for a, b in pairs)
+
+
+def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
+    size = workers.communicator.size
+    if len(states) not in (1, size):
+        raise UnsupportedError(
+            f"The checkpoint is of {len(states)} workers with different random generators, but now "
+            f"there are {size}. Resume with {len(states)} workers, or call `torch.manual_seed` "
+            "with the same number on all workers before you save."
+        )
+    return states[0] if len(states) == 1 else states[workers.communicator.rank]

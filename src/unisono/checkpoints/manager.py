@@ -1,0 +1,207 @@
+"""`CheckpointManager`: numbered checkpoints in a folder, of which the newest are kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from unisono.arguments import check_bool, check_instance, check_int
+from unisono.checkpoints import files
+from unisono.checkpoints.checkpoint import Checkpoint, these_workers, told_to_all
+from unisono.errors import UnsupportedError
+
+_log = logging.getLogger("unisono")
+
+
+class _Writing(threading.Thread):
+    """A thread that writes a checkpoint. Python waits for it at exit."""
+
+    def __init__(self, write: Callable[..., None], *args: Any) -> None:
+        super().__init__(name="unisono checkpoint")
+        self._write = write
+        self._args_of_write = args
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            self._write(*self._args_of_write)
+        except Exception as error:
+            self._error = error
+
+    def result(self) -> None:
+        """Waits for the end, and raises the error if there was one."""
+        self.join()
+        if self._error is not None:
+            raise self._error
+
+
+class CheckpointManager:
+    """Saves a checkpoint under a new number each time, and deletes the oldest ones.
+
+    All workers make it and call its methods. The chief writes, so the folder must be one that all
+    workers can read. A file appears under its name when it is complete: after a kill at any time,
+    the newest file is a whole checkpoint.
+
+    Args:
+        checkpoint: What to save.
+        directory: The folder; it is made if it is not there.
+        max_to_keep: How many checkpoints to keep; None keeps all.
+        checkpoint_name: How the names of the files begin.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        directory: str | os.PathLike[str],
+        max_to_keep: int | None,
+        *,
+        checkpoint_name: str = "ckpt",
+    ) -> None:
+        check_instance("checkpoint", checkpoint, Checkpoint, "an `experimental.Checkpoint`")
+        if max_to_keep is not None:
+            check_int("max_to_keep", max_to_keep, least=1)
+        if not checkpoint_name or Path(checkpoint_name).name != checkpoint_name:
+            raise UnsupportedError(
+                f"`checkpoint_name` must be the name of a file, got {checkpoint_name!r}. Give the "
+                "folder as `directory`."
+            )
+        self._checkpoint = checkpoint
+        self._folder = Path(directory)
+        self._max_to_keep = max_to_keep
+        self._name = checkpoint_name
+        self._pending: _Writing | None = None
+        self._longest_seconds = 0.0
+
+    @property
+    def checkpoint(self) -> Checkpoint:
+        """What is saved."""
+        return self._checkpoint
+
+    @property
+    def directory(self) -> str:
+        """The folder."""
+        return str(self._folder)
+
+    @property
+    def checkpoints(self) -> list[str]:
+        """The files of all checkpoints in the folder, the newest last."""
+        return [str(path) for _, path in self._found()]
+
+    @property
+    def latest_checkpoint(self) -> str | None:
+        """The file of the newest checkpoint; None if there is none."""
+        found = self._found()
+        return str(found[-1][1]) if found else None
+
+    @property
+    def longest_seconds(self) -> float:
+        """How long the slowest save of this process took; 0 if there was none."""
+        return self._longest_seconds
+
+    def save(self, checkpoint_number: int | None = None, *, background: bool = False) -> str:
+        """Saves a checkpoint. All workers call it.
+
+        Args:
+            checkpoint_number: The number in the name of the file; the next one if None.
+            background: Whether to copy the state to host memory and return, while a thread writes
+                the copy. If that fails, the next call of `save` or `wait` raises the error.
+
+        Returns:
+            The name of the file.
+
+        Raises:
+            UnsupportedError: If an object has a state that `torch.load` refuses without
+                `weights_only=False`.
+            CommunicationError: If the workers cannot go on together, or the chief could not write.
+        """
+        check_bool("background", background)
+        if checkpoint_number is not None:
+            check_int("checkpoint_number", checkpoint_number, least=0)
+        self.wait()
+        start = time.monotonic()
+        workers = these_workers()
+        state = self._checkpoint.state(workers)
+        # The chief's folder counts.
+        number = workers.gather_objects(self._next_number(checkpoint_number))[0]
+        path = self._folder / f"{self._name}-{number}.pt"
+        with told_to_all(workers, f"save {path}") as is_chief:
+            if is_chief and background:
+                self._pending = _Writing(self._write, files.copied(state), path, start)
+            elif is_chief:
+                self._write(state, path, start)
+        return str(path)
+
+    def wait(self) -> None:
+        """Waits for the save in the background. All workers call it.
+
+        Raises:
+            CommunicationError: If the chief could not write the file. The chief raises the error
+                itself.
+        """
+        pending, self._pending = self._pending, None
+        with told_to_all(these_workers(), "save in the background"):
+            if pending is not None:
+                pending.result()
+
+    def restore_or_initialize(self) -> str | None:
+        """Restores the newest checkpoint, if there is one. All workers call it.
+
+        Returns:
+            The file that was restored; None if there was none.
+
+        Raises:
+            UnsupportedError: If this worker does not see the file that the chief has found, or the
+                file does not fit; see `Checkpoint.restore`.
+        """
+        self.wait()
+        found = self._found()
+        number = these_workers().gather_objects(found[-1][0] if found else None)[0]
+        if number is None:
+            return None
+        path = self._folder / f"{self._name}-{number}.pt"
+        if not path.exists():
+            raise UnsupportedError(
+                f"The chief has found {path}, but this worker does not see that file. Use a folder "
+                "that all workers can read."
+            )
+        self._checkpoint.restore(path)
+        return str(path)
+
+    def _found(self) -> list[tuple[int, Path]]:
+        name = re.compile(rf"{re.escape(self._name)}-(\d+)\.pt")
+        paths = self._folder.iterdir() if self._folder.is_dir() else ()
+        return sorted((int(fits[1]), path) for path in paths if (fits := name.fullmatch(path.name)))
+
+    def _next_number(self, asked: int | None) -> int:
+        if asked is not None:
+            return asked
+        found = self._found()
+        return found[-1][0] + 1 if found else 1
+
+    def _write(self, state: Any, path: Path, start: float) -> None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            files.write(state, path)
+            self._delete_old(path)
+        except Exception as error:
+            _log.error("Cannot save %s: %s: %s", path, type(error).__name__, error)
+            raise
+        seconds = time.monotonic() - start
+        self._longest_seconds = max(self._longest_seconds, seconds)
+        _log.info("Saved %s in %.1f s.", path, seconds)
+
+    def _delete_old(self, newest: Path) -> None:
+        """Deletes what is not to be kept, and what a process left that was killed as it wrote."""
+        for path in self._folder.glob(f".{self._name}-*{files.UNFINISHED}"):
+            path.unlink(missing_ok=True)
+        if self._max_to_keep is not None:
+            for _, path in self._found()[: -self._max_to_keep]:
+                if path != newest:
+                    path.unlink(missing_ok=True)

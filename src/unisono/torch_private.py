@@ -1,0 +1,35 @@
+"""Private names of torch that several packages use.
+
+Every other private name is in the one module that needs it. `tests/test_torch_private.py` checks
+both, and that torch still has all of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+__all__ = [
+    "copy_each",
+    "no_torch_function",
+    "no_torch_function_of_subclasses",
+    "num_dispatch_modes",
+    "num_function_modes",
+    "pytree",
+    "raw_stream",
+    "set_grad_enabled",
+]
+
+no_torch_function = torch._C.DisableTorchFunction
+no_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
+num_dispatch_modes = torch._C._len_torch_dispatch_stack
+num_function_modes = torch._C._len_torch_function_stack
+set_grad_enabled = torch._C._set_grad_enabled
+copy_each: Any = torch._foreach_copy_
+
+
+def raw_stream(gpu: int) -> int:
+    """Returns the address of the current stream of a GPU."""
+    return torch._C._cuda_getCurrentRawStream(gpu)  # a build for CPUs lacks it

@@ -1,0 +1,64 @@
+"""torch's elastic agent, which lets workers leave in peace and knows how they have left."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+from torch.distributed.launcher import api
+
+
+class Departure:
+    """How the launcher ends the workers of this host, and how they have ended.
+
+    Args:
+        grace_seconds: How long they may take before they are killed.
+    """
+
+    def __init__(self, grace_seconds: float) -> None:
+        self._grace_seconds = grace_seconds
+        self._statuses: set[int] = set()
+
+    def status(self, sent: signal.Signals) -> int:
+        """Returns the exit status of a launcher that was sent a signal.
+
+        If all workers have left with one status, as after saving, it is that status.
+        """
+        (status,) = self._statuses if len(self._statuses) == 1 else (-1,)
+        return status if status >= 0 else 128 + int(sent)
+
+    def end(self, workers: Any, sent: signal.Signals) -> None:
+        """Sends the workers a signal, waits for them, and kills those that do not leave."""
+        workers.close(sent, self._grace_seconds)
+        if isinstance(workers, SubprocessContext):
+            processes = [one.proc for one in workers.subprocess_handlers.values()]
+            statuses = (process.poll() for process in processes)
+            self._statuses = {-1 if status is None else status for status in statuses}
+
+    @contextmanager
+    def of_agents(self) -> Iterator[None]:
+        """Within the block, the agents of `elastic_launch` end their workers in this way."""
+        departure = self
+
+        class Agent(LocalElasticAgent):
+            def _shutdown(
+                self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
+            ) -> None:
+                if isinstance(sys.exc_info()[1], SignalException):
+                    # A second SIGTERM must not end the launcher, and with it workers that save.
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+                if self._pcontext is not None:
+                    departure.end(self._pcontext, death_sig)
+                super()._shutdown(death_sig, *args, **kwargs)
+
+        # `elastic_launch` makes the class that it finds under this name.
+        vars(api)["LocalElasticAgent"] = Agent
+        try:
+            yield
+        finally:
+            vars(api)["LocalElasticAgent"] = LocalElasticAgent
