@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import runpy
 import signal
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def one_thread_a_replica() -> Iterator[None]:
-    # torch's own threads spin while they wait, which takes for ever on a busy machine.
+    # torch's own threads spin while they wait, which takes forever on a busy machine.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -61,7 +62,7 @@ def test_digits_are_learnt_to_97_percent(tmp_path: Path) -> None:
     assert training.accuracies[-1] >= 0.97
 
 
-def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> None:
+def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("sklearn")
     picture = tmp_path / "digits.png"
 
@@ -71,6 +72,24 @@ def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> 
     for one in trainings[1:]:
         assert one.losses == pytest.approx(trainings[0].losses, rel=1e-9)
     assert picture.stat().st_size > 1000
+    assert "[c10d]" not in capfd.readouterr().err
+
+
+def test_the_picture_of_the_digits_counts_whole_epochs(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from unisono_tools.demo import Training, draw
+
+    for num_epochs in (1, 2, 15):
+        path = tmp_path / f"{num_epochs}.svg"
+        numbers = [1.0 / (1 + epoch) for epoch in range(num_epochs)]
+        draw([Training(1, numbers, numbers)], path)
+        # The x axes of both panels. Matplotlib keeps each label in a comment.
+        parts = re.findall(r'id="matplotlib.axis_[13]">(.*?)id="matplotlib', path.read_text(), re.S)
+        labels = [re.findall(r"<!-- (\S+) -->", part) for part in parts]
+
+        assert len(labels) == 2
+        assert all(all(label.isdigit() or label == "epoch" for label in one) for one in labels)
+        assert all("epoch" in one and len(one) > 1 for one in labels)
 
 
 def test_the_recommender_comes_near_the_noise() -> None:

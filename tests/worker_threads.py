@@ -1,4 +1,4 @@
-"""Workers as threads of the test, for what needs no process of its own."""
+"""Workers as threads of the test, for what does not need its own process."""
 
 from __future__ import annotations
 

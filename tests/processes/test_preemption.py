@@ -1,4 +1,4 @@
-"""Workers that are told to end stop after the same step, and the job resumes to the same bits."""
+"""Workers that get SIGTERM stop after the same step, and the job resumes to the same bits."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_a_job_moves_between_layouts_and_ends_with_the_same_bits(tmp_path: Path)
     undisturbed, moved = tmp_path / "undisturbed", tmp_path / "moved"
     bits = here(undisturbed, "--steps", 20)
 
-    # Only worker 1 of the two is told.
+    # Only worker 1 of the two gets the signal.
     assert here(moved, "--steps", 20, "--stop-after", 4) == ""
     command = launcher("-n", "2", *of_two(moved, "--steps", 20, "--stop-after", 13))
     status, output, errors = run(command, clean_environment())

@@ -1,4 +1,4 @@
-"""A process that is told to end: it finishes its step, saves and leaves."""
+"""A process that gets SIGTERM: it finishes its step, saves and leaves."""
 
 from __future__ import annotations
 
