@@ -3,7 +3,7 @@
     UNISONO_TRACE=folder unisono launch -n 2 train.py
     python benchmarks/draw_trace.py folder traces.png --first 4 --steps 2
 
-One row a thread. The colour of a moment is that of the innermost span in it, and grey where that
+One row per thread. The color of a moment is that of the innermost span in it, and gray where that
 waits for another replica or worker.
 """
 
@@ -20,7 +20,7 @@ from matplotlib.patches import Patch
 from unisono.tracing import Thread, Trace
 from unisono_tools.traces.segments import Block, Segments, blocks, split
 
-COLOURS = {
+COLORS = {
     "compute": "#4c78a8",
     "communication": "#f58518",
     "waiting": "#d9d9d9",
@@ -57,12 +57,12 @@ def main() -> None:
             thread, blocked[worker.rank], steps[0].start, steps[-1].end
         ):
             place = ((start - steps[0].start) / 1e6, length / 1e6)
-            axis.broken_barh([place], (row - 0.4, 0.8), color=COLOURS[kind], linewidth=0)
+            axis.broken_barh([place], (row - 0.4, 0.8), color=COLORS[kind], linewidth=0)
     axis.set_yticks(range(len(rows)), titles(trace.timeline()))
     axis.invert_yaxis()
     axis.set_xlabel("milliseconds")
     axis.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
+    handles = [Patch(color=color, label=kind) for kind, color in COLORS.items()]
     figure.legend(handles=handles, loc="outside upper center", ncols=4, frameon=False)
     figure.savefig(arguments.picture, dpi=120)
 

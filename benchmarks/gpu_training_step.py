@@ -263,7 +263,7 @@ def apart_milliseconds(name: str, replicas: int, count: int) -> float:
 
 
 def step_apart(name: str, count: int, start: Barrier, answers: Any) -> None:
-    """In a process of its own: takes steps, and answers with the milliseconds of one."""
+    """In its own process: takes steps, and answers with the milliseconds of one."""
     case = HOST[name]
     plain = Plain(case, make_batches(case, 1))
     for _ in range(5):

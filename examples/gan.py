@@ -48,8 +48,8 @@ def network(num_inputs: int, num_outputs: int) -> nn.Sequential:
 def ring(num_points: int) -> Tensor:
     """Draws real points."""
     angles = torch.randint(NUM_MODES, (num_points,)) * (2 * math.pi / NUM_MODES)
-    centres = RADIUS * torch.stack([angles.cos(), angles.sin()], dim=1)
-    return centres + SPREAD * torch.randn(num_points, 2)
+    centers = RADIUS * torch.stack([angles.cos(), angles.sin()], dim=1)
+    return centers + SPREAD * torch.randn(num_points, 2)
 
 
 def judge(points: Tensor) -> Quality:

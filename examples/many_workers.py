@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,9 @@ class Training:
         # 1797 digits: the last batch of an epoch is smaller.
         loader = DataLoader(dataset, batch_size=96, shuffle=True, generator=order)
         self.batches = strategy.experimental_distribute_dataset(loader)
+        self.checkpoint = uo.experimental.Checkpoint(
+            model=self.model, optimizer=self.optimizer, input=self.batches, progress=self
+        )
 
     def step(self, images: Tensor, labels: Tensor) -> Tensor:
         self.optimizer.zero_grad()
@@ -67,36 +69,17 @@ class Training:
                 results = self.strategy.run(self.step, args=inputs)
                 loss = float(self.strategy.reduce("MEAN", results))
                 self.num_steps += 1
-                if (
-                    checkpoint is not None
-                    and self.num_steps % every == 0
-                    and self.strategy.is_chief
-                ):
-                    self.save(checkpoint)
+                if checkpoint is not None and self.num_steps % every == 0:
+                    self.checkpoint.save(checkpoint)  # all workers call it, and one writes
                 if self.num_steps == num_steps:
                     break
         return loss
 
-    def save(self, path: Path) -> None:
-        """Saves everything. Every worker has the whole state, so one worker calls this."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "input": self.batches.state_dict(),
-            "random": torch.get_rng_state(),
-            "num_steps": self.num_steps,
-        }
-        unfinished = path.with_suffix(".unfinished")
-        torch.save(state, unfinished)
-        # Renaming is atomic, so no reader finds half a checkpoint.
-        os.replace(unfinished, path)
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what the checkpoint does not know otherwise."""
+        return {"num_steps": self.num_steps}
 
-    def load(self, path: Path) -> None:
-        state: dict[str, Any] = torch.load(path, weights_only=False)
-        self.model.load_state_dict(state["model"])
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.batches.load_state_dict(state["input"])
-        torch.set_rng_state(state["random"])
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.num_steps = state["num_steps"]
 
     def digest(self) -> str:
@@ -122,7 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> str:
     )
     training = Training(strategy)
     if options.checkpoint is not None and options.checkpoint.exists():
-        training.load(options.checkpoint)
+        training.checkpoint.restore(options.checkpoint)
     loss = training.run(options.steps, options.checkpoint, options.every)
     digest = training.digest()
     if strategy.is_chief:

@@ -49,6 +49,8 @@ def rows_of(tmp_path: Path) -> Any:
         if status == 3:
             pytest.skip(errors)
         assert status == 0, errors
+        # What torch's C++ code logs.
+        assert "[c10d]" not in errors
         found: list[dict[str, Any]] = json.loads(numbers.read_text())["rows"]
         header = ["min", "p50", "p99", "max", *found[0]["rates"], *found[0]["ratios"]]
         assert all(name in output for name in header)
@@ -285,6 +287,28 @@ def test_the_picture_of_reductions_has_sizes_and_speeds_as_people_say_them() -> 
     speeds = [label.get_text() for label in figure.axes[0].get_yticklabels()]
     assert speeds == ["0.5x", "1x", "2x"]
     assert "times faster" not in figure.axes[0].get_ylabel()
+
+
+def test_the_picture_of_all_reduces_has_a_panel_per_number_of_ranks() -> None:
+    figure = pytest.importorskip("matplotlib.figure").Figure()
+    rows = [
+        Row({"ranks": ranks, "memory": memory}, size, [size / 1e9], {}, {"Gloo": 9.0})
+        for ranks in (2, 4)
+        for memory in ("plain", "in place")
+        for size in (64, 2**20, 2**28)
+    ]
+
+    AllReduceSweep(ranks=(2, 4)).draw(figure, rows)
+
+    assert [axis.get_title() for axis in figure.axes] == ["2 ranks", "4 ranks"]
+    for axis in figure.axes:
+        sizes = [label.get_text() for label in axis.get_xticklabels()]
+        assert 3 <= len(sizes) <= 5
+        assert all(re.fullmatch(r"\d+ (B|KB|MB)", size) for size in sizes)
+    times = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert times == ["1 us", "100 us", "10 ms", "1 s"]
+    named = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert named == ["unisono, plain", "Gloo", "unisono, in place"]
 
 
 def test_numbers_alone_come_out_when_they_are_asked_for_there() -> None:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import doctest
-import gc
 import importlib
 import re
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tables import every
+from worker_threads import end_replica_threads
 
 import unisono
 
@@ -47,14 +46,6 @@ def test_the_block_runs(page: Path, match: re.Match[str], tmp_path: Path, monkey
     assert len(namespace) > 2
     namespace.clear()
     end_replica_threads()
-
-
-def end_replica_threads() -> None:
-    """The threads of a strategy end when nobody has it any more; a program need not close it."""
-    gc.collect()
-    for thread in threading.enumerate():
-        if thread.name.startswith("unisono-replica"):
-            thread.join(timeout=10)
 
 
 @each_page

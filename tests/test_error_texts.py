@@ -30,6 +30,13 @@ HABITS = {
     r"\bWrite such as\b": "for example",
 }
 
+ORDERS = (
+    "add|ask|assign|call|change|check|bring|compute|convert|distribute|do|drop|enter|expand|fork|gather|give|import|"
+    "install|iterate|keep|leave|let|list|load|look|lower|make|measure|mirror|move|name|override|pass|raise|"
+    "read|record|reduce|register|remove|report|restore|resume|return|run|seed|set|split|start|take|train|try|"
+    "update|use|wait|wrap|write"
+)
+
 
 class ErrorText(NamedTuple):
     """A message, with `{}` in the place of what is filled in."""
@@ -82,6 +89,20 @@ def test_no_text_has_more_than_three_sentences() -> None:
 
 def test_no_text_is_very_long() -> None:
     assert [text for text in TEXTS if len(text.text.split()) > 70] == []
+
+
+def test_texts_say_what_to_do() -> None:
+    # Either what must be, or an order: at the beginning of a sentence, or after a comma or colon.
+    remedy = re.compile(
+        rf"\b(?:must|got|found)\b|(?:^|[.:,;}}] |\n)(?:Please )?(?:{ORDERS})\b", re.I
+    )
+    # Transports raise pieces, of which the strategy makes a sentence.
+    whole = [
+        text for text in TEXTS if text.text.endswith(".") and "/communicators/" not in text.place
+    ]
+
+    assert len(whole) > 250
+    assert [text for text in whole if not remedy.search(text.text)] == []
 
 
 @pytest.mark.parametrize("habit", HABITS)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
+import re
 import runpy
+import signal
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from worker_threads import end_replica_threads
 
 from unisono_tools.cli import main as unisono
 
@@ -25,7 +27,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 
 @pytest.fixture(autouse=True)
 def one_thread_a_replica() -> Iterator[None]:
-    # torch's own threads spin while they wait, which takes for ever on a busy machine.
+    # torch's own threads spin while they wait, which takes forever on a busy machine.
     before = torch.get_num_threads()
     torch.set_num_threads(1)
 
@@ -60,7 +62,7 @@ def test_digits_are_learnt_to_97_percent(tmp_path: Path) -> None:
     assert training.accuracies[-1] >= 0.97
 
 
-def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> None:
+def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path, capfd: Any) -> None:
     pytest.importorskip("sklearn")
     picture = tmp_path / "digits.png"
 
@@ -70,6 +72,24 @@ def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path) -> 
     for one in trainings[1:]:
         assert one.losses == pytest.approx(trainings[0].losses, rel=1e-9)
     assert picture.stat().st_size > 1000
+    assert "[c10d]" not in capfd.readouterr().err
+
+
+def test_the_picture_of_the_digits_counts_whole_epochs(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    from unisono_tools.demo import Training, draw
+
+    for num_epochs in (1, 2, 15):
+        path = tmp_path / f"{num_epochs}.svg"
+        numbers = [1.0 / (1 + epoch) for epoch in range(num_epochs)]
+        draw([Training(1, numbers, numbers)], path)
+        # The x axes of both panels. Matplotlib keeps each label in a comment.
+        parts = re.findall(r'id="matplotlib.axis_[13]">(.*?)id="matplotlib', path.read_text(), re.S)
+        labels = [re.findall(r"<!-- (\S+) -->", part) for part in parts]
+
+        assert len(labels) == 2
+        assert all(all(label.isdigit() or label == "epoch" for label in one) for one in labels)
+        assert all("epoch" in one and len(one) > 1 for one in labels)
 
 
 def test_the_recommender_comes_near_the_noise() -> None:
@@ -97,16 +117,19 @@ def test_characters_are_the_same_in_two_runs(capsys: pytest.CaptureFixture[str])
 
 
 def test_a_preempted_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
     undisturbed = run("preemption", "--folder", tmp_path / "one", "--steps", 12)
 
     with pytest.raises(SystemExit) as left:
         run("preemption", "--folder", tmp_path / "two", "--steps", 12, "--stop-after", 7)
     resumed = run("preemption", "--folder", tmp_path / "two", "--steps", 12)
 
+    # A program that leaves keeps its handler of SIGTERM to the end.
+    signal.signal(signal.SIGTERM, before)
     assert left.value.code == 0
     assert resumed == undisturbed
     del left
-    gc.collect()
+    end_replica_threads()
 
 
 def test_the_gan_finds_the_ring() -> None:

@@ -1,6 +1,6 @@
 """Training in a notebook, under Ctrl-C, next to another job, and under a debugger.
 
-Each test runs a program of its own, because it is about a process as a whole.
+Each test runs its own program, because it is about a process as a whole.
 """
 
 import json

@@ -39,7 +39,7 @@ rules = st.one_of(
 
 
 class Batch(NamedTuple):
-    """One tensor a replica for each item; `are_whole` if all are small whole numbers."""
+    """One tensor per replica for each item; `are_whole` if all are small whole numbers."""
 
     items: list[list[Tensor]]
     are_whole: bool

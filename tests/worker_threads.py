@@ -1,7 +1,9 @@
-"""Workers as threads of the test, for what needs no process of its own."""
+"""Workers as threads of the test, for what does not need its own process."""
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
@@ -70,3 +72,11 @@ def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
     with ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
         return [future.result(timeout=60) for future in futures]
+
+
+def end_replica_threads() -> None:
+    """The threads of a strategy end when nobody has it any more; a program need not close it."""
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name.startswith("unisono-replica"):
+            thread.join(timeout=10)

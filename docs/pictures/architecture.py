@@ -37,7 +37,7 @@ def draw_layers() -> Figure:
     canvas.text(47, top, "unisono", size=10, bold=True)
     canvas.text(101.5, top, "unisono_tools", size=10, bold=True)
     canvas.arrow((2.5, 7 * len(layers) + 3), (2.5, 4))
-    canvas.text(47, 2, "a package imports only packages on lower lines", size=9, grey=True)
+    canvas.text(47, 2, "a package imports only packages on lower lines", size=9, gray=True)
     return canvas.figure
 
 

@@ -1,4 +1,4 @@
-"""What all drawn pictures have in common: boxes, arrows, colours, and one style."""
+"""What all drawn pictures have in common: boxes, arrows, colors, and one style."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
 
 INK = "#1a237e"
-GREY = "#546e7a"
+GRAY = "#546e7a"
 FILLS = {
     "program": "#e8eaf6",
     "first": "#bbdefb",
@@ -59,7 +59,7 @@ class Canvas:
                 height,
                 boxstyle="round,pad=0,rounding_size=0.8",
                 facecolor="none" if dashed else FILLS[fill],
-                edgecolor=GREY if dashed else INK,
+                edgecolor=GRAY if dashed else INK,
                 linestyle=(0, (4, 3)) if dashed else "-",
                 linewidth=1.1,
             )
@@ -74,7 +74,7 @@ class Canvas:
         *,
         size: float = 10,
         bold: bool = False,
-        grey: bool = False,
+        gray: bool = False,
         align: str = "center",
     ) -> None:
         """Writes `text` at `x`, `y`: its middle, or its left or right end as `align` says."""
@@ -85,7 +85,7 @@ class Canvas:
             ha=align,
             va="center",
             fontsize=size,
-            color=GREY if grey else "black",
+            color=GRAY if gray else "black",
             fontweight="bold" if bold else "normal",
             linespacing=1.35,
         )

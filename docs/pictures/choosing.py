@@ -24,10 +24,10 @@ def draw() -> Figure:
     for question, choice in QUESTIONS:
         canvas.box(2, y, 34, 7.5, question, fill="meeting", size=9.5)
         canvas.arrow((36, y + 3.75), (46, y + 3.75))
-        canvas.text(41, y + 5.2, "yes", size=9, grey=True)
+        canvas.text(41, y + 5.2, "yes", size=9, gray=True)
         canvas.box(46, y + 0.75, 30, 6, choice, fill="first", size=9.5, bold=True)
         canvas.arrow((19, y), (19, y - 4.5))
-        canvas.text(21, y - 2, "no", size=9, grey=True, align="left")
+        canvas.text(21, y - 2, "no", size=9, gray=True, align="left")
         y -= 12
     canvas.box(2, y + 1.5, 34, 6, OTHERWISE, fill="first", size=9.5, bold=True)
     return canvas.figure

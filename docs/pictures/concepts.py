@@ -23,19 +23,19 @@ def draw_strategy() -> Figure:
         canvas.arrow((x + 9, 14), (43, 9))
     canvas.arrow((22, 22), (34, 22), both=True)
     canvas.arrow((52, 22), (64, 22), both=True)
-    canvas.text(28, 23.6, "all_reduce", size=9, grey=True)
-    canvas.text(58, 23.6, "all_reduce", size=9, grey=True)
+    canvas.text(28, 23.6, "all_reduce", size=9, gray=True)
+    canvas.text(58, 23.6, "all_reduce", size=9, gray=True)
     canvas.box(26, 3, 34, 6, "PerReplica(loss 0, loss 1, loss 2)", fill="program")
     return canvas.figure
 
 
 def draw_values() -> Figure:
-    """Per-replica and mirrored values: equal values have one colour."""
+    """Per-replica and mirrored values: equal values have one color."""
     canvas = Canvas(92, 32)
     canvas.text(22, 29, "PerReplica", bold=True, size=12)
-    canvas.text(22, 25.6, "may differ: a loss, a batch, a gradient", size=9, grey=True)
+    canvas.text(22, 25.6, "may differ: a loss, a batch, a gradient", size=9, gray=True)
     canvas.text(70, 29, "Mirrored", bold=True, size=12)
-    canvas.text(70, 25.6, "always the same: a reduced gradient", size=9, grey=True)
+    canvas.text(70, 25.6, "always the same: a reduced gradient", size=9, gray=True)
     for i, name in enumerate(("0.8", "0.5", "1.1")):
         canvas.box(2 + 14 * i, 14, 12, 8, name, fill=REPLICA_FILLS[i], size=12)
         canvas.text(8 + 14 * i, 11.6, f"replica {i}", size=9)
@@ -74,12 +74,12 @@ def draw_tree() -> Figure:
         text = f"g{name}" if is_leaf else name
         fill = "first" if is_leaf else "meeting"
         canvas.box(x - width / 2, y - 2.5, width, 5, text, fill=fill, size=9)
-    canvas.text(40, 1.6, "the gradient of each replica", size=9, grey=True)
+    canvas.text(40, 1.6, "the gradient of each replica", size=9, gray=True)
     return canvas.figure
 
 
 def draw_packs() -> Figure:
-    """Two replicas over time: a pack and the layer whose gradients it holds have one colour."""
+    """Two replicas over time: a pack and the layer whose gradients it holds have one color."""
     canvas = Canvas(96, 33)
     for replica, y, forward in ((0, 18, 18), (1, 8, 20)):
         canvas.text(6, y + 3, f"replica {replica}", bold=True)
@@ -96,7 +96,7 @@ def draw_packs() -> Figure:
             canvas.box(x, y, 86 - x, 6, "waits for pack 3", size=8.5, dashed=True)
         canvas.box(86, y, 8, 6, "step", fill="program", size=9)
     canvas.arrow((12, 4), (94, 4))
-    canvas.text(52, 2, "time", size=9, grey=True)
+    canvas.text(52, 2, "time", size=9, gray=True)
     canvas.text(
         52,
         29.5,
@@ -126,5 +126,5 @@ def draw_workers() -> Figure:
             left + 2, 9, 40, 6, "shared memory with packs of gradients", fill="meeting", size=9
         )
     canvas.arrow((44, 12), (52, 12), both=True)
-    canvas.text(48, 3, "between hosts: TCP or NCCL; each slice crosses once", size=9, grey=True)
+    canvas.text(48, 3, "between hosts: TCP or NCCL; each slice crosses once", size=9, gray=True)
     return canvas.figure

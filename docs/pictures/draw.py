@@ -4,8 +4,9 @@
     python docs/pictures/draw.py speed      # one
     python docs/pictures/draw.py --as png --into /tmp/look
 
-`speed` is drawn from the tables of docs/performance.md and `layers` from those of
-tests/test_architecture.py. A test tells when a picture no longer says what its script says.
+`speed` is drawn from a table of docs/performance.md, `all_reduce` and `reduce` from
+docs/measurements, and `layers` from tests/test_architecture.py. A test fails if a picture differs
+from its script.
 """
 
 from __future__ import annotations
@@ -18,15 +19,18 @@ import architecture
 import choosing
 import concepts
 import matplotlib
+import measured
 import native
 import speed
 from canvas import STYLE
 from matplotlib.figure import Figure
 
 PICTURES: dict[str, Callable[[], Figure]] = {
+    "all_reduce": measured.draw_all_reduce,
     "choosing": choosing.draw,
     "layers": architecture.draw_layers,
     "packs": concepts.draw_packs,
+    "reduce": measured.draw_reduce,
     "segment": native.draw_segment,
     "speed": speed.draw,
     "step": architecture.draw_step,

@@ -45,7 +45,7 @@ class Shape {
                             [static_cast<std::size_t>(terms.dtype)]),
         divisor(header.divisor),
         element_bytes(elementBytes(terms.dtype)),
-        // 2, 4, 8, ... neighbours are a subtree of the whole tree and can be summed ahead, but not
+        // 2, 4, 8, ... neighbors are a subtree of the whole tree and can be summed ahead, but not
         // halves: they would be rounded twice.
         folds(std::has_single_bit(terms.data.size()) && terms.dtype > DType::bfloat16),
         num_parts(folds ? 1 : terms.data.size()) {}

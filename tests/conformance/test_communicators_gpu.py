@@ -81,13 +81,13 @@ def test_nccl_carries_gpu_tensors_of_one_rank() -> None:
 
 
 def through_nccl(store: Store, rank: int, size: int) -> list[str]:
-    # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
+    # NCCL refuses ranks that share a GPU, unless each seems to be on its own host.
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     gloo = NetworkCommunicator(PrefixStore("gloo", store), rank, size)
     on_host = StagedCommunicator(gloo)
     with NcclCommunicator(on_host, PrefixStore("nccl", store), timeout_seconds=60) as communicator:
         failed = [failure for failure in wrong(communicator) if "float" not in failure]
-        # NCCL adds in an order of its own; two numbers have only one.
+        # NCCL adds in its own order. For two numbers there is only one order.
         failed += [failure for failure in wrong(communicator) if size == 2 and "float32" in failure]
         mean = torch.full((3,), float(rank), device="cuda")
         communicator.all_reduce(ReduceOp.MEAN, [mean])
@@ -102,7 +102,7 @@ def test_nccl_carries_gpu_tensors_between_processes(size: int) -> None:
 
 
 def chosen(store: Store, rank: int, size: int) -> list[str]:
-    # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
+    # NCCL refuses ranks that share a GPU, unless each seems to be on its own host.
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     names: list[str] = []
     for implementation, gpu in [("AUTO", f"gpu {rank}"), ("AUTO", "gpu"), ("TCP", f"gpu {rank}")]:

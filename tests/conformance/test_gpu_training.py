@@ -21,7 +21,7 @@ pytestmark = [
 ]
 
 GPUS = [f"cuda:{i}" for i in range(4)]
-# A few milliseconds: long enough for whoever does not wait to be wrong.
+# A few milliseconds: long enough that code that does not wait is wrong.
 SLEEP_CYCLES = 10_000_000
 
 Strategies = Callable[..., uo.MirroredStrategy]

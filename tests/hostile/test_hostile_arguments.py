@@ -106,7 +106,7 @@ def outcome(target: Target, given: dict[str, Any]) -> str | None:
     """Makes a call, and returns what is wrong with how it ends."""
     try:
         with deadline(DEADLINE_S):
-            # In one frame, so that a call that does not fit the signature is told by its depth.
+            # In one frame, so that the depth shows a call that does not fit the signature.
             result = target.call(**given)
     except TooLate:
         return f"has not ended after {DEADLINE_S} s"

@@ -37,7 +37,7 @@ class RaisesWhenArray:
         raise HostileError("a hostile array was read")
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = "sum"
 
 
@@ -81,7 +81,7 @@ def failing(*args: Any, **kwargs: Any) -> NoReturn:
 
 _ROWS = [torch.ones(2), torch.ones(3)]
 
-# Made anew for each call, because some are used up or changed.
+# Made for each call, because some are used up or changed.
 HOSTILE: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -122,7 +122,7 @@ HOSTILE: dict[str, Callable[[], Any]] = {
     "function without arguments": lambda: lambda: None,
     "type": lambda: int,
     "class of ours": lambda: uo.PerReplica,
-    "enum of another kind": lambda: Colour.RED,
+    "enum of another kind": lambda: Color.RED,
     "exception": lambda: ValueError("no"),
     "path": lambda: pathlib.Path("/nowhere/\0"),
     "module": lambda: torch,

@@ -1,4 +1,4 @@
-"""The numbered scenarios of the behaviour study, one or more cases each, as plain data."""
+"""The numbered scenarios of the behavior study, one or more cases each, as plain data."""
 
 import itertools
 from collections.abc import Iterator

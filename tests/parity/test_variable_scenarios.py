@@ -88,7 +88,7 @@ def updated(strategy: uo.Strategy) -> Any:
     return variable
 
 
-def initialised(strategy: uo.Strategy) -> Any:
+def initialized(strategy: uo.Strategy) -> Any:
     calls: list[int] = []
 
     def initial_value() -> Tensor:
@@ -180,7 +180,7 @@ SCENARIOS = [
     Scenario(112, "FIRST", scattered("scatter_update", FIRST), PR([[2, 4, 4]] * 2)),
     Scenario(113, "products", multiplied, [PR([2.5, 2.5]), PR([6.25, 3.75])]),
     Scenario(114, "update", updated, PR([2, 3])),
-    Scenario(115, "initial value", initialised, [PR([7, 7]), 1]),
+    Scenario(115, "initial value", initialized, [PR([7, 7]), 1]),
     # TensorFlow also names the components.
     Scenario(116, "made in a step", made_inside, ["z", True, PR([1, 1])]),
     Scenario(117, "trainable", trainable, [False, True]),

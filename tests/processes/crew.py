@@ -23,7 +23,7 @@ _CLONE_NEWIPC = 0x08000000
 
 
 class Desk(NamedTuple):
-    """What a member has at hand: the store of its crew, and a way to speak before it returns."""
+    """What a member uses: the store of its crew, and a way to speak before it returns."""
 
     store: Store
     tell: Callable[[Any], None]
@@ -34,12 +34,12 @@ class Member:
 
     Args:
         port: Where the store of its crew is.
-        neighbour: The process that it shares a host with, if not this one.
+        neighbor: The process that it shares a host with, if not this one.
     """
 
-    def __init__(self, port: int, neighbour: int | None = None) -> None:
+    def __init__(self, port: int, neighbor: int | None = None) -> None:
         self._pipe, theirs = _PROCESSES.Pipe()
-        arguments = (theirs, port, neighbour)
+        arguments = (theirs, port, neighbor)
         self._process = _PROCESSES.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
@@ -89,15 +89,15 @@ class Crew:
         if refusals:
             self.__exit__()
             pytest.skip(f"this kernel or user can make no namespaces: {refusals[0]}")
-        neighbours = [None, *(keeper.process_id for keeper in self._keepers)]
-        self._neighbours = [neighbours[rank * num_hosts // size] for rank in range(size)]
-        self.members = [Member(self.store.port, neighbour) for neighbour in self._neighbours]
+        neighbors = [None, *(keeper.process_id for keeper in self._keepers)]
+        self._neighbors = [neighbors[rank * num_hosts // size] for rank in range(size)]
+        self.members = [Member(self.store.port, neighbor) for neighbor in self._neighbors]
         see_to_work(self.members)
 
     def replace(self, rank: int) -> None:
         """Ends a member, and starts another in its place."""
         self.members[rank].end()
-        self.members[rank] = Member(self.store.port, self._neighbours[rank])
+        self.members[rank] = Member(self.store.port, self._neighbors[rank])
         see_to_work([self.members[rank]])
 
     def __enter__(self) -> Crew:
@@ -126,12 +126,12 @@ def leave_host(desk: Desk) -> str | None:
     return os.strerror(ctypes.get_errno()) if libc.unshare(_CLONE_NEWIPC) else None
 
 
-def work(pipe: Connection, port: int, neighbour: int | None) -> None:
+def work(pipe: Connection, port: int, neighbor: int | None) -> None:
     """Calls what comes through `pipe`, until that is closed."""
     # There are more members than cores.
     torch.set_num_threads(1)
-    if neighbour is not None:
-        _enter_host_of(neighbour)
+    if neighbor is not None:
+        _enter_host_of(neighbor)
     store = TCPStore("127.0.0.1", port, timeout=timedelta(seconds=60), wait_for_workers=False)
     desk = Desk(store, lambda value: pipe.send((True, value)))
     while True:

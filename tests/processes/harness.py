@@ -30,7 +30,7 @@ if not torch.cuda.is_available():
 
 
 class Ranks:
-    """Processes that run `target(store, rank, size, *args)`, each with a store of its own.
+    """Processes that run `target(store, rank, size, *args)`, each with its own store.
 
     The store lives in the process of the test, so no rank is needed to reach it.
     """

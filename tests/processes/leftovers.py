@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-# Connections and threads of libraries end a moment after whoever used them.
+# Connections and threads of libraries end a moment after the code that used them.
 _PATIENCE_SECONDS = 5.0
 # On a busy machine a single look may take as long, and what it frees may hold something else.
 _LEAST_LOOKS = 5

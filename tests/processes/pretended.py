@@ -16,7 +16,7 @@ Make = Callable[[Store, int, int], Communicator]
 
 
 def hierarchical(inside: Make, num_hosts: int, backend: str, *, seconds: float) -> Make:
-    """Makes as many hosts of one, with what `inside` makes on each of them."""
+    """Makes `num_hosts` hosts of one, with what `inside` makes on each of them."""
 
     def make(store: Store, rank: int, size: int) -> Communicator:
         layout = Layout.of([f"host {other * num_hosts // size}" for other in range(size)])

@@ -1,4 +1,4 @@
-"""Python programs in processes of their own, with a deadline, and none left behind."""
+"""Python programs, each in its own process, with a deadline, and none left behind."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
 def program(
     command: Sequence[str | Path], environ: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process in a session of its own; what is left of the session is killed at the end."""
+    """A process in its own session; what is left of the session is killed at the end."""
     process = subprocess.Popen(
         [str(part) for part in command],
         env=clean_environment() if environ is None else dict(environ),
@@ -85,5 +85,5 @@ def is_alive(process_id: int) -> bool:
         status = Path(f"/proc/{process_id}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return False
-    # A zombie has ended; whoever inherits it will collect it.
+    # A zombie has ended. The process that inherits it collects it.
     return status.rpartition(")")[2].split()[0] != "Z"

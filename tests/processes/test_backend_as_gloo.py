@@ -32,7 +32,7 @@ from processes.harness import run_ranks
 from unisono.communicators.stores import say_to_all
 
 Call = Callable[[World], Any]
-# Longer than a test may take, so that a timeout that is not obeyed is noticed.
+# Longer than a test may take, so that the test sees a timeout that is ignored.
 GROUP_SECONDS = 300.0
 CALL_TIMEOUT = timedelta(milliseconds=100)
 NUMBERS = torch.arange(3.0)

@@ -79,7 +79,7 @@ def train_with_power_sgd(
 def test_power_sgd_trains_through_the_hook_of_torch() -> None:
     first, second = run_ranks(2, train_with_power_sgd, free_ports(2))
 
-    # The same bits on both workers, and whoever carries them.
+    # The same bits on both workers, over every transport.
     assert first == second
     assert first["AUTO"] == first["RING"]
     learnt, rate = first["AUTO"]

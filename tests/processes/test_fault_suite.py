@@ -1,7 +1,7 @@
 """Failures at random moments, in processes that go on after each of them.
 
-`UNISONO_FAULTS` sets how many, 50 by default. More than 200 are drawn anew in every run. Every test
-prints its seed; `UNISONO_FAULT_SEED` repeats a run that has failed.
+`UNISONO_FAULTS` sets how many, 50 by default. Above 200 they differ in every run. Every test prints
+its seed; `UNISONO_FAULT_SEED` repeats a run that has failed.
 """
 
 from __future__ import annotations

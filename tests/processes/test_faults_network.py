@@ -78,7 +78,7 @@ def descriptors_and_threads() -> tuple[int, int]:
 def fail_and_build_again(
     store: Store, rank: int, size: int, backend: str
 ) -> dict[str, tuple[Outcome, float, str | None]]:
-    """Makes every fault on a communicator of its own, each time with another one after it."""
+    """Makes every fault on its own communicator, each time with another one after it."""
     results = {}
     with make(store, rank, size, "warm-up", backend=backend) as communicator:
         communicator.barrier()

@@ -81,7 +81,7 @@ def by_function(strategy: uo.Strategy, rank: int) -> DistributedInput:
 
 
 def for_the_last_alone(strategy: uo.Strategy, rank: int) -> DistributedInput:
-    """The others never see a batch of their own."""
+    """The other workers never get a batch."""
 
     def make(context: uo.InputContext) -> Any:
         is_last = context.input_pipeline_id == context.num_input_pipelines - 1

@@ -1,4 +1,4 @@
-"""Processes with limits: what they cannot have is replaced, or all ranks are told."""
+"""Processes with limits: what they cannot have is replaced, or all ranks raise an error."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def connect_with_too_little(store: Store, rank: int, size: int) -> list[tuple[st
             prefixed = PrefixStore(f"{number}/{limited}", store)
             if rank == limited:
                 limit(what, amount)
-            # Whoever waits in vain for another rank raises a `WorkerTimeoutError`.
+            # A rank that waits in vain for another one raises a `WorkerTimeoutError`.
             with pytest.raises(CommunicationError) as caught:
                 connect(prefixed, rank, size, timeout_seconds=30, implementation=RING)
             resource.setrlimit(LIMITS[what], before)

@@ -1,21 +1,30 @@
-"""Workers that are told to end stop after the same step, and the job resumes to the same bits."""
+"""Workers that get SIGTERM stop after the same step, and the job resumes to the same bits."""
 
 from __future__ import annotations
 
-import gc
 import re
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from worker_threads import end_replica_threads
 
 from processes.programs import clean_environment, launcher, program, run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "preemption.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.fixture(autouse=True)
+def same_signals() -> Iterator[None]:
+    """A program that leaves keeps its handler of SIGTERM to the end."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +41,7 @@ def here(folder: Path, *arguments: object) -> str:
     except SystemExit as error:
         left = error.code
     # In a program, the strategy ends with the process.
-    gc.collect()
+    end_replica_threads()
     assert left == 0
     return ""
 
@@ -51,7 +60,7 @@ def test_a_job_moves_between_layouts_and_ends_with_the_same_bits(tmp_path: Path)
     undisturbed, moved = tmp_path / "undisturbed", tmp_path / "moved"
     bits = here(undisturbed, "--steps", 20)
 
-    # Only worker 1 of the two is told.
+    # Only worker 1 of the two gets the signal.
     assert here(moved, "--steps", 20, "--stop-after", 4) == ""
     command = launcher("-n", "2", *of_two(moved, "--steps", 20, "--stop-after", 13))
     status, output, errors = run(command, clean_environment())

@@ -24,7 +24,7 @@ from unisono.experimental import CommunicationImplementation, CommunicationOptio
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 SECONDS = 120.0
-# Beside the two seconds in which a dead process is noticed, what a busy machine may take.
+# The watch sees a dead process within two seconds. The rest is for a busy machine.
 SLACK = 50.0
 
 

@@ -147,7 +147,7 @@ def actor_critic(strategy: Any) -> Learned:
 
 
 class Layer(nn.Linear):
-    """After pytorch/examples/mnist_forward_forward: a layer with an optimizer of its own."""
+    """After pytorch/examples/mnist_forward_forward: a layer with its own optimizer."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features)

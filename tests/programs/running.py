@@ -140,7 +140,7 @@ def on_replicas(name: str, num_replicas: int) -> Outcome:
 
 
 def on_workers(crew: Crew, name: str, num_replicas: int) -> list[Outcome]:
-    """Runs a program on all members of a crew, each with as many replicas."""
+    """Runs a program on all members of a crew, each with the same number of replicas."""
     ports = free_ports(len(crew.members))
     for rank, member in enumerate(crew.members):
         member.begin(_on_worker, name, rank, ports, num_replicas)

@@ -100,7 +100,7 @@ class AverageMeter:
 
 @program(synchronize_batch_norm=True)
 def imagenet(strategy: Any) -> Learned:
-    """Trains with batch normalisation over the batches of all replicas, and validates."""
+    """Trains with batch normalization over the batches of all replicas, and validates."""
     with strategy.scope():
         model = convolutions()
         criterion = nn.CrossEntropyLoss()
@@ -142,7 +142,7 @@ def imagenet(strategy: Any) -> Learned:
 
 @program()
 def contrastive(strategy: Any) -> Learned:
-    """Every image is told from those of all replicas, as in SimCLR and CLIP."""
+    """Separates every image from those of all replicas, as in SimCLR and CLIP."""
     with strategy.scope():
         model = nn.Sequential(nn.Flatten(), nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4))
         temperature = nn.Parameter(torch.tensor(0.5))

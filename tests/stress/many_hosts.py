@@ -33,7 +33,7 @@ SECONDS = 300.0
 
 
 def train(strategy: uo.Strategy) -> str:
-    """Takes steps, in which every replica has numbers of its own; returns what was learnt."""
+    """Takes steps, in which every replica has its own numbers; returns what was learnt."""
     torch.manual_seed(0)
     with strategy.scope():
         model = torch.nn.Sequential(

@@ -308,7 +308,7 @@ def _memory_mb() -> float:
 
 def _is_same(before: dict[str, Any]) -> bool:
     deadline = time.monotonic() + 30
-    # A thread that was told to end may still be about to.
+    # A thread that was asked to end may not have ended yet.
     while (now := _left_behind()) != before and time.monotonic() < deadline:
         time.sleep(0.1)
     if now != before:
@@ -358,7 +358,7 @@ def main() -> int:
 
 
 def warm_up(draw: random.Random) -> None:
-    """Does everything once: torch keeps some memory and threads for ever."""
+    """Does everything once: torch keeps some memory and threads forever."""
     world = World(draw)
     for action in ACTIONS:
         faulthandler.dump_traceback_later(_DEADLINE_S, exit=True)

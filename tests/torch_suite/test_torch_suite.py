@@ -46,7 +46,7 @@ SELECTED = (
 def test_what_passes_over_gloo_passes_over_unisono() -> None:
     pytest.importorskip("expecttest", reason="torch's own tests import it")
     names = [f"DistributedTest.{name}" for name in SELECTED]
-    # Importing torch's tests changes a process, so they have one of their own.
+    # Importing torch's tests changes a process, so they have their own one.
     environ = clean_environment(PYTHONPATH=os.pathsep.join([str(TESTS), *sys.path]))
     status, output, errors = run([sys.executable, "-m", "torch_suite", *names], environ, 280)
 

@@ -1,4 +1,4 @@
-"""The names of `tf.distribute.experimental`, and what `run` is told."""
+"""The names of `tf.distribute.experimental`, and the options of `run`."""
 
 from __future__ import annotations
 

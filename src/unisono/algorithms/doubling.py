@@ -1,7 +1,7 @@
 """All-reduce between pairs at distances 1, 2, 4, ...: few steps for many ranks.
 
 doubling    ranks swap all of their sums: right for small tensors
-halving     neighbours swap halves, then pairs at distance 2 quarters, ...; and back with the sums
+halving     neighbors swap halves, then pairs at distance 2 quarters, ...; and back with the sums
 
             steps          bytes from each rank, for P a power of two
 doubling    log2 P         log2 P times the tensor

@@ -1,4 +1,4 @@
-"""All-reduce along the tree of the sum: neighbours become one, up to rank 0, and back down.
+"""All-reduce along the tree of the sum: neighbors become one, up to rank 0, and back down.
 
 0 <- 1   2 <- 3   4 <- 5   6      first round up
 0 <----- 2        4 <----- 6      second
@@ -18,7 +18,7 @@ _ALL = Fraction(1)
 
 
 def tree(num_ranks: int) -> Rounds:
-    """Adds up neighbours, level by level, and sends the result back the same way."""
+    """Adds up neighbors, level by level, and sends the result back the same way."""
     widths = [1 << level for level in range((num_ranks - 1).bit_length())]
     up = [
         Round((Send(range(w, num_ranks, 2 * w), at(-w), _ALL),), pairwise_sum(_ALL)) for w in widths

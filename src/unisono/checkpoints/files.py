@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import pickle
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -57,7 +57,7 @@ def _check_readable(path: Path) -> None:
     """Reads the file without its tensors. An error now costs less than one after a restart."""
     try:
         torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except pickle.UnpicklingError as error:
+    except UnpicklingError as error:
         raise UnsupportedError(
             "The checkpoint was not saved, because `torch.load(weights_only=True)` could not load "
             f"it: {str(error).splitlines()[0]} Let every `state_dict()` return tensors and plain "

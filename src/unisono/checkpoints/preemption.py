@@ -69,11 +69,16 @@ class PreemptionCheckpointHandler:
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         joined = _workers_of(cluster_resolver)
         self._config = termination_config or TerminationConfig()
-        self._manager.restore_or_initialize()
         self._notice = Notice(self._config)
+        try:
+            # All workers take part, so all of them watch their signals when the first one goes on.
+            self._manager.restore_or_initialize()
+        except BaseException:
+            self._notice.close()
+            raise
         self._agreement = Agreement(self._notice, joined)
-        # Also when the program ends. The signals keep their handler then: a second SIGTERM must
-        # not end a program that is about to leave with status 0.
+        self._is_leaving = False
+        # Also when the program ends.
         self._end = weakref.finalize(self, self._agreement.close)
 
     @property
@@ -139,7 +144,8 @@ class PreemptionCheckpointHandler:
         self._notice.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_notice"):
+        # A second SIGTERM must not end a program that is about to leave with status 0.
+        if not getattr(self, "_is_leaving", True):
             self._notice.close()
 
     def _finish(self, *args: Any, **kwargs: Any) -> None:
@@ -150,7 +156,9 @@ class PreemptionCheckpointHandler:
         _log.warning("Saving and leaving after step %d: preempted.", self.total_run_calls)
         (self._config.save_fn or self._manager.save)(*args, **kwargs)
         self._end()
+        self._is_leaving = True
         self._config.leave()
+        self._is_leaving = False
 
 
 def _manager(given: Checkpoint | CheckpointManager, folder: Any) -> CheckpointManager:

@@ -44,7 +44,7 @@ class LauncherVariables:
             name = next(name for name in names if name in self._environ)
             raise ClusterError(
                 f"{name} must be a whole number of 0 or more, as {self._launcher} sets it; found "
-                f"{text!r}."
+                f"{text!r}. Start the script with {self._launcher}, or unset the variable."
             )
         return int(text)
 
@@ -58,7 +58,7 @@ class LauncherVariables:
         if found_rank >= found_size:
             raise ClusterError(
                 f"{' or '.join(rank)} must be less than {' or '.join(size)}; found {found_rank} "
-                f"of {found_size}."
+                f"of {found_size}. Start the script with {self._launcher}, or set both alike."
             )
         return found_rank, found_size
 

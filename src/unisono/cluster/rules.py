@@ -84,7 +84,7 @@ def _check_jobs(spec: ClusterSpec) -> None:
         if _count(spec, job) > 1:
             raise ClusterError(
                 f"A cluster has at most one {job}, but the spec has {_count(spec, job)}: "
-                f"{spec.job_tasks(job)}."
+                f"{spec.job_tasks(job)}. Keep one of them."
             )
 
 
@@ -110,7 +110,7 @@ def _check_task(spec: ClusterSpec, task_type: str, task_id: int) -> None:
     if not 0 <= task_id < num_tasks:
         raise ClusterError(
             f"The tasks of the job {task_type!r} are numbered 0 to {num_tasks - 1}; this process "
-            f"is task {task_id}."
+            f"is task {task_id}. Give it one of these numbers, or add a task to the cluster."
         )
 
 

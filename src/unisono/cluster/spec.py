@@ -62,7 +62,8 @@ class ClusterSpec:
             is_dense = self.is_dense(job_name)
             known = f"0 to {len(tasks) - 1}" if is_dense else ", ".join(map(str, sorted(tasks)))
             raise ClusterError(
-                f"The job {job_name!r} has the tasks {known}, but task {task_index} was asked for."
+                f"The job {job_name!r} has the tasks {known}, not task {task_index}. Ask for "
+                "one of these."
             )
         address = tasks[task_index]
         if address is None:
@@ -107,7 +108,8 @@ class ClusterSpec:
         if not isinstance(name, str) or name not in self._tasks:
             known = ", ".join(map(repr, self._tasks)) or "none"
             raise ClusterError(
-                f"There is no job {in_words(name)} in the cluster; its jobs are: {known}."
+                f"There is no job {in_words(name)} in the cluster; its jobs are: {known}. Ask for "
+                "one of these."
             )
         return self._tasks[name]
 

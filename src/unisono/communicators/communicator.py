@@ -24,7 +24,7 @@ class Communicator(ABC):
     A collective ends on every rank with the same bits, or raises a `CommunicationError` that names
     the ranks at fault. After that the communicator can only be closed.
 
-    Sums follow the order of the whole library, a tree over neighbours (`unisono.kernels.tree`), so
+    Sums follow the order of the whole library, a tree over neighbors (`unisono.kernels.tree`), so
     they do not depend on who carries them. A rank may bring several terms: the terms of rank 0 come
     first, then those of rank 1, and so on. Every rank brings the same number; `all_reduce_nodes` is
     for ranks that do not.

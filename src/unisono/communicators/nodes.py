@@ -140,7 +140,7 @@ def _finished(
 def _combined(
     op: ReduceOp, terms: Sequence[Tensor], nodes: Sequence[Node], num_replicas: int
 ) -> Tensor:
-    """Combines neighbouring nodes, without rounding to a narrow dtype. May overwrite `terms`.
+    """Combines neighboring nodes, without rounding to a narrow dtype. May overwrite `terms`.
 
     Nodes that are left over, because a part of the tree is missing, are combined last.
     """
@@ -170,7 +170,7 @@ def _are_siblings(left: Node, right: Node, num_replicas: int) -> bool:
 
 
 def plain_terms(ranges: Sequence[range]) -> int | None:
-    """Returns how many neighbours make a term, if every rank can bring the same number of terms.
+    """Returns how many neighbors make a term, if every rank can bring the same number of terms.
 
     The tree over these terms, which is what `Communicator.all_reduce` adds up, is then that of all
     replicas.

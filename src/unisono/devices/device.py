@@ -73,7 +73,9 @@ class Device:
         return cls._known.setdefault(name, device)
 
     def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"A device never changes, so `{name}` cannot be set.")
+        raise AttributeError(
+            f"A device never changes, so `{name}` cannot be set. Make another one."
+        )
 
     @classmethod
     def parse(cls, spec: object, default: object = None) -> Device:

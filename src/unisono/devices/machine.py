@@ -160,7 +160,7 @@ def _check_one_meant(device: DeviceLike) -> None:
 def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]:
     """Returns a device per replica, where replicas share devices if there are fewer.
 
-    Neighbours share a device. CPU replicas have their own slots anyway.
+    Neighbors share a device. CPU replicas have their own slots anyway.
 
     >>> spread((Device("cpu", 0),), 2), spread((Device("cuda", 0), Device("cuda", 1)), 3)
     ((cpu:0, cpu:1), (cuda:0, cuda:0#1, cuda:1))

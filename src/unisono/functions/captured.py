@@ -348,7 +348,10 @@ class _CapturedFunction:
         self.reason = reason
         self._steps.clear()
         if self._function.strict:
-            raise CaptureError(f"{self._function!r} cannot be captured: {reason}.")
+            raise CaptureError(
+                f"{self._function!r} cannot be captured: {reason}. Change that, or leave out "
+                "`strict=True`."
+            )
         _logger.warning("%r stays eager: %s.", self._function, reason)
 
 

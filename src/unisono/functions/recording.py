@@ -110,7 +110,10 @@ class Recording:
 
     def refuse(self, reason: str) -> None:
         """Ends the capture of a step that does what its rehearsals did not."""
-        raise CaptureError(f"The step did not do this when it was tried out: {reason}.")
+        raise CaptureError(
+            f"The step did not do this in its first calls: {reason}. Make the step do the same "
+            "in every call."
+        )
 
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Ends the graph so far, makes a call in Python, and begins the next graph."""

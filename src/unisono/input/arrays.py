@@ -30,7 +30,8 @@ class ArrayDataset(TensorDataset):
         if len(set(sizes.values())) != 1 or "no rows" in sizes.values():
             listed = ", ".join(f"{path} has {size}" for path, size in sizes.items()) or "nothing"
             raise UnsupportedError(
-                f"All arrays of a dataset must have the same number of rows, got: {listed}."
+                f"All arrays of a dataset must have the same number of rows, got: {listed}. Cut or "
+                "pad them."
             )
         super().__init__(*tensors)
 

@@ -147,5 +147,5 @@ def _mismatch(
     odd = ", ".join(f"{holder} {i} has {t}" for i, t in enumerate(traits, first_id) if t != usual)
     return ReplicaMismatchError(
         f"{what} must have the same {trait} on all {len(tensors)} {holder}s, but {odd}, and the "
-        f"others have {usual}. Nothing was {action}."
+        f"others have {usual}. Nothing was {action}: give all {holder}s the same {trait}."
     )

@@ -1,6 +1,6 @@
 """The order of every sum, and the sum in that order through torch.
 
-Replicas are combined level by level: neighbours (0, 1), (2, 3), ... become one, and an odd last
+Replicas are combined level by level: neighbors (0, 1), (2, 3), ... become one, and an odd last
 one moves up as it is.
 
     7 replicas   ((0 + 1) + (2 + 3)) + ((4 + 5) + 6)

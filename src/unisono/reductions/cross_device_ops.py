@@ -359,14 +359,16 @@ def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
         iterator = iter(pairs)
     except (TypeError, RuntimeError) as error:
         raise BatchError(
-            f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}."
+            f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}. Write "
+            "`[(value, value)]` for one value."
         ) from error
     given = list(iterator)
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
             raise BatchError(
                 "A batch is an iterable of (value, destinations) tuples, got "
-                f"{in_words(pair)} of type {type(pair).__name__} as number {index}."
+                f"{in_words(pair)} of type {type(pair).__name__} as number {index}. Write "
+                "`[(value, value)]` for one value."
             )
     return given
 

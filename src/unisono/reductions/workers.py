@@ -152,7 +152,7 @@ class Workers:
         ]
         for rank, ((refused, _), _) in enumerate(told):
             if refused:
-                raise UnsupportedError(f"Worker {rank} failed and told all workers. {refused}")
+                raise UnsupportedError(f"Worker {rank} cannot go on. {refused}")
         return [reader.read(one) for (_, one), reader in told]
 
 

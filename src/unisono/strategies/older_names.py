@@ -169,7 +169,7 @@ def older_name(strategy: Strategy, name: str) -> Any:
     elif name in _CHANGED:
         today, find = _CHANGED[name]
     else:
-        raise AttributeError(f"{type(strategy).__name__!r} has no attribute {name!r}.")
+        raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
     warnings.warn(
         f"`strategy.{name}` is an older name; write `strategy.{today}`.",
         DeprecationWarning,

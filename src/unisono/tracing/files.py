@@ -52,7 +52,7 @@ def check_folder(folder: Any) -> Path:
     check_instance("folder", folder, (str, os.PathLike), wanted)
     path = Path(folder)
     if "\0" in str(path):
-        raise TraceError(f"A path cannot have a NUL character, got {path!r}.")
+        raise TraceError(f"A path cannot have a NUL character, got {path!r}. Remove it.")
     return path
 
 

@@ -88,7 +88,9 @@ def record(
     try:
         trace.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise TraceError(f"The folder for the trace cannot be made: {error}.") from error
+        raise TraceError(
+            f"The folder for the trace cannot be made: {error}. Name another one."
+        ) from error
     recorder = Recorder(clock, max_events)
     spans.start(recorder)
     try:

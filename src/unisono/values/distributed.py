@@ -142,9 +142,7 @@ class PerReplica(TensorLike, DistributedValues):
         return (
             f"A {type(self).__name__} {what} outside `run`, but it holds {len(self.values)} "
             'values, one per replica. Make one tensor of them with `strategy.reduce("MEAN", x)` or '
-            "`strategy.gather(x, axis=0)`, or get all of them with "
-            "`strategy.experimental_local_results(x)`. Calls for a single replica, such as "
-            "`backward()`, belong in the function that you `run`."
+            "`strategy.gather(x, axis=0)`, or call it in the function that you `run`."
         )
 
 

@@ -29,7 +29,7 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     if len(set(sparse_dims)) > 1:
         raise ReplicaMismatchError(
             f"Sparse tensors must have the same number of sparse dimensions on all {len(tensors)} "
-            f"replicas, got {sparse_dims} by replica. Nothing was reduced."
+            f"replicas, got {sparse_dims} by replica. Make them alike, or call `.to_dense()`."
         )
     parts = [tensor.detach() for tensor in tensors]
     indices = torch.cat([part._indices() for part in parts], dim=1)

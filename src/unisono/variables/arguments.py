@@ -1,4 +1,4 @@
-"""Arguments that `tf.Variable` has and a `Variable` cannot honour, and the shape it is given."""
+"""Arguments that `tf.Variable` has and a `Variable` cannot honor, and the shape it is given."""
 
 from __future__ import annotations
 
@@ -42,5 +42,5 @@ def check_shape(what: str, found: torch.Size, shape: Sequence[int] | None) -> No
     if shape is not None and tuple(shape) != tuple(found):
         raise UnsupportedError(
             f"{what} starts with a value of shape {tuple(found)}, but `shape` is {shape!r}. A "
-            "variable has the shape of its value, without unknown dimensions."
+            "variable has the shape of its value: leave out `shape`, or reshape the value."
         )

@@ -41,9 +41,9 @@ def _normalized(
     num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
     total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
     mean = total / count
-    centred = input - _spread(mean, input)
-    squares = context.all_reduce(ReduceOp.SUM, centred.square().sum(dims))
-    output = centred * _spread(torch.rsqrt(squares / count + eps), input)
+    centered = input - _spread(mean, input)
+    squares = context.all_reduce(ReduceOp.SUM, centered.square().sum(dims))
+    output = centered * _spread(torch.rsqrt(squares / count + eps), input)
     return output, mean.detach(), squares.detach(), count
 
 
@@ -81,7 +81,7 @@ class SynchronizedBatchNorm:
         output = super().forward(*args, **kwargs)  # type: ignore[misc]
         if context.notes.num_batch_norms == before:
             raise UnsupportedError(
-                f"`synchronize_batch_norm=True` cannot synchronise {type(self).__name__}, because "
+                f"`synchronize_batch_norm=True` cannot synchronize {type(self).__name__}, because "
                 "its `forward` calls neither `super().forward` nor "
                 "`torch.nn.functional.batch_norm`. Change its `forward`, or make the strategy "
                 "without `synchronize_batch_norm`."

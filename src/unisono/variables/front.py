@@ -106,8 +106,8 @@ class Fronts:
             present = [target for target, _ in found.values()]
             plain = list(map(type, present))
             if plain != self._plain:
-                befores = (before for _, (_, before) in found.values())
-                self._during = list(map(in_front, befores, plain))
+                earlier = (before for _, (_, before) in found.values())
+                self._during = list(map(in_front, earlier, plain))
                 self._plain = plain
             self._present = present
             self._is_up = True

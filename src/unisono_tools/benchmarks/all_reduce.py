@@ -63,6 +63,16 @@ _ENGINES = {
     for engine in ("Gloo", "TCP", "MPI")
     for where in ("plain", "in place")
 }
+# Blue for Unisono, orange for Gloo, with and without DDP's buckets.
+_STYLES = {
+    "unisono, plain": {"color": "#5c6bc0"},
+    "unisono, in place": {"color": "#1a237e"},
+    "Gloo": {"color": "#ef6c00"},
+    "DDP bucket": {"color": "#ffb74d"},
+    "MPI": {"color": "#6d4c41"},
+    "Open MPI": {"color": "#6d4c41"},
+    "floor": {"color": "#90a4ae", "linestyle": "--"},
+}
 # A turn reduces this many bytes again and again, so that the time to begin it does not count.
 BYTES_PER_TURN = 16 * 2**20
 # Sums of sums grow by the number of ranks with every call, and must stay within float32.
@@ -169,24 +179,23 @@ class AllReduceSweep:
             yield Contest(size, crews)
 
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
-        """Draws latency above and bus bandwidth below, a column for each number of ranks."""
-        figure.set_size_inches(1 + 4 * len(self.ranks), 7)
-        axes = figure.subplots(2, len(self.ranks), squeeze=False, sharex=True, sharey="row")
-        for column, count in enumerate(self.ranks):
+        """Draws latency over size, with a panel for each number of ranks."""
+        figure.set_size_inches(1 + 3.4 * len(self.ranks), 4.6)
+        axes = figure.subplots(1, len(self.ranks), squeeze=False, sharey=True)[0]
+        for axis, count in zip(axes, self.ranks, strict=True):
             for name, points in _lines([row for row in rows if row.case["ranks"] == count]).items():
-                sizes, micros = zip(*points, strict=True)
-                factor = 2 * (count - 1) / count / 1e3
-                buses = [size / micro * factor for size, micro in points]
-                axes[0][column].plot(sizes, micros, marker="o", markersize=3, label=name)
-                axes[1][column].plot(sizes, buses, marker="o", markersize=3, label=name)
-            axes[0][column].set(title=f"{count} ranks", xscale="log", yscale="log")
-            axes[1][column].set(xlabel="size of one rank's tensor", yscale="log")
-            mark_sizes(axes[1][column])
-        axes[0][0].set_ylabel("latency, us")
-        axes[1][0].set_ylabel("bus bandwidth, GB/s")
-        for axis in axes.flat:
+                style = _STYLES.get(name, {})
+                axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, **style)
+            axis.set(title=f"{count} ranks", xscale="log", yscale="log")
+            axis.set_xlabel("size of one rank's tensor")
             axis.grid(visible=True, which="major", alpha=0.3)
-        axes[1][-1].legend(loc="lower right")
+            mark_sizes(axis, most=5)
+        axes[0].set_ylabel("latency")
+        marks = {1: "1 us", 1e2: "100 us", 1e4: "10 ms", 1e6: "1 s"}
+        axes[0].set_yticks(list(marks), list(marks.values()))
+        axes[0].set_yticks([], minor=True)
+        lines, names = axes[0].get_legend_handles_labels()
+        figure.legend(lines, names, loc="outside lower center", ncols=len(names), frameon=False)
 
 
 class Contest:

@@ -122,23 +122,27 @@ class ReduceSweep:
 
     def draw(self, figure: Figure, rows: Sequence[Row]) -> None:
         """Draws the speed relative to the add chain, a line per number of replicas."""
+        from matplotlib import colormaps
+
         figure.set_size_inches(10, 4)
         axes = figure.subplots(1, 2, sharey=True)
         for axis, into in zip(axes, ("one", "all"), strict=True):
-            for num_replicas in self.replicas:
+            for number, num_replicas in enumerate(self.replicas, 1):
                 case = {"replicas": num_replicas, "into": into}
                 line = [row for row in rows if case.items() <= row.case.items()]
                 line = [row for row in line if row.case["case"] not in BATCHES]
                 ratios = [row.ratios["add chain"] for row in line]
                 sizes = [row.num_bytes for row in line]
-                axis.plot(sizes, ratios, marker="o", label=f"{num_replicas} replicas")
-            axis.axhline(1, color="grey", linewidth=1)
+                # The more replicas, the darker the line.
+                shade = colormaps["Blues"](0.25 + 0.75 * number / len(self.replicas))
+                axis.plot(sizes, ratios, marker="o", label=f"{num_replicas} replicas", color=shade)
+            axis.axhline(1, color="gray", linewidth=1)
             axis.set(xscale="log", yscale="log", xlabel="size of one replica's tensor")
             axis.set_title("into one output" if into == "one" else "into all replicas")
             mark_sizes(axis)
             mark_powers_of_two(axis.yaxis, lambda ratio: f"{ratio:g}x")
             axis.grid(visible=True, which="major", alpha=0.3)
-        axes[0].set_ylabel("speed, torch add chain = 1x")
+        axes[0].set_ylabel("speed; a chain of torch additions is 1x")
         axes[0].legend()
 
 
@@ -167,7 +171,8 @@ def check(case: str, items: list[Item], results: Any) -> None:
             if not torch.allclose(copy, expected, rtol=1e-5, atol=1e-5):
                 worst = float((copy - expected).abs().max())
                 raise BenchmarkError(
-                    f"{case}: a sum over {len(item)} replicas is wrong by {worst:g}."
+                    f"{case}: a sum over {len(item)} replicas is wrong by {worst:g}. Please report "
+                    "this."
                 )
 
 

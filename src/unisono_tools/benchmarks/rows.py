@@ -124,18 +124,18 @@ def spell_bytes(num_bytes: float) -> str:
     return f"{num_bytes:g} B"
 
 
-def mark_sizes(axis: Axes) -> None:
+def mark_sizes(axis: Axes, most: int = 7) -> None:
     """Labels a logarithmic axis of sizes with sizes: 4 KB, 64 KB, 1 MB."""
-    mark_powers_of_two(axis.xaxis, spell_bytes)
+    mark_powers_of_two(axis.xaxis, spell_bytes, most)
 
 
-def mark_powers_of_two(axis: Axis, spell: Callable[[float], str]) -> None:
-    """Labels a logarithmic axis at powers of two, at most seven of them, and nowhere else."""
+def mark_powers_of_two(axis: Axis, spell: Callable[[float], str], most: int = 7) -> None:
+    """Labels a logarithmic axis at powers of two, at `most` of them, and nowhere else."""
     low, high = axis.get_view_interval()
     first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
     if last <= first:
         # Marks beyond its ends widen the axis.
         first, last = math.floor(math.log2(low)), math.ceil(math.log2(high))
-    powers = range(first, last + 1, max(1, math.ceil((last - first + 1) / 7)))
+    powers = range(first, last + 1, max(1, math.ceil((last - first + 1) / most)))
     axis.set_ticks([2.0**power for power in powers], [spell(2.0**power) for power in powers])
     axis.set_ticks([], minor=True)

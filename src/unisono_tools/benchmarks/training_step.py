@@ -171,7 +171,10 @@ class StepSweep:
 def check_losses(model: str, own: list[float], name: str, others: list[float]) -> None:
     """Raises if the first steps of the two differ by more than float32 may."""
     if any(not math.isclose(a, b, rel_tol=1e-4) for a, b in zip(own, others, strict=True)):
-        raise BenchmarkError(f"{model}: the losses of unisono are {own}, those of {name} {others}.")
+        raise BenchmarkError(
+            f"{model}: the losses of Unisono are {own}, those of {name} {others}. Please report "
+            "this."
+        )
 
 
 def _steps_of(steps: Callable[[int], object], num_steps: int) -> Work:
@@ -181,7 +184,7 @@ def _steps_of(steps: Callable[[int], object], num_steps: int) -> Work:
 def _tensorflow_steps(peer: CoProcess, num_steps: int) -> None:
     loss = peer.ask({"steps": num_steps})["loss"]
     if not math.isfinite(loss):
-        raise BenchmarkError(f"TensorFlow's loss is {loss}.")
+        raise BenchmarkError(f"TensorFlow's loss is {loss}. Leave out `--tensorflow`.")
 
 
 def _steps_per_turn(steps: Callable[[int], None]) -> int:

@@ -79,4 +79,6 @@ def _check(trainings: Sequence[Training]) -> None:
     """Fails if the loss depends on the number of replicas."""
     losses = [training.losses[-1] for training in trainings]
     if any(not math.isclose(loss, losses[0], rel_tol=1e-6) for loss in losses):
-        raise click.ClickException(f"The final losses should be equal, but they are {losses}.")
+        raise click.ClickException(
+            f"The final losses should be equal, but they are {losses}. Please report this."
+        )

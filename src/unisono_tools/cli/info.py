@@ -37,7 +37,10 @@ def _recorded(path: Path) -> HostReport:
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):
-            raise DeviceError(f"A recorded host is a JSON object, got a {type(content).__name__}.")
+            raise DeviceError(
+                f"A recorded host is a JSON object, got a {type(content).__name__}. Record it with "
+                "`unisono info --json`."
+            )
         return recorded_host(content)
     except ValueError as error:
         raise click.UsageError(f"Cannot read {path}: {error}") from None

@@ -18,7 +18,9 @@ def read_range(context: click.Context, parameter: click.Parameter, text: str) ->
     except ValueError:
         least, most = 0, 0
     if not 1 <= least <= most:
-        raise click.BadParameter(f"{text!r} is neither a number of hosts nor MIN:MAX, such as 1:4.")
+        raise click.BadParameter(
+            f"{text!r} is neither a number of hosts nor MIN:MAX. Write 4 or 1:4."
+        )
     return least, most
 
 
@@ -130,7 +132,10 @@ def launch(
     them leave with the same one.
     """
     if not is_module and not Path(script).exists():
-        raise click.BadParameter(f"File {script!r} does not exist.", param_hint="'SCRIPT'")
+        raise click.BadParameter(
+            f"File {script!r} does not exist. Check the path, or write `-m` for a module.",
+            param_hint="'SCRIPT'",
+        )
     with quiet_torch():
         from unisono_tools.launching.workers import Job, run_workers
 

@@ -33,7 +33,7 @@ class _Commands(click.Group):
             if error.filename is None:
                 raise
             raise click.ClickException(
-                f"{error.filename} cannot be read or written: {error.strerror}."
+                f"{error.filename} cannot be read or written: {error.strerror}. Check the path."
             ) from error
 
 

@@ -112,7 +112,7 @@ def _config(num_workers: int, job: Job) -> LaunchConfig:
         config.run_id = uuid.uuid4().hex
         return config
     if job.endpoint is None:
-        raise ClusterError("Several hosts need --rdzv-endpoint, an address of the first host.")
+        raise ClusterError("Several hosts need --rdzv-endpoint: give an address of the first host.")
     config.rdzv_endpoint = str(Address.parse(job.endpoint))
     config.run_id = f"unisono-{config.rdzv_endpoint}"
     if job.host_rank is not None:

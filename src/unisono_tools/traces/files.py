@@ -88,7 +88,9 @@ def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
     try:
         found = sorted(path for path in folder.glob("*") if _NAME.fullmatch(path.name))
     except OSError as error:
-        raise TraceError(f"The folder of the trace cannot be read: {error}.") from error
+        raise TraceError(
+            f"The folder of the trace cannot be read: {error}. Name another one."
+        ) from error
     if not found:
         raise TraceError(
             f"There is no trace in {folder}: it has no file worker-0.jsonl. Record one with "

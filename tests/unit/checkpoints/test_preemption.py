@@ -1,4 +1,4 @@
-"""A process that is told to end: it finishes its step, saves and leaves."""
+"""A process that gets SIGTERM: it finishes its step, saves and leaves."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from torch import nn
 
 from unisono.checkpoints import notice
 from unisono.cluster_resolver import SimpleClusterResolver
@@ -227,3 +228,13 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
         TerminationConfig(termination_watcher_fn="stop")  # type: ignore[arg-type]
     with pytest.raises(UnsupportedError, match="grace_period"):
         TerminationConfig(grace_period=-1)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_the_signals_as_they_were(tmp_path: Path) -> None:
+    CheckpointManager(Checkpoint(), tmp_path, max_to_keep=1).save()
+    before = signal.getsignal(signal.SIGTERM)
+
+    with pytest.raises(UnsupportedError, match="model"):
+        PreemptionCheckpointHandler(None, Checkpoint(model=nn.Linear(1, 1)), tmp_path)
+
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -60,7 +60,7 @@ def test_an_address_that_is_not_known_is_refused_where_it_is_needed() -> None:
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_task_that_is_not_there_is_refused(index: int) -> None:
-    with pytest.raises(ClusterError, match=f"tasks 0 to 2, but task {index} was"):
+    with pytest.raises(ClusterError, match=f"tasks 0 to 2, not task {index}"):
         ClusterSpec(CLUSTER).task_address("worker", index)
 
 
@@ -98,7 +98,7 @@ def test_tasks_can_be_given_by_number(tasks: Any) -> None:
     assert spec.as_dict() == {"worker": {1: "a:1", 3: "b:1"}}
     assert spec == ClusterSpec(spec)
     assert hash(spec) == hash(ClusterSpec(spec))
-    with pytest.raises(ClusterError, match="the tasks 1, 3, but task 0 was asked for"):
+    with pytest.raises(ClusterError, match="the tasks 1, 3, not task 0"):
         spec.task_address("worker", 0)
 
 

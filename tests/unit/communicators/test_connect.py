@@ -297,7 +297,7 @@ def encrypted_in_no_known_way(store: Store, rank: int, size: int) -> str:
 
 
 def test_encryption_that_torch_cannot_do_is_an_error() -> None:
-    # In a process of its own: torch looks at the variable once.
+    # In its own process: torch looks at the variable once.
     (message,) = run_ranks(1, encrypted_in_no_known_way)
 
     assert message.startswith("GLOO_DEVICE_TRANSPORT is 'no such transport'")

@@ -1,4 +1,4 @@
-"""Messages over connections of one's own: order, lengths, and connections that break."""
+"""Messages over our own connections: order, lengths, and connections that break."""
 
 from __future__ import annotations
 

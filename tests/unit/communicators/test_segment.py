@@ -114,7 +114,7 @@ def test_a_stranger_receives_nothing(
     handed_out.result(10)
 
 
-# Comes as another user, and prints what it hears before it has said more than it is told to.
+# Comes as another user, and prints what it hears before it has said more than it was asked to.
 NOBODY = """
 import os, socket, sys
 os.setuid(65534)

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.skipif(
 )
 TIMEOUT = 200.0
 CLONE_NEWPID = 0x20000000
-# Two, in which a process that has ended is noticed, and the rest for a busy machine.
+# The watch sees a process that has ended within two. The rest is for a busy machine.
 SECONDS_TO_NOTICE = 100.0
 
 

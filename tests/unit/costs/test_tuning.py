@@ -31,7 +31,7 @@ HERE = Tuning(
 
 @pytest.fixture
 def in_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The default path, in a cache of its own."""
+    """The default path, in its own cache."""
     monkeypatch.delenv("UNISONO_TUNING")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = tmp_path / "unisono" / "tuning.json"
@@ -71,7 +71,7 @@ BROKEN = {
     "no rate": changed(sum_rate=0.0),
     "no machine": changed(machine=["cpu"]),
     "deep": "[" * 100_000,
-    "more": changed(colour="red"),
+    "more": changed(color="red"),
     "foreign": changed(machine={"cpu": "another", "cores": 3, "gpus": []}),
 }
 

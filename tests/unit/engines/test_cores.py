@@ -56,7 +56,7 @@ def test_openmp_binds_neither_helpers_nor_replicas_to_one_core() -> None:
 
 
 def test_a_new_thread_that_asks_openmp_makes_no_class() -> None:
-    # Free-threaded Python 3.13 would keep it for ever.
+    # Free-threaded Python 3.13 would keep it forever.
     functions: Any = ctypes._CFuncPtr  # type: ignore[attr-defined]
     openmp_cores()
     before: set[type] = set(functions.__subclasses__())

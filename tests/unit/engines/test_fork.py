@@ -1,4 +1,4 @@
-"""A strategy in a forked child has threads of its own, or says that it cannot be used."""
+"""A strategy in a forked child has its own threads, or says that it cannot be used."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from unisono.engines import OneByOne, Turns
 
 
 def attend(turns: Turns, bodies: Sequence[Callable[[], object]]) -> None:
-    """Lets each body run on a thread of its own, in its turns."""
+    """Lets each body run on its own thread, in its turns."""
 
     def work(replica: int) -> None:
         turns.begin(replica)

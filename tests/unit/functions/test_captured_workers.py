@@ -30,7 +30,7 @@ RING, NCCL = CommunicationImplementation.RING, CommunicationImplementation.NCCL
 def join(
     rank: int, ports: list[int], implementation: CommunicationImplementation, num_replicas: int
 ) -> uo.MultiWorkerMirroredStrategy:
-    # NCCL refuses ranks that share a GPU, unless they seem to be on hosts of their own.
+    # NCCL refuses ranks that share a GPU, unless each seems to be on its own host.
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     resolver = uo.cluster_resolver.SimpleClusterResolver(
         {"worker": [f"127.0.0.1:{port}" for port in ports]}, task_type="worker", task_id=rank

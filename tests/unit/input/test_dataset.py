@@ -32,7 +32,7 @@ from unisono.input import (
 from unisono.values import PerReplica, map_leaves
 from unit.input.parts import own_samples
 
-# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+# From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 # Without a GPU, torch says that there is nothing to pin memory for.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning"),

@@ -10,7 +10,7 @@ from unisono.testing import virtual_gpus
 
 BUSY_CYCLES = 20_000_000
 
-# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+# From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 

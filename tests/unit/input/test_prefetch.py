@@ -15,7 +15,7 @@ from unisono.input import DistributedDataset, InputOptions
 from unisono.input.prefetch import Prefetcher
 from unisono.input.sources.kinds import as_source
 
-# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+# From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 

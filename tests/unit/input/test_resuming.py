@@ -30,7 +30,7 @@ from unisono.input import (
 from unisono.input.dataset import DistributedInput
 from unit.input.parts import own_samples
 
-# From Python 3.12 on, starting workers by fork warns once torch has threads of its own.
+# From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")
 
 

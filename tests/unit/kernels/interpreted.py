@@ -1,6 +1,6 @@
 """Runs the GPU kernel in Triton's interpreter, on host tensors; prints what is wrong.
 
-A process of its own: Triton decides when it is imported whether it interprets.
+Its own process: Triton decides when it is imported whether it interprets.
 """
 
 from __future__ import annotations

@@ -67,7 +67,7 @@ def test_an_odd_last_replica_joins_at_the_top() -> None:
 
 @pytest.mark.parametrize(("dtype", "base"), [(torch.float16, 2048), (torch.bfloat16, 256)])
 def test_half_precision_is_rounded_once(dtype: torch.dtype, base: int) -> None:
-    # Neighbours of `base` are 2 apart. Rounded at each step, (base + 1) + (1 + 1) is base + 2.
+    # Neighbors of `base` are 2 apart. Rounded at each step, (base + 1) + (1 + 1) is base + 2.
     tensors = [torch.tensor(x, dtype=dtype) for x in (base, 1, 1, 1)]
 
     assert tree_reduce(ReduceOp.SUM, tensors).item() == base + 4

@@ -115,7 +115,7 @@ def test_measured_links_decide_between_one_device_and_two_levels(num_devices: in
         few_bytes_a_second = select_cross_device_ops(devices, tuned(1e-6, 1e9))
         long_steps = select_cross_device_ops(devices, tuned(1e-1, 1e9))
 
-    # Two levels send less through one link, in twice as many steps.
+    # Two levels send less through one link, in twice the number of steps.
     assert type(few_bytes_a_second) is uo.HierarchicalCopyAllReduce
     assert type(long_steps) is uo.ReductionToOneDevice
 

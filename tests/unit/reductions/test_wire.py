@@ -1,4 +1,4 @@
-"""What workers can tell each other, and that nothing they are told runs code."""
+"""What workers can send to each other, and that nothing they receive runs code."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def test_a_per_replica_value_lacks_the_attributes_of_tensors_outside_run() -> No
     value = uo.PerReplica(tensors(1.0, 2.0))
 
     assert not hasattr(value, "item")
-    assert not hasattr(value, "colour")
+    assert not hasattr(value, "color")
     assert f"{value}" == repr(value)
 
 

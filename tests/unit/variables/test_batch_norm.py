@@ -1,4 +1,4 @@
-"""Batch normalisation over all replicas keeps what subclasses do in their own `forward`."""
+"""Batch normalization over all replicas keeps what subclasses do in their own `forward`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class CallsSuper(nn.BatchNorm2d):
 
 
 class CallsFunctional(nn.BatchNorm2d):
-    """As timm's `BatchNormAct2d`: it calls the function, then an activation of its own."""
+    """As timm's `BatchNormAct2d`: it calls the function, then its own activation."""
 
     def __init__(self, num_features: int) -> None:
         super().__init__(num_features)
@@ -105,7 +105,7 @@ def test_replicas_end_with_the_weights_of_one_device(
 
 
 class Checkpointed(nn.Module):
-    """Normalises twice: the second time in the backward pass."""
+    """Normalizes twice: the second time in the backward pass."""
 
     def __init__(self, *, keeps_random_state: bool) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ def test_a_checkpoint_computes_again_over_all_replicas(
 def test_a_forward_that_cannot_be_synchronised_is_named(mirrored: Make) -> None:
     strategy = mirrored(2, synchronize_batch_norm=True)
 
-    with pytest.raises(UnsupportedError, match="cannot synchronise CallsNeither"):
+    with pytest.raises(UnsupportedError, match="cannot synchronize CallsNeither"):
         trained(strategy, lambda: CallsNeither(2), uo.PerReplica(X.split(3)))
 
 

@@ -292,13 +292,13 @@ def test_a_model_that_ends_leaves_no_work(mirrored: Make) -> None:
     seen = strategy.run(lambda: second.buffer)
     strategy.run(second)
 
-    # Its replicas have the same buffers as before: nothing was laid out anew.
+    # Its replicas have the same buffers as before: nothing was laid out again.
     now = strategy.run(lambda: second.buffer)
     assert [one is other for one, other in zip(seen.values, now.values, strict=True)] == [True] * 2
     assert second.buffer.item() == 6
 
 
-def normalised(strategy: uo.Strategy) -> tuple[uo.Strategy, nn.Module, Callable[[], None]]:
+def normalized(strategy: uo.Strategy) -> tuple[uo.Strategy, nn.Module, Callable[[], None]]:
     with strategy.scope():
         model = nn.Sequential(nn.BatchNorm1d(3), nn.BatchNorm1d(3))
         model.register_buffer("hits", torch.zeros(6, dtype=torch.int32))
@@ -313,7 +313,7 @@ def normalised(strategy: uo.Strategy) -> tuple[uo.Strategy, nn.Module, Callable[
 
 def test_all_layouts_give_the_same_bits() -> None:
     def train(strategy: uo.Strategy) -> list[Tensor]:
-        _, model, step = normalised(strategy)
+        _, model, step = normalized(strategy)
         for _ in range(3):
             strategy.run(step)
         return list(model.state_dict().values())
@@ -341,7 +341,7 @@ def count_collectives(strategy: uo.Strategy, monkeypatch: pytest.MonkeyPatch) ->
 
 def test_reading_and_evaluation_never_communicate(monkeypatch: pytest.MonkeyPatch) -> None:
     def train(strategy: uo.Strategy) -> Any:
-        _, model, step = normalised(strategy)
+        _, model, step = normalized(strategy)
         strategy.run(step)
         called = count_collectives(strategy, monkeypatch)
         strategy.run(step)
@@ -359,7 +359,7 @@ def test_reading_and_evaluation_never_communicate(monkeypatch: pytest.MonkeyPatc
 
 def test_runs_that_not_all_workers_make_are_explained() -> None:
     def train(strategy: uo.Strategy) -> None:
-        _, _, step = normalised(strategy)
+        _, _, step = normalized(strategy)
         strategy.run(step)
         if strategy.extended.first_replica_id == 0:
             strategy.run(step)

@@ -17,7 +17,7 @@ Make = Callable[..., uo.MirroredStrategy]
 
 
 class Training:
-    """A model with dropout and batch normalisation, trained by Adam on shuffled data."""
+    """A model with dropout and batch normalization, trained by Adam on shuffled data."""
 
     def __init__(self, strategy: uo.Strategy, seed: int) -> None:
         torch.manual_seed(seed)

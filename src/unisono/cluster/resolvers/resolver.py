@@ -114,8 +114,8 @@ class ClusterResolver(ABC):
     def launch(self) -> Launch:
         """Returns what is known beyond the spec; by default that which the spec itself tells."""
         spec = self.cluster_spec()
-        here, neighbours = (self.task_type, self.task_id), _tasks_by_host(spec)
-        tasks = next((tasks for tasks in neighbours.values() if here in tasks), [here])
+        here, neighbors = (self.task_type, self.task_id), _tasks_by_host(spec)
+        tasks = next((tasks for tasks in neighbors.values() if here in tasks), [here])
         cluster = json.dumps(spec.as_dict(), sort_keys=True)
         job = f"cluster-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}"
         return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))

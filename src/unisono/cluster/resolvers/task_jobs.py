@@ -26,7 +26,9 @@ def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, in
         )
     unknown = [job for job in counts if job not in JOBS]
     if unknown:
-        raise ClusterError(f"The jobs of a cluster are {', '.join(JOBS)}; got {unknown[0]!r}.")
+        raise ClusterError(
+            f"The jobs of a cluster are {', '.join(JOBS)}; got {unknown[0]!r}. Use these names."
+        )
     return [(job, index) for job in sorted(counts) for index in range(counts[job])]
 
 

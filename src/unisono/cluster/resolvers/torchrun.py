@@ -45,6 +45,6 @@ class TorchrunClusterResolver(ClusterResolver):
 def _local(variables: LauncherVariables) -> tuple[int, int]:
     if variables.find("LOCAL_WORLD_SIZE") is not None:
         return variables.rank_and_size(("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",))
-    # Started by hand: the neighbours before this worker are all that is known.
+    # Started by hand: the neighbors before this worker are all that is known.
     local_rank = variables.number_or(0, "LOCAL_RANK")
     return local_rank, local_rank + 1

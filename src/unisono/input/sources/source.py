@@ -61,7 +61,10 @@ class Source(ABC):
         return batches, lambda: drop(batches, num_consumed)
 
     def __len__(self) -> int:
-        raise TypeError(f"{type(self).__name__} does not know how many batches it gives.")
+        raise TypeError(
+            f"{type(self).__name__} does not know how many batches it gives. Iterate without "
+            "`len()`."
+        )
 
 
 def drop(items: Iterator[Any], count: int) -> int:

@@ -69,7 +69,7 @@ def _reduce_block(
     IS_WHOLE: tl.constexpr,
 ):
     lanes = tl.arange(0, BLOCK_SIZE)
-    # A binary counter: a sum of 1, 2, 4, 8 or 16 neighbours waits for another of its size.
+    # A binary counter: a sum of 1, 2, 4, 8 or 16 neighbors waits for another of its size.
     for i in tl.static_range(NUM_INPUTS):
         source = _address(row, i, DTYPE, IS_ALIGNED) + start
         if IS_WHOLE:
@@ -92,7 +92,7 @@ def _reduce_block(
                         of_8 = value
                     else:
                         of_16 = _combine(of_8, value, OP)
-    # What has found no neighbour moves up as it is.
+    # What has found no neighbor moves up as it is.
     if NUM_INPUTS % 2 == 1:
         total = of_1
     if (NUM_INPUTS // 2) % 2 == 1:

@@ -31,7 +31,10 @@ class CoProcess:
                     command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
                 )
         except OSError as error:
-            raise BenchmarkError(f"{name}: {interpreter} cannot be started: {error}.") from None
+            raise BenchmarkError(
+                f"{name}: {interpreter} cannot be started: {error}. Check the path of the "
+                "interpreter."
+            ) from None
 
     def ask(self, request: dict[str, Any]) -> dict[str, Any]:
         """Returns the answer to a request."""
@@ -46,7 +49,8 @@ class CoProcess:
             line = ""
         if line is None:
             raise BenchmarkError(
-                f"{self._name} did not answer in {DEADLINE_S:g} s when asked {request}."
+                f"{self._name} did not answer in {DEADLINE_S:g} s when asked {request}. Try its "
+                "interpreter by hand."
             )
         if not line:
             status = self._process.wait(timeout=10)

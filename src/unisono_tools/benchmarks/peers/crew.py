@@ -88,7 +88,9 @@ def ask_all(name: str, pipes: Sequence[Connection], command: tuple[Any, ...]) ->
         try:
             pipe.send(command)
         except OSError:
-            raise BenchmarkError(f"{name}: rank {rank} died before {command[0]!r}.") from None
+            raise BenchmarkError(
+                f"{name}: rank {rank} died before {command[0]!r}. Check its messages above."
+            ) from None
     waiting = {pipe.fileno(): rank for rank, pipe in enumerate(pipes)}
     answers: dict[int, Any] = {}
     end = time.monotonic() + DEADLINE_S
@@ -98,7 +100,7 @@ def ask_all(name: str, pipes: Sequence[Connection], command: tuple[Any, ...]) ->
         if not ready:
             raise BenchmarkError(
                 f"{name}: ranks {sorted(waiting.values())} did not answer {command[0]!r} in "
-                f"{DEADLINE_S:g} s."
+                f"{DEADLINE_S:g} s. Try again with fewer ranks or smaller sizes."
             )
         for rank in [waiting.pop(fd) for fd in ready if isinstance(fd, int)]:
             answers[rank] = _answer(f"{name}: rank {rank}", pipes[rank], command[0])
@@ -109,7 +111,7 @@ def _answer(who: str, pipe: Connection, command: str) -> Any:
     try:
         answer = pipe.recv()
     except (EOFError, OSError):
-        raise BenchmarkError(f"{who} died in {command!r}.") from None
+        raise BenchmarkError(f"{who} died in {command!r}. Check its messages above.") from None
     if isinstance(answer, Exception):
         raise BenchmarkError(f"{who} failed in {command!r}:\n{answer}")
     return answer

@@ -75,7 +75,7 @@ def convnet() -> nn.Module:
         nn.ReLU(),
         nn.Linear(64, NUM_CLASSES),
     )
-    # The layout that TensorFlow has, and in which torch's pooling is vectorised on a CPU.
+    # The layout that TensorFlow has, and in which torch's pooling is vectorized on a CPU.
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
 
 

@@ -56,7 +56,9 @@ class Mpi:
                         stdin=subprocess.DEVNULL,
                     )
             except OSError as error:
-                raise BenchmarkError(f"MPI: {launcher} cannot be started: {error}.") from None
+                raise BenchmarkError(
+                    f"MPI: {launcher} cannot be started: {error}. Check `--mpirun`."
+                ) from None
             try:
                 self._let_in(door, size)
             except BaseException:

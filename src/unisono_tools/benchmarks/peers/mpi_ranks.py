@@ -3,7 +3,7 @@
     mpirun -n 2 python mpi_ranks.py SOCKET
 
 The benchmark listens at SOCKET; every process first says which rank it is. While others have their
-turn it sleeps there, where MPI itself would spin. Its neighbour in this folder is imported without
+turn it sleeps there, where MPI itself would spin. Its neighbor in this folder is imported without
 the package, which would bring torch along.
 """
 

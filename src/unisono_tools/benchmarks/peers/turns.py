@@ -109,7 +109,9 @@ def _check(data: Floats, expected: Floats) -> None:
     for part, numbers in _tiles(data, expected):
         # Powers of two times small integers are exact; other numbers of ranks are not.
         if not np.array_equal(part, numbers) and not np.allclose(part, numbers, rtol=1e-5):
-            raise RuntimeError(f"A result is {part[:4]}..., and should be {numbers[:4]}...")
+            raise RuntimeError(
+                f"A result is {part[:4]}..., and should be {numbers[:4]}... Please report this."
+            )
 
 
 def _tiles(data: Floats, pattern: Floats) -> Iterator[tuple[Floats, Floats]]:

@@ -35,17 +35,16 @@ TYPES: dict[str, Any] = {
 
 
 def manifests(source: str = "docs/launchers.md") -> list[dict[str, Any]]:
-    """A service and its job; of the page also a job set."""
+    """A service and its job, or a job set."""
     yaml = pytest.importorskip("yaml", reason="PyYAML has no wheel for Python 3.13t")
     text = (ROOT / source).read_text()
     texts = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL) if source.endswith(".md") else [text]
     return [manifest for text in texts for manifest in yaml.safe_load_all(text)]
 
 
+JOB_SET = "examples/jobs/jobset.yaml"
 # The page, and the file to copy.
-each_source = pytest.mark.parametrize(
-    "source", ["docs/launchers.md", "examples/jobs/kubernetes.yaml"]
-)
+SOURCES = ["docs/launchers.md", "examples/jobs/kubernetes.yaml"]
 
 
 def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
@@ -78,14 +77,15 @@ def faults(value: Any, schema: dict[str, Any], where: str) -> list[str]:
     return found
 
 
-@each_source
+@pytest.mark.parametrize("source", [*SOURCES, JOB_SET])
 def test_the_manifest_of_the_documentation_keeps_to_the_schema(source: str) -> None:
     for manifest in manifests(source):
         assert faults(manifest, SCHEMAS[manifest["kind"]], manifest["kind"]) == []
 
 
 def test_the_schema_finds_faults() -> None:
-    _, job, job_set = manifests()
+    _, job = manifests()
+    (job_set,) = manifests(JOB_SET)
     job["spec"]["completion"] = 2
     job["spec"]["completions"] = "2"
     del job["spec"]["template"]["spec"]["containers"][0]["name"]
@@ -95,9 +95,9 @@ def test_the_schema_finds_faults() -> None:
     assert len(faults(job_set, SCHEMAS["JobSet"], "job set")) == 2
 
 
-@each_source
+@pytest.mark.parametrize("source", SOURCES)
 def test_the_manifest_of_the_documentation_describes_a_cluster(source: str) -> None:
-    service, job = manifests(source)[:2]
+    service, job = manifests(source)
     pod = job["spec"]["template"]["spec"]
 
     # Pods of an Indexed Job are called JOB-INDEX.SUBDOMAIN; the service makes the names known.
@@ -107,8 +107,8 @@ def test_the_manifest_of_the_documentation_describes_a_cluster(source: str) -> N
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
 
 
-def test_the_job_set_of_the_documentation_describes_a_cluster() -> None:
-    *_, job_set = manifests()
+def test_the_job_set_of_the_examples_describes_a_cluster() -> None:
+    (job_set,) = manifests(JOB_SET)
     name = job_set["metadata"]["name"]
     (replicated,) = job_set["spec"]["replicatedJobs"]
 

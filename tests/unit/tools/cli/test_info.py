@@ -31,7 +31,7 @@ def told(*arguments: object) -> str:
 
 
 def told_of(machine: str) -> str:
-    """What is told of a recorded machine."""
+    """What `info` says of a recorded machine."""
     return told("--topology", FOLDER / f"{machine}.json")
 
 
