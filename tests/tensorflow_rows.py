@@ -8,6 +8,9 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import os
+import signal
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -914,6 +917,39 @@ def _() -> None:
 def _() -> None:
     with pytest.warns(DeprecationWarning, match=r"write `strategy\.run`"):
         assert pair().experimental_run_v2(lambda x: x, (1,)) == 1
+
+
+@row(OTHER, "`tf.distribute.experimental.PreemptionCheckpointHandler(")
+@row(OTHER, "`tf.distribute.experimental.TerminationConfig(")
+@row(OTHER, "`tf.train.Checkpoint(")
+def _() -> None:
+    # A step in which the signal comes is finished and saved, and the next handler finds it.
+    strategy = pair()
+    with strategy.scope():
+        model = torch.nn.Linear(1, 1)
+    checkpoint = uo.experimental.Checkpoint(model=model)
+    left: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        manager = uo.experimental.CheckpointManager(checkpoint, folder, max_to_keep=2)
+        config = uo.experimental.TerminationConfig(
+            termination_watcher_fn=signal.SIGUSR1, exit_fn=lambda: left.append("left")
+        )
+        handler = uo.experimental.PreemptionCheckpointHandler(
+            strategy.cluster_resolver, manager, termination_config=config
+        )
+
+        def step() -> None:
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+        handler.run(strategy.run, step)
+        handler.close()
+        assert left == ["left"]
+        assert len(manager.checkpoints) == 1
+        again = uo.experimental.PreemptionCheckpointHandler(
+            strategy.cluster_resolver, checkpoint, folder
+        )
+        assert again.total_run_calls == 1
+        again.close()
 
 
 MISSING = "What is not available"

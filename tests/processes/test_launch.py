@@ -71,7 +71,7 @@ if os.environ["WORLD_SIZE"] == "1":
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
 
 membership = Membership.of(detect())
-meet(open_store(membership, 100), WorkerCard.of(membership, num_replicas=1), 100)
+meet(open_store(membership, 100), WorkerCard.of(membership, 1), 100)
 """
 # Worker 1 ends as its arguments say, after a line without an end; the others would go on.
 FAILS = """

@@ -47,7 +47,7 @@ def train(strategy: uo.Strategy) -> dict[str, Any]:
 
 
 def train_on(store: Store, rank: int, size: int, ports: list[int]) -> list[dict[str, Any]]:
-    """Trains with five replicas that are dealt out, and with one per device."""
+    """Trains with five replicas on all workers, and with one per device."""
     # Neither what a worker draws of its own accord matters, nor how many threads torch has.
     torch.manual_seed(rank)
     torch.set_num_threads(1 + rank)

@@ -203,14 +203,14 @@ class DistributedInput:
 
         What was fetched ahead but not handed out does not count. `torch.save` takes it.
         """
-        return self.saved(self._pending[0] if self._pending else self._progress)
+        return self._saved(self._pending[0] if self._pending else self._progress)
 
-    def saved(self, progress: Progress) -> dict[str, Any]:
+    def _saved(self, progress: Progress) -> dict[str, Any]:
         """Returns a progress as it is saved: what one worker saves serves all."""
         return {**progress.state_dict(), "batches_per_step": self.batches_by_worker}
 
-    def loaded(self, state: Mapping[str, Any]) -> Progress:
-        """Reads what `saved` returned, perhaps on another worker."""
+    def _loaded(self, state: Mapping[str, Any]) -> Progress:
+        """Reads what `_saved` returned, perhaps on another worker."""
         found = state.get("batches_per_step") if isinstance(state, Mapping) else None
         if isinstance(found, (list, tuple)):
             if list(found) != self.batches_by_worker:
@@ -235,7 +235,7 @@ class DistributedInput:
             refetch: Whether a `DataLoader` with workers draws and drops too, so that random
                 transforms in the workers give the same bits. Turned off, its sampler skips at once.
         """
-        progress = self.loaded(state)
+        progress = self._loaded(state)
         self._pending = None if progress.at_start is None else (progress, refetch)
         self._progress = self._progress.anew()
 

@@ -133,11 +133,11 @@ class DistributedIterator(Iterator[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch; see `DistributedDataset.state_dict`."""
-        return self._dataset.saved(self.progress)
+        return self._dataset._saved(self.progress)
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
         """Continues where another iterator was; see `DistributedDataset.load_state_dict`."""
-        progress = self._dataset.loaded(state)
+        progress = self._dataset._loaded(state)
         self.close()
         self._take(
             self._dataset.begin()

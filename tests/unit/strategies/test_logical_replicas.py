@@ -21,7 +21,7 @@ Program = Callable[[uo.Strategy], list[Tensor]]
 
 
 class Model(nn.Module):
-    """Dense and sparse gradients, half precision, statistics, and a seldom used parameter."""
+    """Dense and sparse gradients, half precision, statistics, and a parameter that is rarely used."""
 
     def __init__(self) -> None:
         super().__init__()
