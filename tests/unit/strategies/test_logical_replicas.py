@@ -21,7 +21,7 @@ Program = Callable[[uo.Strategy], list[Tensor]]
 
 
 class Model(nn.Module):
-    """Dense and sparse gradients, half precision, statistics, and a parameter that is rarely used."""
+    """Dense and sparse gradients, half precision, statistics, a rarely used parameter."""
 
     def __init__(self) -> None:
         super().__init__()
