@@ -39,7 +39,7 @@ def encryption() -> Encryption | None:
         )
     if misspelt := [name for name in os.environ if _is_misspelt(name)]:
         raise UnsupportedError(
-            f"There is no setting {' or '.join(sorted(misspelt))}. Those of encryption are "
+            f"There is no setting {' or '.join(sorted(misspelt))}. To encrypt, set "
             f"{_TRANSPORT}=TCP_TLS and {', '.join(_NAMES)}."
         )
     if wanted != "TCP_TLS":

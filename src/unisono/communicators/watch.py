@@ -114,7 +114,13 @@ class Watch:
     def broken(self, peer: int | None, why: str) -> CommunicationError:
         """Returns the error for a connection that broke, to `peer` if that is known."""
         what = {} if peer is None else {peer: f"broke its connection ({why})"}
-        own = lost(what, "") if what else WorkerLostError(f"A connection broke ({why}).")
+        own = (
+            lost(what, "")
+            if what
+            else WorkerLostError(
+                f"A connection broke ({why}). Check the network between the hosts."
+            )
+        )
         return self._decided(own, "broke", peer, why)
 
     @contextmanager
