@@ -38,7 +38,7 @@ class Agreement:
 
     Args:
         notice: Says whether this worker is to stop.
-        joined: What connects the workers, and the store of their job; None for a process alone.
+        joined: What connects the workers, and the store of their job; None without other workers.
     """
 
     def __init__(self, notice: Notice, joined: tuple[TracedCommunicator, JobStore] | None) -> None:
@@ -151,7 +151,7 @@ class _Others:
         self._store.set(f"{self._key}/{self._communicator.rank}", text)
 
     def last_step(self, is_closed: threading.Event) -> int | None:
-        """Waits for all answers, and returns the last step; None if a worker has finished."""
+        """Waits for all answers. Returns the last step, or None if a worker has finished."""
         keys = [f"{self._key}/{rank}" for rank in range(self._communicator.size)]
         while not self._store.check(keys):
             if is_closed.wait(_SLICE_SECONDS):
