@@ -25,7 +25,7 @@ from unisono_tools.tables import (
     spell_rate,
     spell_seconds,
 )
-from unisono_tools.tuning.measured import Measured, errors_between, fitted
+from unisono_tools.tuning.measured import Measured, errors_between, fitted, runs_of
 from unisono_tools.tuning.rank_sweeps import local_rank_sweeps, rank_sweeps
 from unisono_tools.tuning.sweeps import local_sweep
 
@@ -122,6 +122,8 @@ def _tune(measured: Iterable[Measured], output: Path | None, count: int | None =
     rows = with_progress(measured, count)
     found, sum_rate = fitted(rows)
     kept = {} if before is None else {name: getattr(before, name) for name in LINKS}
+    runs = {} if before is None else {run[:2]: run for run in before.runs}
+    runs |= {run[:2]: run for run in runs_of(rows)}
     links: dict[str, Link | None] = {name: found.get(name, kept.get(name)) for name in LINKS}
     tuning = Tuning(
         **links,  # type: ignore[arg-type]
@@ -129,6 +131,7 @@ def _tune(measured: Iterable[Measured], output: Path | None, count: int | None =
         machine=this_machine_in_words(),
         date=datetime.date.today().isoformat(),
         version=_version(),
+        runs=tuple(runs.values()),
     )
     _write(path, tuning)
     _report(before, tuning, errors_between(rows))
@@ -176,7 +179,9 @@ def _report(before: Tuning | None, tuning: Tuning, errors: dict[str, float]) -> 
 
 
 def _in_words(one: Measured | None) -> str:
-    return "" if one is None else f"{LINK_NAMES[one.link]}, {spell_bytes(one.num_bytes)}"
+    if one is None:
+        return ""
+    return f"{LINK_NAMES.get(one.link, 'all ranks')}, {spell_bytes(one.num_bytes)}"
 
 
 def _version() -> str:

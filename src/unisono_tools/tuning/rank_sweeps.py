@@ -34,7 +34,7 @@ def rank_sweeps(
     """Measures the links between ranks, each of which calls this; rank 0 sees all of them.
 
     Inside hosts and between hosts, first two ranks, then all: so it shows what a further message
-    costs.
+    costs. At last all ranks of all hosts together, as they are in training.
     """
     said = say_to_all(
         PrefixStore("hosts", store), rank, size, host_identity(), timeout_seconds=_PATIENCE_SECONDS
@@ -48,7 +48,18 @@ def rank_sweeps(
     if position == 0:
         for link in ("between", "tcp"):
             yield from _group(f"all/{link}", store, number, len(layout.hosts), sizes, seconds)
+    if len(layout.hosts) > 1 and len(set(map(len, layout.hosts))) == 1:
+        for one in _whole(PrefixStore("whole", store), rank, size, sizes, seconds):
+            yield one._replace(num_hosts=len(layout.hosts))
     _leave(store, rank, size)
+
+
+def _whole(
+    store: Store, rank: int, size: int, sizes: Sequence[int], seconds: float
+) -> Iterator[Measured]:
+    with connect(store, rank, size, timeout_seconds=_PATIENCE_SECONDS) as communicator:
+        yield from all_reduce_sweep("whole", communicator, sizes, seconds)
+        communicator.barrier()
 
 
 def _leave(store: Store, rank: int, size: int) -> None:
