@@ -25,7 +25,7 @@ from unisono_tools.benchmarks.rows import spell_bytes
 from unisono_tools.namespaces import enter, make_hosts
 from unisono_tools.planning.model import Model
 from unisono_tools.tuning.measured import fitted, runs_of
-from unisono_tools.tuning.rank_sweeps import rank_sweeps
+from unisono_tools.tuning.rank_sweeps import cluster_sweep, rank_sweeps
 from unisono_tools.tuning.sweeps import all_reduce_sweep, local_sweep
 
 FITTED = [4**power for power in range(5, 12)]
@@ -38,12 +38,15 @@ def work(rank: int, size: int, pipe: Connection, names: list[str], seconds: floa
     torch.set_num_threads(1)
     limit = timedelta(seconds=DEADLINE_S)
     store = TCPStore("10.83.0.1", 29400, None, rank == 0, limit, wait_for_workers=False)
-    rows = list(rank_sweeps(PrefixStore("links", store), rank, size, FITTED, seconds))
+    place = PrefixStore("links", store), rank, size, FITTED, seconds
+    rows = list(rank_sweeps(*place))
     if rank == 0:
         rows += local_sweep(FITTED, seconds)
     pipe.recv()
     pipe.send(rows)
     _, tuning = pipe.recv()
+    pipe.send(list(cluster_sweep(*place, tuning)))
+    pipe.recv()
     with connect(
         PrefixStore("check", store), rank, size, timeout_seconds=DEADLINE_S, tuning=tuning
     ) as communicator:
@@ -78,12 +81,15 @@ def main() -> None:
                 date="",
                 version="",
             )
-            by_rank = crew.ask("check", tuning)
+            rows += crew.ask("cluster", tuning)[0]
+            by_rank = crew.ask("check")
         finally:
             crew.close()
-    inside = links.get("inside", links["between"])
+    between = links["tcp" if tuning.is_tcp_faster else "between"]
+    inside = links.get("inside", between)
     shape = options.hosts, options.ranks_per_host
-    model = Model(Cluster(*shape, inside, links["between"], sum_rate), runs_of(rows))
+    model = Model(Cluster(*shape, inside, between, sum_rate), runs_of(rows))
+    print(f"{'TCP' if tuning.is_tcp_faster else 'Gloo'} between hosts\n")
     print("| size | algorithm | measured | by the model alone | corrected |")
     print("|---" * 5 + "|")
     for checked in zip(*by_rank, strict=True):

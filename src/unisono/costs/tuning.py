@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from unisono.costs.links import Link
+from unisono.costs.packs import BYTES_PER_PACK
 from unisono.errors import TuningError
 from unisono.system import processor
 
@@ -77,6 +78,13 @@ class Tuning:
     version: str
     tcp: Link | None = None
     runs: tuple[Run, ...] = ()
+
+    @property
+    def is_tcp_faster(self) -> bool:
+        """Whether TCP connections of Unisono's own were measured to be faster than Gloo."""
+        if self.tcp is None or self.between is None:
+            return False
+        return self.tcp.seconds(1, BYTES_PER_PACK) < self.between.seconds(1, BYTES_PER_PACK)
 
     def to_text(self) -> str:
         """Returns the content of the file."""

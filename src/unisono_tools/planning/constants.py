@@ -48,9 +48,12 @@ def constants_of(given: dict[str, float | None], tuning: Tuning | None) -> Const
             constants.append(tuned.overhead)
         return Link(*constants)
 
+    between = None
+    if tuning is not None:
+        between = tuning.tcp if tuning.is_tcp_faster else tuning.between
     constants = Constants(
         link("inside_", None if tuning is None else tuning.inside, _INSIDE),
-        link("", None if tuning is None else tuning.between, _BETWEEN),
+        link("", between, _BETWEEN),
         constant("memory_rate", None if tuning is None else tuning.sum_rate, _MEMORY_RATE),
         sources,
     )

@@ -7,13 +7,15 @@ from unisono_tools.tuning.measured import (
     predicted_seconds,
     runs_of,
 )
-from unisono_tools.tuning.rank_sweeps import local_rank_sweeps, rank_sweeps
+from unisono_tools.tuning.rank_sweeps import cluster_sweep, leave, local_rank_sweeps, rank_sweeps
 from unisono_tools.tuning.sweeps import local_sweep
 
 __all__ = [
     "Measured",
+    "cluster_sweep",
     "errors_between",
     "fitted",
+    "leave",
     "local_rank_sweeps",
     "local_sweep",
     "predicted_seconds",

@@ -20,11 +20,11 @@ class Measured(NamedTuple):
     """One size on one link.
 
     Attributes:
-        link: The name of the link, see `Tuning`; "whole" if several links took part.
+        link: The name of the link; see `Tuning`.
         num_ranks: How many ranks took part.
         num_bytes: The size of one rank's tensor.
         seconds: How long it took, the median of many.
-        num_hosts: How many hosts the ranks were on, the same number on each.
+        num_hosts: How many hosts the ranks of a whole cluster were on; 1 if one link was measured.
     """
 
     link: str
@@ -50,7 +50,7 @@ def fitted(measured: Iterable[Measured]) -> Fitted:
     """Returns the constants that explain what was measured."""
     by_group: dict[tuple[str, int], list[Measured]] = {}
     for one in measured:
-        if one.link != "whole":
+        if one.num_hosts == 1:
             by_group.setdefault((one.link, one.num_ranks), []).append(one)
     by_link: dict[str, list[Measured]] = {}
     for (name, _), rows in by_group.items():
@@ -74,7 +74,7 @@ def runs_of(measured: Iterable[Measured]) -> tuple[Run, ...]:
     by_shape: dict[tuple[int, int], dict[int, float]] = {}
     for one in measured:
         # Through shared memory, that is all that Unisono runs on one host.
-        if one.link in ("inside", "whole"):
+        if one.link == "inside" or one.num_hosts > 1:
             shape = one.num_hosts, one.num_ranks // one.num_hosts
             by_shape.setdefault(shape, {})[one.num_bytes] = one.seconds
     return tuple(Run(*shape, tuple(sorted(times.items()))) for shape, times in by_shape.items())
@@ -95,7 +95,7 @@ def errors_between(measured: Sequence[Measured]) -> dict[str, float]:
     links, sum_rate = fitted(one for one in measured if one.num_bytes in sizes[::2])
     errors: dict[str, list[float]] = {}
     for one in measured:
-        if one.num_bytes in sizes[1::2] and one.link in links:
+        if one.num_bytes in sizes[1::2] and one.num_hosts == 1:
             predicted = predicted_seconds(one, links[one.link], sum_rate)
             errors.setdefault(one.link, []).append(abs(predicted / one.seconds - 1))
     return {name: median(own) for name, own in errors.items()}
