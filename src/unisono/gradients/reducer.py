@@ -136,6 +136,13 @@ class GradientReducer:
         self._sender.close()
         self._passes.clear()
 
+    def retire(self) -> None:
+        """Ends, and takes the hooks away: other replicas come, with another reducer."""
+        self.close()
+        for remove in self._removals:
+            remove()
+        self._weighting.begin((1.0,), ())
+
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
             for remove in self._removals:

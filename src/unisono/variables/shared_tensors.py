@@ -1,0 +1,42 @@
+"""What is new on all workers begins with the values of the chief."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from unisono.reductions import Workers
+from unisono.variables.attributes import raw
+
+
+class SharedTensors:
+    """Gives all workers the parameters and buffers that the chief has, each once.
+
+    Args:
+        workers: All workers.
+    """
+
+    def __init__(self, workers: Workers) -> None:
+        self._workers = workers
+        # What every worker has of the chief already.
+        self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def share(self, modules: Sequence[nn.Module]) -> None:
+        """Gives every worker what the chief has of what is new in some modules."""
+        if not self._workers.are_many:
+            return
+        held = (
+            tensor
+            for module in modules
+            for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
+        )
+        new = [
+            tensor
+            for tensor in held
+            if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor not in self._known
+        ]
+        self._workers.share(new)
+        for tensor in new:
+            self._known[tensor] = True
