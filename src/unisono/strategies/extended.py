@@ -53,6 +53,7 @@ from unisono.variables import (
 )
 
 if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
     from unisono.strategies.strategy import Strategy
 
 
@@ -79,6 +80,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
     experimental_should_init = True
     should_checkpoint = True
     should_save_summary = True
+    # What makes runs that survive the loss of workers; None if nothing does.
+    elastic: ElasticJob | None = None
 
     def __init__(
         self,
@@ -159,7 +162,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
             devices, self.workers, is_serial=self._is_serial, num_intraop=self._num_intraop
         )
         self.current_weights = [1.0] * len(devices)
-        self.counting = Counting(devices, self.workers)
+        is_moving = self.elastic is not None
+        self.counting = Counting(devices, self.workers, is_moving=is_moving)
         places = _memories(devices)[1]
         self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
 
@@ -247,6 +251,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
+        if self.elastic is not None:
+            raise UnsupportedError(
+                "A communication hook has a state that only its worker knows, so nobody could go "
+                "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
+            )
         if self.has_hook:
             raise ContextError(
                 "The strategy already has a communication hook. Register one hook that does both."
@@ -304,6 +313,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
             before = CallerThread()
             try:
                 with entered(CrossReplicaContext(self)):
+                    if self.elastic is not None:
+                        return self.elastic.run(fn, args, kwargs)
                     return self._run_step(fn, args, kwargs)
             except BaseException:
                 before.restore()
@@ -315,6 +326,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
             weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
             self.current_weights = weights
             if isinstance(fn, Function):
+                if self.elastic is not None:
+                    return self._run(fn.fn, args, kwargs, weights)
                 return self._captures.run(fn, args, kwargs, weights)
             return self._run(fn, args, kwargs, weights)
 
@@ -345,6 +358,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
+
+    def undo_drawing(self) -> None:
+        """After a run that is undone: random generators of the program are what they were."""
+        if self._runner.of_run is not None:
+            self._runner.of_run.undo()
 
     def merge_call(
         self,

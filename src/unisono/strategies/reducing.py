@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from unisono.variables import Variable
 
 if TYPE_CHECKING:
     from unisono.strategies.counting import Counting
+    from unisono.strategies.elastic_job import ElasticJob
     from unisono.strategies.strategy import Strategy
 
 
@@ -25,6 +27,7 @@ class ReduceMethods:
         cross_device_ops: CrossDeviceOps
         counting: Counting
         options: CommunicationOptions
+        elastic: ElasticJob | None
 
         @property
         def strategy(self) -> Strategy:
@@ -62,6 +65,14 @@ class ReduceMethods:
                     "no meaning. Use MEAN, or multiply it by the number of replicas."
                 )
             return self.broadcast_to(value, destinations)
+        if self.elastic is not None:
+            reduce = functools.partial(self._reduce, op, value, destinations, options)
+            return self.elastic.reduce(op, value, destinations, reduce)
+        return self._reduce(op, value, destinations, options)
+
+    def _reduce(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
         value = self.counting.counted(op, value)
         return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
 

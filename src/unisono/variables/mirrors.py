@@ -52,7 +52,7 @@ class Mirrors:
         synchronize_batch_norm: bool = False,
     ) -> None:
         self._workers = self.workers = workers
-        self._shared = SharedTensors(workers)
+        self.shared = SharedTensors(workers)
         self.synchronizes = synchronize_batch_norm
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
@@ -81,7 +81,9 @@ class Mirrors:
         self._owners: dict[int, Leaves] = {}
         self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
-        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = _nothing
+        # Called before the program's own objects are written to in a run. Set by a `Snapshot`.
+        self.before_writes: Callable[[], None] = _nothing
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)
@@ -95,7 +97,7 @@ class Mirrors:
 
     def _lay_out(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         self._memories = memories
-        self._places = places
+        self.places = places
         self._attributes = Attributes(len(places), self._stand_in)
         self.buffers = Buffers(places, self._workers)
         self.metrics = Metrics(places, self._workers)
@@ -164,7 +166,7 @@ class Mirrors:
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
-        self._shared.share(self.primaries())
+        self.shared.share(self.primaries())
 
     def is_sparse(self, leaves: Leaves) -> bool:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
@@ -337,7 +339,7 @@ class Mirrors:
                 stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
         self.clones = [
             {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
-            for i in range(len(self._places))
+            for i in range(len(self.places))
         ]
         self.parts.note()
         if self._captured.is_up:
@@ -350,7 +352,7 @@ class Mirrors:
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
-        place = self._places[0]
+        place = self.places[0]
         if place.type != "cpu":
             nn.Module._apply(module, lambda tensor: tensor.to(place), recurse=False)
 
@@ -365,7 +367,7 @@ class Mirrors:
         before = known.get(id(parameter))
         if before is not None and before.primary is parameter and before.is_current():
             return before
-        made = Leaves.made_for(parameter, self._memories, self._places)
+        made = Leaves.made_for(parameter, self._memories, self.places)
         if id(parameter) in self._showing:
             self._showing.discard(id(parameter))
             made.give_gradient()
@@ -397,3 +399,7 @@ class Mirrors:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None and leaves.is_spread:
                 leaves.spread()
+
+
+def _nothing(*_: Any) -> None:
+    """Stands for what is not set."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.reductions import Workers
@@ -22,6 +22,17 @@ class SharedTensors:
         self._workers = workers
         # What every worker has of the chief already.
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Of these, what came last.
+        self._latest: list[Tensor] = []
+
+    def note(self) -> None:
+        """Before a run: all that is known now stays known, also if the run is undone."""
+        self._latest = []
+
+    def forget_latest(self) -> None:
+        """Forgets what was shared since `note`: not all workers may have it."""
+        for tensor in self._latest:
+            self._known.pop(tensor, None)
 
     def share(self, modules: Sequence[nn.Module]) -> None:
         """Gives every worker what the chief has of what is new in some modules."""
@@ -37,6 +48,7 @@ class SharedTensors:
             for tensor in held
             if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor not in self._known
         ]
+        self._latest = new
         self._workers.share(new)
         for tensor in new:
             self._known[tensor] = True
