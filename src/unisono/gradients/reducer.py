@@ -170,16 +170,18 @@ class GradientReducer:
         """Parts the parameters into packs."""
         trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
         if self._across is None:
-            groups = [trained] if self._ops.wants_all_gradients else grouped(trained, self._bytes_per_pack(trained))
+            groups = (
+                [trained]
+                if self._ops.wants_all_gradients
+                else grouped(trained, self._bytes_per_pack(trained))
+            )
             self._packs = [LocalPack(group, self._reduction) for group in groups if group]
             num_full = len(self._packs)
         else:
             dense = [one for one in trained if not self._mirrors.is_sparse(one)]
             limit = self._bytes_per_pack(dense)
             alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
-            groups = [
-                group for own in alike for group in grouped([dense[i] for i in own], limit)
-            ]
+            groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
             self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
             num_full = len(self._packs)
             # What has sparse gradients comes last, each on its own.

@@ -27,6 +27,7 @@ from unisono.errors import (
     UnsupportedError,
 )
 from unisono.input import copied
+from unisono.kernels import check_gather
 from unisono.options import ReduceOp
 from unisono.reductions import (
     CrossDeviceOps,
@@ -37,9 +38,9 @@ from unisono.reductions import (
 )
 from unisono.strategies.known_results import packed, unpacked
 from unisono.values import (
-    DistributedValues,
     Mirrored,
     PerReplica,
+    as_tensor,
     factors_of,
     flatten,
     map_leaves,
@@ -255,6 +256,28 @@ class ElasticJob:
         everywhere = PerReplica.placed(known, cpu_slots(len(known)))
         return ReductionToOneDevice().reduce(op, everywhere, destinations)
 
+    def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
+        """Concatenates a value of all replicas: here, if all workers know the components of all.
+
+        Args:
+            value: The value.
+            axis: The dimension along which its components are put together.
+            gather: Does it together with the other workers.
+        """
+        if not isinstance(value, PerReplica) or self._is_busy:
+            return self.transact(lambda: gather(value, axis), _nothing)
+        known = value.known_everywhere
+        if known is None:
+            return self.transact(lambda: self._checked(value) and gather(value, axis), _nothing)
+        counts = value.counts or (1,) * len(known)
+        tensors = [as_tensor(component) for component in known]
+        check_gather(tensors, axis)
+        parts = [
+            tensor if count else tensor.narrow(axis, 0, 0)
+            for tensor, count in zip(tensors, counts, strict=True)
+        ]
+        return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
+
     def _checked(self, value: PerReplica) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""
         if value.origin is not None and value.origin.generation != self.generation:
@@ -327,7 +350,7 @@ def _distributed(structure: Any) -> list[PerReplica]:
 
 
 def _lost_arguments(given: Any) -> str:
-    """Names an argument of which no worker knows the components of all replicas, if there is one."""
+    """Names an argument of which this worker does not know the components of all replicas."""
     for leaf in _distributed(given):
         if leaf.known_everywhere is None:
             return f"a `PerReplica` of {len(leaf.values)} values"
@@ -337,13 +360,24 @@ def _lost_arguments(given: Any) -> str:
 def _account(before: ReplicaLayout, numbers: Sequence[int], now: ReplicaLayout, met: Met) -> str:
     """Says who was lost, and who has taken over what."""
     lost = [number for number in numbers if number not in met.members]
-    orphans = [replica for number, own in zip(numbers, before.ranges, strict=True) if number in lost for replica in own]
+    orphans = [
+        replica
+        for number, own in zip(numbers, before.ranges, strict=True)
+        if number in lost
+        for replica in own
+    ]
     heirs = {
         number: [replica for replica in orphans if replica in own]
         for number, own in zip(met.members, now.ranges, strict=True)
     }
     taken = "; ".join(
-        f"worker {number} takes over {', '.join(map(str, own))}" for number, own in heirs.items() if own
+        f"worker {number} takes over {', '.join(map(str, own))}"
+        for number, own in heirs.items()
+        if own
     )
-    who = f"Lost worker {', '.join(map(str, lost))}, of {len(numbers)}." if lost else "The workers have met again."
+    who = (
+        f"Lost worker {', '.join(map(str, lost))}, of {len(numbers)}."
+        if lost
+        else "The workers have met again."
+    )
     return f"{who} Of its replicas, {taken}." if taken else who

@@ -82,7 +82,7 @@ class Mirrors:
         self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = _nothing
-        # Called before the program's own objects are written to in a run. Set by a `Snapshot`.
+        # Called before a run writes to the program's own objects. Set by a `Snapshot`.
         self.before_writes: Callable[[], None] = _nothing
         self.watch = Watch(self)
         self.parts = Parts(self)
@@ -107,9 +107,9 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
 
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
-        """Between runs: forgets the replicas of this worker, and makes others before the next run.
+        """Between runs: forgets the replicas of this worker. The next run makes others.
 
-        These get what all replicas share: parameters, buffers and reduced gradients.
+        These get what all share: parameters, buffers and reduced gradients.
 
         Raises:
             UnsupportedError: If a replica has gradients that are not reduced: others lack them.
@@ -117,10 +117,9 @@ class Mirrors:
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
         if hidden is not None:
             raise UnsupportedError(
-                f"A replica has a gradient of {name_of(self, hidden.primary)} that was not reduced "
-                "in the run that made it, so no other worker can take the replica over. Reduce "
-                "gradients in the run in which they are computed: leave `no_sync()` before the "
-                "last backward pass."
+                f"A gradient of {name_of(self, hidden.primary)} was not reduced in its run, so no "
+                "other worker can take over the replica that has it. Leave `no_sync()` before the "
+                "last backward pass of a run."
             )
         for one in self._leaves.values():
             # It may lie in memory of the workers that were.
@@ -401,5 +400,4 @@ class Mirrors:
                 leaves.spread()
 
 
-def _nothing(*_: Any) -> None:
-    """Stands for what is not set."""
+def _nothing(*_: Any) -> None: ...
