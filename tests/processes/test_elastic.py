@@ -17,6 +17,7 @@ from processes.harness import Ranks, run_ranks, strategy_of
 from processes.ports import free_ports
 
 NUM_REPLICAS = 5
+NUM_EPOCHS = int(os.environ.get("NUM_EPOCHS", "3"))
 
 # Who is killed, in which run, and where.
 Plan = dict[int, tuple[int, str]]
@@ -77,7 +78,7 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
     loader = DataLoader(data, batch_size=16, shuffle=True)
     distributed = strategy.experimental_distribute_dataset(loader)
     losses, samples = [], []
-    for _ in range(3):
+    for _ in range(NUM_EPOCHS):
         for batch in distributed:
             fate("before the run")
             loss, numbers = strategy.run(step, args=batch)

@@ -8,6 +8,7 @@ and the run is complete everywhere. In both cases the replicas are dealt anew.
 
 from __future__ import annotations
 
+import functools
 import logging
 import time
 import weakref
@@ -84,6 +85,7 @@ class ElasticJob:
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
         # What was told with the last commit, by rank.
@@ -163,6 +165,7 @@ class ElasticJob:
             results[:] = [work()]
             return packed(())
 
+        self._extended.mirrors.shared.note()
         with _Busy(self):
             self._transact(work_once, undo)
         return results[0]
@@ -323,9 +326,13 @@ class ElasticJob:
         machine = this_machine()
         places = map(machine.torch_device, self._extended.worker_devices)
         return tuple(
-            map_leaves(lambda one, to=place: one.to(to) if isinstance(one, Tensor) else one, part)
+            map_leaves(functools.partial(_to, place), part)
             for part, place in zip(map(copied, parts), places, strict=True)
         )
+
+
+def _to(place: torch.device, leaf: Any) -> Any:
+    return leaf.to(place) if isinstance(leaf, Tensor) else leaf
 
 
 class _Busy:

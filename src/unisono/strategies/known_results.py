@@ -25,7 +25,8 @@ def packed(leaves: Sequence[PerReplica]) -> Tensor:
     kinds: list[list[Any]] = []
     parts: list[bytes] = []
     for leaf in leaves:
-        kinds.append(own := [])
+        own: list[Any] = []
+        kinds.append(own)
         for component in leaf.values:
             if _is_told(component):
                 here = component.detach().cpu().contiguous()
@@ -64,9 +65,10 @@ def unpacked(rows: Sequence[Tensor]) -> Known:
 def _read(pack: bytes) -> list[list[Any]]:
     start = _LENGTH_BYTES + int.from_bytes(pack[:_LENGTH_BYTES], "little")
     kinds = json.loads(pack[_LENGTH_BYTES:start])
-    found = []
+    found: list[list[Any]] = []
     for leaf in kinds:
-        found.append(own := [])
+        own: list[Any] = []
+        found.append(own)
         for kind in leaf:
             if isinstance(kind, dict):
                 own.append(kind["is"])

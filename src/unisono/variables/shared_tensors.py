@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
@@ -24,18 +25,27 @@ class SharedTensors:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Of these, what came last.
         self._latest: list[Tensor] = []
+        # Does it again if a worker is lost meanwhile. Set by an elastic job.
+        self.transact: Callable[[Callable[[], None], Callable[[], None]], None] | None = None
 
     def note(self) -> None:
-        """Before a run: all that is known now stays known, also if the run is undone."""
+        """All that is known now stays known, also if what comes next is undone."""
         self._latest = []
 
     def forget_latest(self) -> None:
         """Forgets what was shared since `note`: not all workers may have it."""
         for tensor in self._latest:
             self._known.pop(tensor, None)
+        self._latest = []
 
     def share(self, modules: Sequence[nn.Module]) -> None:
         """Gives every worker what the chief has of what is new in some modules."""
+        if self.transact is None:
+            self._share(modules)
+        else:
+            self.transact(functools.partial(self._share, modules), self.forget_latest)
+
+    def _share(self, modules: Sequence[nn.Module]) -> None:
         if not self._workers.are_many:
             return
         held = (
@@ -48,7 +58,7 @@ class SharedTensors:
             for tensor in held
             if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor not in self._known
         ]
-        self._latest = new
+        self._latest += new
         self._workers.share(new)
         for tensor in new:
             self._known[tensor] = True

@@ -193,7 +193,7 @@ def _kept(value: Any) -> Any:
     """Returns a copy of containers, also inside one another; other objects stay what they are."""
     if not isinstance(value, _CONTAINERS):
         return value
-    copied = copy.copy(value)
+    copied: Any = copy.copy(value)
     if isinstance(value, dict):
         for key, one in value.items():
             if isinstance(one, _CONTAINERS):

@@ -72,7 +72,7 @@ class SplitBatch:
                 value.note_origin(self.generation, of_all)
             return value
 
-        everywhere = self.of_all or [None] * len(self.leaves)
+        everywhere: Sequence[Any] = self.of_all or [None] * len(self.leaves)
         return self.tree.build(list(map(joined, self.leaves, everywhere)))
 
 
