@@ -6,9 +6,10 @@ import os
 import signal
 import time
 import traceback
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +27,8 @@ from unisono.strategies.joining import join_elastic
 REPLICAS = 6
 
 
-class Task(NamedTuple):
+@dataclass(frozen=True)
+class Task:
     """What a worker is told.
 
     Attributes:
@@ -44,10 +46,10 @@ class Task(NamedTuple):
     addresses: list[str]
     index: int
     num_steps: int
-    fate: dict[int, str] = {}
-    wait_for: dict[int, int] = {}
+    fate: dict[int, str] = field(default_factory=dict)
+    wait_for: dict[int, int] = field(default_factory=dict)
     namespace: str | None = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = field(default_factory=dict)
     num_replicas: int = REPLICAS
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,7 +78,7 @@ def test_a_paused_worker_is_given_up_and_joins_when_it_is_started_again() -> Non
         kind, text = started[0].hear("raised")
         assert kind == "WorkerLostError"
         assert "without this one" in text
-        started.append(Worker(tasks[0]._replace(fate={})))
+        started.append(Worker(replace(tasks[0], fate={})))
         for one in started[1:]:
             assert one.hear("done") == (undisturbed(STEPS), (1, 2, 3))
 
@@ -95,7 +96,7 @@ def test_too_few_workers_do_not_go_on() -> None:
 def test_a_worker_that_runs_something_else_is_not_let_in() -> None:
     with job(1, {}, spare=1, wait_for={2: 2}) as (started, tasks):
         started[0].hear("step")
-        started.append(Worker(tasks[1]._replace(num_replicas=5)))
+        started.append(Worker(replace(tasks[1], num_replicas=5)))
         kind, text = started[1].hear("raised")
         assert kind == "JobMismatchError"
         assert "num_replicas" in text

@@ -261,6 +261,8 @@ class Gathering:
     def _host(self) -> Agreed | None:
         token = secrets.token_hex(8)
         door = self._me.door
+        # However late it is, the others need some time to come here.
+        self._left = Countdown(max(self._left.seconds(), _GRACE_SECONDS))
         door.set("open", token)
         try:
             proposal = self._proposal(token)

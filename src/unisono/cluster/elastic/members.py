@@ -164,6 +164,7 @@ class ElasticMembers:
         agreed = Gathering(self._me, position, lost, gone).hold()
         self.met = self._settled(agreed, position, before.members, start)
         before.communicator.close()
+        self._me.doors.close()
         return self.met
 
     def leave(self) -> None:
@@ -183,6 +184,8 @@ class ElasticMembers:
         """Connects those who have agreed; if some are lost meanwhile, the others meet again."""
         for _ in range(_MAX_ATTEMPTS):
             self._begin(agreed.generation)
+            # It may be used as long as the communicator is.
+            self._store = agreed.store
             try:
                 communicator = self._connected(agreed)
             except (WorkerLostError, WorkerTimeoutError) as error:
