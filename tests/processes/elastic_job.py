@@ -143,7 +143,7 @@ class _Program:
                 leaving, newcomers = self._do_step(met)
             except CommunicationError as error:
                 place = None if self._step is None else (self._step,)
-                self._settle(self._members.meet_again(place, error))
+                self._settle(self._members.meet_again(place, error, admits=True))
                 continue
             if met.rank in leaving:
                 self._members.leave()
@@ -151,7 +151,7 @@ class _Program:
                 return
             if leaving or newcomers:
                 assert self._step is not None
-                self._settle(self._members.meet_again((self._step,), None, leaving))
+                self._settle(self._members.meet_again((self._step,), None, leaving, admits=True))
         self._pipe.send(("done", ([float(one) for one in self._state], self._members.met.members)))
         self._members.leave()
 
@@ -171,7 +171,8 @@ class _Program:
         """Returns which ranks want to leave, and whether somebody wants to join."""
         step = self._step
         assert step is not None
-        self._pipe.send(("step", (step, met.members)))
+        if step == 0:
+            self._pipe.send(("began", None))
         fate = self._task.fate.get(step, "")
         if fate == "kill":
             self.kill()

@@ -60,7 +60,7 @@ def test_survivors_go_on_with_the_same_bits(implementation: CommunicationImpleme
 def test_workers_join_and_leave_with_the_same_bits() -> None:
     fates = {0: {8: "kill"}, 1: {5: "leave"}}
     with job(1, fates, spare=2, wait_for={2: 3}) as (started, tasks):
-        started[0].hear("step")
+        started[0].hear("began")
         started += [Worker(task) for task in tasks[1:]]
         assert started[1].hear("left") is None
         state, members = started[2].hear("done")
@@ -95,7 +95,7 @@ def test_too_few_workers_do_not_go_on() -> None:
 
 def test_a_worker_that_runs_something_else_is_not_let_in() -> None:
     with job(1, {}, spare=1, wait_for={2: 2}) as (started, tasks):
-        started[0].hear("step")
+        started[0].hear("began")
         started.append(Worker(replace(tasks[1], num_replicas=5)))
         kind, text = started[1].hear("raised")
         assert kind == "JobMismatchError"
@@ -110,18 +110,17 @@ def test_only_one_side_of_a_cut_goes_on(cut: int) -> None:
     with make_hosts(2) as hosts:
         addresses = [f"{hosts.address(place)}:{port}" for port, place in enumerate(places, 4000)]
         tasks = [
-            Task(addresses, n, 10_000, namespace=hosts.names[place], settings=settings)
+            Task(addresses, n, STEPS, {}, {2: 9}, hosts.names[place], settings)
             for n, place in enumerate(places)
         ]
         started = [Worker(task) for task in tasks]
         try:
             for one in started:
-                one.hear("step")
+                one.hear("began")
             hosts.cut(cut)
             inside = [one for one, place in zip(started, places, strict=True) if place == cut]
             outside = [one for one, place in zip(started, places, strict=True) if place != cut]
             for one in outside:
-                one.hear("met")
                 assert one.hear("met")[1] == (2 if cut else 0,)
             for one in inside:
                 kind, text = one.hear("raised")
