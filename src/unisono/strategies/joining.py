@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -9,10 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, was_left
+from unisono.cluster.elastic import ElasticMembers
+from unisono.cluster.elastic.choice import Rules
+from unisono.cluster.elastic.doors import PURPOSE, Contact
+from unisono.cluster.elastic.finding import open_door, running_job
+from unisono.cluster.elastic.gathering import Attendee
+from unisono.cluster.elastic.members import Connect
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
@@ -26,6 +34,7 @@ from unisono.communicators import (
     slice_of,
     translated_store_errors,
 )
+from unisono.communicators.addresses import address_towards, reachable
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError, WorkerTimeoutError
@@ -82,27 +91,106 @@ def join(
         own = _meeting(joined.store, number)
         cards = meet(_door(own), card, left.seconds())
         tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning, left.seconds())
-        connected = connect(
-            PrefixStore("connect", own),
-            membership.rank,
-            membership.size,
-            timeout_seconds=timeout,
-            implementation=options.implementation,
-            # All have just met, so who does not come now has ended since.
-            joining_seconds=left.seconds(),
-            tuning=tuning,
-            gpus=[
-                gpu_identity(gpu)
-                for gpu in map(this_machine().torch_device, devices)
-                if gpu.type == "cuda"
-            ],
-        )
-    join_workers(membership.rank, membership.size)
+        place = PrefixStore("connect", own), membership.rank, membership.size
+        # All have just met, so who does not come now has ended since.
+        connected = _connected(*place, devices, options, tuning, left.seconds())
     communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
     counts = tuple(one.num_devices for one in cards)
     return communicator, dealt(num_replicas, len(cards)) if num_replicas else counts, tuning
+
+
+def join_elastic(
+    membership: Membership,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    num_replicas: int,
+    min_workers: int = 1,
+) -> tuple[ElasticMembers, Tuning | None]:
+    """Meets all workers of an elastic job, or joins those that train already.
+
+    Returns the workers, and the constants of the first of them. In a job that trains already, `met`
+    says that this worker has no state.
+    """
+    check_connections()
+    timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
+    rules = Rules(min_workers, num_replicas, timeout)
+    # The first workers and those that join have the same key, however they were started.
+    membership = replace(membership, job=PURPOSE, restart_count=0)
+    card = WorkerCard.of(membership, len(devices), num_replicas)
+    while (running := running_job(membership)) is not None:
+        door = open_door(membership, address_towards((running.host, running.port)))
+        (text,) = running.look(["tuning"])
+        tuning = Tuning.from_text(text.decode()) if text else None
+        me = Attendee(Contact.of(door), card, door, rules)
+        connector = _connector(devices, options, tuning)
+        if (joined := ElasticMembers(me, membership, connector).joined(running)) is not None:
+            door.set("tuning", text or b"")
+            return joined, tuning
+        door.close()
+    communicator, _, tuning = join(membership, devices, options, num_replicas)
+    door = _first_door(membership, communicator)
+    door.set("tuning", tuning.to_text() if tuning else b"")
+    contact = Contact.of(door)
+    texts = _said_by_all(communicator, json.dumps(contact))
+    me = Attendee(contact, card, door, rules)
+    elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+    return elastic.found(communicator, [Contact(*json.loads(text)) for text in texts]), tuning
+
+
+def _first_door(membership: Membership, communicator: Communicator) -> JobStore:
+    """Returns the store of this worker at which the others find it later."""
+    is_alone = membership.size == 1
+    at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
+    addresses = _said_by_all(communicator, address_towards(at))
+    if not is_alone and membership.rank == membership.coordinator_rank:
+        return _stores[Place(membership.coordinator, membership.restart_count)].store
+    return open_door(membership, reachable(addresses[communicator.rank], addresses))
+
+
+def _said_by_all(communicator: Communicator, text: str) -> list[str]:
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [bytes(one.tolist()).decode() for one in communicator.all_gather(own)]
+
+
+def _connector(
+    devices: Sequence[Device], options: CommunicationOptions, tuning: Tuning | None
+) -> Connect:
+    """Returns what connects the workers of an elastic job each time that they meet."""
+
+    def connected(store: Store, rank: int, size: int, seconds: float, number: int) -> Communicator:
+        communicator = _connected(store, rank, size, devices, options, tuning, seconds)
+        return TracedCommunicator(communicator, group=number + 1)
+
+    return connected
+
+
+def _connected(
+    store: Store,
+    rank: int,
+    size: int,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    tuning: Tuning | None,
+    seconds: float,
+) -> Communicator:
+    communicator = connect(
+        store,
+        rank,
+        size,
+        timeout_seconds=options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS,
+        implementation=options.implementation,
+        joining_seconds=seconds,
+        tuning=tuning,
+        gpus=[
+            gpu_identity(gpu)
+            for gpu in map(this_machine().torch_device, devices)
+            if gpu.type == "cuda"
+        ],
+    )
+    join_workers(rank, size)
+    return communicator
 
 
 def _check_enough(num_replicas: int | None, size: int) -> None:
