@@ -141,11 +141,11 @@ def join_elastic(
 
 def _first_door(membership: Membership, communicator: Communicator) -> JobStore:
     """Returns the store of this worker at which the others find it later."""
-    place = Place(membership.coordinator, membership.restart_count)
-    at = place.address and (membership.coordinator_host, membership.coordinator_port)
-    addresses = _said_by_all(communicator, address_towards(at or None))
-    if membership.size > 1 and membership.rank == membership.coordinator_rank:
-        return _stores[place].store
+    is_alone = membership.size == 1
+    at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
+    addresses = _said_by_all(communicator, address_towards(at))
+    if not is_alone and membership.rank == membership.coordinator_rank:
+        return _stores[Place(membership.coordinator, membership.restart_count)].store
     return open_door(membership, reachable(addresses[communicator.rank], addresses))
 
 

@@ -72,14 +72,17 @@ class Choice:
         rules: What the job was told.
         votes: What they say; the first one is of the worker that holds the meeting.
         dead: Workers that this worker knows to be dead, or to have left.
+        admits: Whether workers that want to join are let in.
     """
 
-    def __init__(self, rules: Rules, votes: Sequence[Vote], dead: set[int]) -> None:
+    def __init__(
+        self, rules: Rules, votes: Sequence[Vote], dead: Collection[int], *, admits: bool
+    ) -> None:
         standings = [vote.standing for vote in votes if vote.standing is not None]
         self._rules = rules
         self._votes = votes
         self._standing = standings[0].together_with(standings[1:])
-        self._dead = dead.union(*(vote.dead for vote in votes))
+        self._dead = set(dead).union(*(vote.dead for vote in votes))
         generations = (self._standing.last, *self._standing.accepted)
         contacts = {number: it for one in generations for number, it in one.contacts.items()}
         self._contacts = dict(sorted(contacts.items()))
@@ -95,7 +98,7 @@ class Choice:
             for vote in votes
             if vote.contact.process not in known and not vote.contact.has_ended()
         ]
-        room = max(0, rules.max_workers - len(self._members))
+        room = max(0, rules.max_workers - len(self._members)) if admits else 0
         first = max(one.next_number for one in generations)
         self._newcomers = dict(enumerate(newcomers[:room], first))
 

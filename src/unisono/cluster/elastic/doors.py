@@ -18,21 +18,24 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from unisono.communicators import STORE_ERRORS, JobStore
 from unisono.communicators.greeting import call, job_key
 from unisono.communicators.job_store import serve_store, store_at
+from unisono.communicators.stores import in_background
 from unisono.communicators.tls import encryption
 from unisono.system import boot_id, namespace, process_start
 
 # What jobs that meet by accident are kept apart by is the token, and what workers say when they
 # knock: a cluster spec, as for other jobs, may differ between workers that come and go.
 PURPOSE = "elastic"
-# How long a door may take to answer, and how long one that does not is left alone.
+# How long a door may take to answer, how long one look waits for it to open, and how long a door
+# at which nobody answers is left alone.
 _ANSWER_SECONDS = 3.0
-_SILENT_SECONDS = 4.0
-_ABSENT_SECONDS = 0.2
+_PATIENCE_SECONDS = 0.2
+_PAUSE_SECONDS = 0.5
 
 
 class Contact(NamedTuple):
@@ -96,32 +99,46 @@ class Doors:
 
     def __init__(self) -> None:
         self._stores: dict[str, JobStore] = {}
+        self._calls: dict[str, Future[JobStore | None]] = {}
         self._not_before: dict[str, float] = {}
 
     def look(
         self, contact: Contact, keys: Sequence[str]
     ) -> tuple[JobStore, list[bytes | None]] | None:
         """Returns what lies in the store of a worker, or None if it does not answer now."""
-        start = time.monotonic()
-        if start < self._not_before.get(contact.process, 0.0):
+        if time.monotonic() < self._not_before.get(contact.process, 0.0):
             return None
-        store = self._stores.pop(contact.process, None) or call_door(contact.host, contact.port)
-        if store is not None:
-            store.answer_by = time.monotonic() + _ANSWER_SECONDS
-            try:
-                found = store.look(keys)
-            except STORE_ERRORS:
-                store.close()
-            else:
-                self._stores[contact.process] = store
-                return store, found
-        now = time.monotonic()
-        was_silent = now - start > 1.0
-        self._not_before[contact.process] = now + (
-            _SILENT_SECONDS if was_silent else _ABSENT_SECONDS
-        )
-        return None
+        store = self._stores.get(contact.process) or self._called(contact)
+        if store is None:
+            return None
+        store.answer_by = time.monotonic() + _ANSWER_SECONDS
+        try:
+            found = store.look(keys)
+        except STORE_ERRORS:
+            self._stores.pop(contact.process, None)
+            self._leave_alone(contact)
+            return None
+        self._stores[contact.process] = store
+        return store, found
+
+    def _called(self, contact: Contact) -> JobStore | None:
+        """Calls in a thread: a worker that is paused or cut off must not keep this one waiting."""
+        call = self._calls.get(contact.process)
+        if call is None:
+            call = self._calls[contact.process] = in_background(
+                lambda: call_door(contact.host, contact.port)
+            )
+        wait([call], _PATIENCE_SECONDS)
+        if not call.done():
+            return None
+        del self._calls[contact.process]
+        if (store := call.result()) is None:
+            self._leave_alone(contact)
+        return store
+
+    def _leave_alone(self, contact: Contact) -> None:
+        self._not_before[contact.process] = time.monotonic() + _PAUSE_SECONDS
 
     def close(self) -> None:
-        """Ends the connections, but for those that are in use elsewhere."""
+        """Ends the connections that nobody else uses."""
         self._stores.clear()

@@ -93,6 +93,7 @@ class Gathering:
         position: How far it has come; None if it has no state.
         lost: Workers that are probably lost, by number.
         gone: Workers that have left, and do not come.
+        admits: Whether workers that want to join are let in.
     """
 
     def __init__(
@@ -101,8 +102,11 @@ class Gathering:
         position: Position | None,
         lost: Collection[int] = (),
         gone: Collection[int] = (),
+        *,
+        admits: bool = False,
     ) -> None:
         self._me = me
+        self._admits = admits
         self._position = position
         self._lost = set(lost)
         self._gone = set(gone)
@@ -261,6 +265,8 @@ class Gathering:
     def _host(self) -> Agreed | None:
         token = secrets.token_hex(8)
         door = self._me.door
+        # However late it is, the others need some time to come here.
+        self._left = Countdown(max(self._left.seconds(), _GRACE_SECONDS))
         door.set("open", token)
         try:
             proposal = self._proposal(token)
@@ -283,7 +289,7 @@ class Gathering:
                 return None
             self._look_around()
             votes = [own, *self._votes(token)]
-            chosen = Choice(self._me.rules, votes, {*self._dead(), *self._gone})
+            chosen = Choice(self._me.rules, votes, self._dead(), admits=self._admits)
             if not self._left.is_over() and (self._may_still_come(chosen) or chosen.lacks()):
                 continue
             if why := chosen.lacks():
@@ -309,7 +315,8 @@ class Gathering:
         missing = chosen.missing()
         if missing - self._lost or (missing and waited < _GRACE_SECONDS):
             return True
-        return waited < _KNOCK_SECONDS and bool(self._knocking() - chosen.processes())
+        knocking = self._knocking() if self._admits else set()
+        return waited < _KNOCK_SECONDS and not knocking <= chosen.processes()
 
     def _knocking(self) -> set[str]:
         """The processes that have knocked at this door since the last meeting, and live."""

@@ -133,8 +133,10 @@ class ElasticMembers:
         position: Position | None,
         error: CommunicationError | None = None,
         leaving: Collection[int] = (),
+        *,
+        admits: bool = False,
     ) -> Met:
-        """Meets all workers that are left, and those that want to join.
+        """Meets all workers that are left.
 
         All members call it: when a collective has failed, or at the same step boundary because
         somebody wants to join or to leave. It closes the communicator so far.
@@ -143,6 +145,7 @@ class ElasticMembers:
             position: How far this worker has come; None if it has no state.
             error: What the collective has raised, if one has.
             leaving: The ranks of members that leave now, and do not call this.
+            admits: Whether workers that want to join are let in; the same on all members.
 
         Returns:
             What they have agreed on; also in `met`.
@@ -161,9 +164,10 @@ class ElasticMembers:
         ranks = () if error is None else error.ranks
         lost = [before.members[rank] for rank in ranks if rank != before.rank]
         gone = [before.members[rank] for rank in leaving]
-        agreed = Gathering(self._me, position, lost, gone).hold()
+        agreed = Gathering(self._me, position, lost, gone, admits=admits).hold()
         self.met = self._settled(agreed, position, before.members, start)
         before.communicator.close()
+        self._me.doors.close()
         return self.met
 
     def leave(self) -> None:
@@ -183,6 +187,8 @@ class ElasticMembers:
         """Connects those who have agreed; if some are lost meanwhile, the others meet again."""
         for _ in range(_MAX_ATTEMPTS):
             self._begin(agreed.generation)
+            # It may be used as long as the communicator is.
+            self._store = agreed.store
             try:
                 communicator = self._connected(agreed)
             except (WorkerLostError, WorkerTimeoutError) as error:
