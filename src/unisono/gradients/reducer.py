@@ -142,9 +142,8 @@ class GradientReducer:
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
         self.close()
-        for remove in self._removals:
+        for remove in (*self._removals, *self._weighting.removals):
             remove()
-        self._weighting.begin((1.0,), ())
 
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
@@ -300,7 +299,9 @@ class GradientReducer:
         def work(given: list[list[int]]) -> list[None]:
             current.trail.follow()
             with no_torch_function():
-                numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
+                numbers = (
+                    given[0] if given.count(given[0]) == len(given) else sorted(set().union(*given))
+                )
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
                 for one in reduced:
@@ -396,7 +397,3 @@ class GradientReducer:
                 OwnGradients(self._op, self._mirrors, self._weighting).reduce(
                     own, self._reduction.reduce
                 )
-
-
-def _are_equal(given: Sequence[list[int]]) -> bool:
-    return all(own == given[0] for own in given[1:])

@@ -81,9 +81,9 @@ class Mirrors:
         self._owners: dict[int, Leaves] = {}
         self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
-        self.reduce_rest: Callable[[Iterable[Leaves]], None] = _nothing
+        self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
-        self.before_writes: Callable[[], None] = _nothing
+        self.before_writes: Callable[[], None] = lambda: None
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)
@@ -398,6 +398,3 @@ class Mirrors:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None and leaves.is_spread:
                 leaves.spread()
-
-
-def _nothing(*_: Any) -> None: ...

@@ -161,17 +161,21 @@ class Snapshot:
         self._restorations.append(restore)
 
     def _keep_gradients(self, *, keep_gradients: bool) -> None:
-        leaves = self._mirrors.all_leaves
-        shown = [one.is_shown for one in leaves]
-        grads = [one.primary.grad for one in leaves]
-        held = [grad for grad in grads if grad is not None and keep_gradients]
-        self._gradients.take([grad for grad in held if grad.layout is torch.strided])
+        # By parameter: leaves are made anew when a worker gets other replicas.
+        shown = [(one.primary, one.primary.grad, one.is_shown) for one in self._mirrors.all_leaves]
+        if keep_gradients:
+            grads = (grad for _, grad, _ in shown)
+            self._gradients.take([one for one in grads if one is not None and not one.is_sparse])
+        else:
+            self._gradients.take([])
 
         def restore() -> None:
-            for one, grad, is_shown in zip(leaves, grads, shown, strict=True):
-                one.primary.grad = grad if keep_gradients else None
-                one.is_shown = is_shown and one.primary.grad is not None
             self._gradients.put_back()
+            for primary, grad, is_shown in shown:
+                primary.grad = grad
+                leaves = self._mirrors.leaves_of(primary)
+                if leaves is not None:
+                    leaves.is_shown = is_shown
 
         self._restorations.append(restore)
 
