@@ -38,7 +38,7 @@ class Member:
     """
 
     def __init__(self, port: int, neighbor: int | None = None) -> None:
-        self._pipe, theirs = _PROCESSES.Pipe()
+        self.pipe, theirs = _PROCESSES.Pipe()
         arguments = (theirs, port, neighbor)
         self._process = _PROCESSES.Process(target=work, args=arguments, daemon=True)
         self._process.start()
@@ -51,13 +51,13 @@ class Member:
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Lets it call `function(desk, *args)`."""
-        self._pipe.send((function, args))
+        self.pipe.send((function, args))
 
     def hear(self, timeout: float) -> Any:
         """Returns what it tells next, or what its function returned."""
-        if not self._pipe.poll(timeout):
+        if not self.pipe.poll(timeout):
             raise AssertionError(f"process {self.process_id} said nothing for {timeout:g} s")
-        is_well, value = self._pipe.recv()
+        is_well, value = self.pipe.recv()
         assert is_well, value
         return value
 
@@ -70,7 +70,7 @@ class Member:
         self._process.kill()
         self._process.join()
         self._process.close()
-        self._pipe.close()
+        self.pipe.close()
 
 
 class Crew:

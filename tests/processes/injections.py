@@ -197,11 +197,16 @@ def reported(
     at = time.monotonic()
     close()
     assert time.monotonic() - at < SLACK_SECONDS, "close took long"
-    left = None if limits is None else _left(limits)
+    left = None if limits is None else left_over(limits)
     return None if told is None else Report(*told, at, left)
 
 
-def _left(limits: Holdings) -> str | None:
+def left_over(limits: Holdings) -> str | None:
+    """Returns what this process holds beyond what it may, in words.
+
+    Args:
+        limits: Of segments and ports, what may always be held; the rest must not grow.
+    """
     allowed = _allowed.get("", limits)
     now = settled(allowed)
     # Libraries keep some threads and files from their first use on, and who serves others has a
