@@ -167,7 +167,6 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         given = (tuple(args), kwargs)
-        # Checked before the run: a step may write to its input, and gets another copy then.
         lost = _lost_arguments(given)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
@@ -182,6 +181,11 @@ class ElasticJob(ElasticValues):
             return packed(_distributed(results[0]), is_asked=self.members.newcomers())
 
         def undo() -> None:
+            if not lost and _lost_arguments(given):
+                raise UnsupportedError(
+                    "A worker was lost, and the run cannot be made again, because the step writes "
+                    "to its input. Write to a copy: `x = x.clone()`."
+                )
             if lost:
                 raise UnsupportedError(
                     f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "

@@ -132,12 +132,12 @@ class ElasticValues:
         places = map(machine.torch_device, self._extended.worker_devices)
         return tuple(
             map_leaves(functools.partial(_to, place), part)
-            for part, place in zip(map(copied, parts), places, strict=True)
+            for part, place in zip(parts, places, strict=True)
         )
 
 
 def _to(place: torch.device, leaf: Any) -> Any:
-    return leaf.to(place) if isinstance(leaf, Tensor) else leaf
+    return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
 
 
 def _nothing() -> None:
