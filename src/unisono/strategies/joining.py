@@ -120,14 +120,13 @@ def join_elastic(
     membership = replace(membership, job=PURPOSE, restart_count=0)
     card = WorkerCard.of(membership, len(devices), num_replicas)
     while (running := running_job(membership)) is not None:
-        door = open_door(membership, address_towards((running.host, running.port)))
-        (text,) = running.look(["tuning"])
-        tuning = Tuning.from_text(text.decode()) if text else None
+        door = open_door(membership, address_towards((running.door.host, running.door.port)))
+        tuning = Tuning.from_text(running.tuning) if running.tuning else None
         me = Attendee(Contact.of(door), card, door, rules)
-        connector = _connector(devices, options, tuning)
-        if (joined := ElasticMembers(me, membership, connector).joined(running)) is not None:
-            door.set("tuning", text or b"")
-            return joined, tuning
+        elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+        if elastic.joined(running.generation):
+            door.set("tuning", running.tuning)
+            return elastic, tuning
         door.close()
     communicator, _, tuning = join(membership, devices, options, num_replicas)
     door = _first_door(membership, communicator)
@@ -136,7 +135,8 @@ def join_elastic(
     texts = _said_by_all(communicator, json.dumps(contact))
     me = Attendee(contact, card, door, rules)
     elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
-    return elastic.found(communicator, [Contact(*json.loads(text)) for text in texts]), tuning
+    elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
+    return elastic, tuning
 
 
 def _first_door(membership: Membership, communicator: Communicator) -> JobStore:
