@@ -129,24 +129,24 @@ def join_elastic(
             return elastic, tuning
         door.close()
     communicator, _, tuning = join(membership, devices, options, num_replicas)
-    door = _first_door(membership, communicator)
+    door, is_first = _first_door(membership, communicator)
     door.set("tuning", tuning.to_text() if tuning else b"")
     contact = Contact.of(door)
     texts = _said_by_all(communicator, json.dumps(contact))
-    me = Attendee(contact, card, door, rules)
+    me = Attendee(contact, card, door, rules, keeps_door=is_first)
     elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
     elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
     return elastic, tuning
 
 
-def _first_door(membership: Membership, communicator: Communicator) -> JobStore:
-    """Returns the store of this worker at which the others find it later."""
+def _first_door(membership: Membership, communicator: Communicator) -> tuple[JobStore, bool]:
+    """Returns the store at which the others find this worker later, and whether it is the job's."""
     is_alone = membership.size == 1
     at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
     addresses = _said_by_all(communicator, address_towards(at))
     if not is_alone and membership.rank == membership.coordinator_rank:
-        return _stores[Place(membership.coordinator, membership.restart_count)].store
-    return open_door(membership, reachable(addresses[communicator.rank], addresses))
+        return _stores[Place(membership.coordinator, membership.restart_count)].store, True
+    return open_door(membership, reachable(addresses[communicator.rank], addresses)), False
 
 
 def _said_by_all(communicator: Communicator, text: str) -> list[str]:

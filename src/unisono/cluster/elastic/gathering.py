@@ -53,6 +53,7 @@ class Attendee:
         doors: Its connections to other workers.
         num_votes: How often it has voted.
         num_knocks: How often somebody had knocked at its door when it last met the others.
+        keeps_door: Whether its door is the first store of the job, which others may still use.
     """
 
     contact: Contact
@@ -63,6 +64,7 @@ class Attendee:
     doors: Doors = field(default_factory=Doors)
     num_votes: int = 0
     num_knocks: int = 0
+    keeps_door: bool = False
 
     def accept(self, proposal: Generation) -> None:
         """Binds this worker to a generation that may count from now on."""

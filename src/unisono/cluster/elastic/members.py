@@ -174,6 +174,8 @@ class ElasticMembers:
         self.met.communicator.close()
         self._me.door.delete_key("generation")
         self._me.doors.close()
+        if not self._me.keeps_door:
+            self._me.door.close()
 
     def _begin(self, generation: Generation) -> None:
         self._me.begin(generation)
