@@ -41,6 +41,7 @@ class Task:
         namespace: Where it runs, if not here.
         settings: `timeout_seconds`, `min_workers` and `implementation`.
         num_replicas: How many replicas it wants.
+        pause: How many seconds it sleeps after a step.
     """
 
     addresses: list[str]
@@ -51,6 +52,7 @@ class Task:
     namespace: str | None = None
     settings: dict[str, Any] = field(default_factory=dict)
     num_replicas: int = REPLICAS
+    pause: float = 0.0
 
 
 class Worker:
@@ -156,7 +158,7 @@ class _Program:
         self._members.leave()
 
     def _settle(self, met: Met) -> None:
-        self._pipe.send(("met", (met.members, met.lost, met.joined, met.positions)))
+        self._pipe.send(("met", (met.members, met.lost, met.joined, met.generation)))
 
     def _share(self, met: Met) -> None:
         state = share_state(
@@ -190,6 +192,7 @@ class _Program:
             self._step = step + 1
         else:
             time.sleep(0.02)
+        time.sleep(self._task.pause)
         if fate == "kill after":
             self.kill()
         return leaving, any(bool(one[1]) for one in said)

@@ -76,7 +76,7 @@ class DistributedInput:
         to_devices = (
             options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         )
-        self._is_moving = job is not None
+        self.job = job
         if job is None:
             self._placement = Placement(devices, to_devices=to_devices)
         else:
@@ -344,7 +344,7 @@ class DistributedDataset(DistributedInput):
             return WholeBatches(epoch, splitter)
         if self._is_fixed:
             return OwnBatches(epoch, splitter, self.layout)
-        return SharedBatches(epoch, splitter, self.layout, keeps_all=self._is_moving)
+        return SharedBatches(epoch, splitter, self.layout, keeps_all=self.job is not None)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

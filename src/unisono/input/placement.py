@@ -87,8 +87,9 @@ class Placement:
 class MovingPlacement(Placement):
     """Places batches for replicas that may be others when a batch is used than when it was drawn.
 
-    A batch has the parts of all replicas until it is handed out. Replicas get copies, so that the
-    parts stay what they are if a step that writes to its input has to be made again.
+    A batch has the parts of all replicas until it is handed out, and keeps them after that: the
+    step may have to be made again by others. Tensors are no copies, which may be at other places in
+    memory, where some libraries compute other bits. torch counts the writes to them.
 
     Args:
         devices: The devices of this worker's replicas.
@@ -113,9 +114,13 @@ class MovingPlacement(Placement):
     def hand_out(self, placed: PlacedBatch) -> SplitBatch:
         parts = placed.parts
         own = self._workers.layout(len(self.devices)).own
-        mine = [tuple(map(copied, leaf[own.start : own.stop])) for leaf in parts.leaves]
+        mine = [tuple(map(_apart, leaf[own.start : own.stop])) for leaf in parts.leaves]
         parts = replace(parts, leaves=mine, of_all=parts.leaves, generation=self._generation)
         return super().hand_out(super().place(parts))
+
+
+def _apart(part: Any) -> Any:
+    return part if isinstance(part, Tensor) else copied(part)
 
 
 def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: SplitBatch) -> None:

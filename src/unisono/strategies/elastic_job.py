@@ -8,44 +8,36 @@ and the run is complete everywhere. In both cases the replicas are dealt anew.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
-from unisono.devices import Device, cpu_slots, spread, this_machine
+from unisono.devices import Device, spread
 from unisono.engines import CallerThread
 from unisono.errors import (
     CommunicationError,
+    ContextError,
     JobMismatchError,
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.input import copied
-from unisono.kernels import check_gather
-from unisono.options import ReduceOp
 from unisono.reductions import (
     CrossDeviceOps,
-    Destinations,
-    ReductionToOneDevice,
-    ReplicaLayout,
     dealt,
 )
+from unisono.strategies.elastic_account import account
+from unisono.strategies.elastic_values import ElasticValues
+from unisono.strategies.joining import forget_elastic, remember_elastic
 from unisono.strategies.known_results import packed, unpacked
 from unisono.values import (
-    Mirrored,
     PerReplica,
-    as_tensor,
-    factors_of,
     flatten,
     map_leaves,
-    weighed,
 )
 from unisono.variables import Snapshot
 
@@ -58,7 +50,20 @@ _log = logging.getLogger("unisono")
 _FAULTS_OF_THE_PROGRAM = (UnequalCollectivesError, JobMismatchError)
 
 
-class ElasticJob:
+class Admission(Protocol):
+    """What a worker that joins needs to know. `Checkpoint` implements it."""
+
+    def state_of(self) -> dict[str, Any]:
+        """Returns the state as this worker has it."""
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_of` has returned on another worker."""
+
+    def holds(self, one: object) -> bool:
+        """Whether it has the state of an input."""
+
+
+class ElasticJob(ElasticValues):
     """Makes runs that survive the loss of workers.
 
     Args:
@@ -79,7 +84,7 @@ class ElasticJob:
         make_ops: Callable[[tuple[Device, ...]], CrossDeviceOps],
     ) -> None:
         self._extended = extended
-        self._members = members
+        self.members = members
         self._devices = devices
         self._make_ops = make_ops
         self.generation = members.met.generation
@@ -91,6 +96,13 @@ class ElasticJob:
         # What was told with the last commit, by rank.
         self._rows: list[Tensor] = []
         self._is_busy = False
+        # What is known to those who join. None of them is let in before it is set.
+        self._admission: Admission | None = None
+        # Whether somebody has asked one of the workers to be let in.
+        self._is_asked = False
+        # On a worker that has joined: what it got, and whether it has not trained with it yet.
+        self._arrival: dict[str, Any] | None = None
+        self.is_arriving = bool(members.met.stateless)
         # By the code of a step, whether it adds to the gradients that earlier runs left.
         self._adds: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
 
@@ -100,12 +112,61 @@ class ElasticJob:
 
     def close(self) -> None:
         """Leaves the other workers."""
-        self._members.leave()
+        forget_elastic(self._extended.workers)
+        self.members.leave()
+
+    def begin(self) -> None:
+        """When the strategy is made. A worker that joins gets what the others have."""
+        remember_elastic(self._extended.workers)
+        if self.is_arriving:
+            met = self.members.met
+            self._arrival = share_state(met.communicator, None, met.source)
+            self._num_commits = self._arrival["num_commits"]
+            self._extended.mirrors.shared.is_silent = True
+
+    def admit(self, admission: Admission) -> None:
+        """Lets workers join from now on; on one that has joined, takes over what it got."""
+        self._admission = admission
+        if self._arrival is not None:
+            admission.take(self._arrival["state"])
+            self._snapshot.take_gradients(self._arrival["gradients"])
+            self._arrival = None
+
+    def at_boundary(self, given: Any) -> None:
+        """Before the next batch of an input is taken: lets workers in that want to join."""
+        if self.is_arriving:
+            self._arrive()
+        if not self._is_asked or self._admission is None or not self._admission.holds(given):
+            return
+        self._is_asked = False
+        start = time.monotonic()
+        met = self.members.meet_again((self._num_commits,), admits=True)
+        if met.stateless:
+            state = {
+                "num_commits": self._num_commits,
+                "state": self._admission.state_of(),
+                "gradients": self._snapshot.gradients(),
+            }
+            try:
+                share_state(met.communicator, state, met.source)
+            except CommunicationError as error:
+                met, _ = self._meet(error)
+        self._move(met, start, is_undone=False)
+
+    def _arrive(self) -> None:
+        """The worker trains with the others from now on."""
+        if self._arrival is not None:
+            raise ContextError(
+                "This worker has joined a job that runs, but the program has not taken over its "
+                "state. Call `strategy.experimental_admit(checkpoint)` before the loop."
+            )
+        self.is_arriving = self._extended.mirrors.shared.is_silent = False
 
     def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Makes a run, if need be more than once; see `Strategy.run`."""
+        if self.is_arriving:
+            self._arrive()
         given = (tuple(args), kwargs)
-        # Checked before the run: a step may write to its input, and gets another copy then.
         lost = _lost_arguments(given)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
@@ -117,9 +178,14 @@ class ElasticJob:
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(_distributed(results[0]))
+            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
 
         def undo() -> None:
+            if not lost and _lost_arguments(given):
+                raise UnsupportedError(
+                    "A worker was lost, and the run cannot be made again, because the step writes "
+                    "to its input. Write to a copy: `x = x.clone()`."
+                )
             if lost:
                 raise UnsupportedError(
                     f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
@@ -187,7 +253,7 @@ class ElasticJob:
             if failure is None:
                 self._num_commits += 1
                 self._rows = rows
-                return generation, unpacked(rows)
+                return generation, self._heard(rows)
             caller.restore()
             start = time.monotonic()
             try:
@@ -201,12 +267,17 @@ class ElasticJob:
                 undo()
             self._move(met, start, is_undone=handed is None)
             if handed is not None:
-                return generation, unpacked(handed)
+                return generation, self._heard(handed)
+
+    def _heard(self, rows: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
+        known, is_asked = unpacked(rows)
+        self._is_asked = self._is_asked or is_asked
+        return known
 
     def _meet(self, error: CommunicationError) -> tuple[Met, list[Tensor] | None]:
         """Survivors meet. Returns what was told with the commit, if somebody has passed it."""
         while True:
-            met = self._members.meet_again((self._num_commits,), error)
+            met = self.members.meet_again((self._num_commits,), error)
             if len(set(met.positions)) == 1:
                 return met, None
             try:
@@ -230,109 +301,12 @@ class ElasticJob:
         for one in list(self._inputs):
             one.move(devices, extended.strategy._input_context, met.generation)
         _log.warning(
-            "%s The last run was %s. It took %.1f s.",
-            _account(before, numbers, extended.layout, met),
-            "undone, and is made again" if is_undone else "complete",
+            "%s %s It took %.1f s.",
+            account(before, numbers, extended.layout, met),
+            "The last run was undone, and is made again." if is_undone else "No run was undone.",
             time.monotonic() - start,
         )
         self._numbers = met.members
-
-    def reduce(
-        self, op: ReduceOp, value: Any, destinations: Destinations, reduce: Callable[[], T]
-    ) -> Any:
-        """Reduces a value over all replicas: here, if all workers know the components of all.
-
-        Args:
-            op: How.
-            value: The value.
-            destinations: Where the result goes.
-            reduce: Reduces it together with the other workers.
-        """
-        if not isinstance(value, PerReplica) or self._is_busy:
-            return self.transact(reduce, _nothing)
-        known = value.known_everywhere
-        if known is None:
-            return self.transact(lambda: self._checked(value) and reduce(), _nothing)
-        counts = value.counts
-        if counts is not None and len(set(counts)) > 1:
-            known = weighed(op, known, factors_of(op, counts))
-        everywhere = PerReplica.placed(known, cpu_slots(len(known)))
-        return ReductionToOneDevice().reduce(op, everywhere, destinations)
-
-    def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
-        """Concatenates a value of all replicas: here, if all workers know the components of all.
-
-        Args:
-            value: The value.
-            axis: The dimension along which its components are put together.
-            gather: Does it together with the other workers.
-        """
-        if not isinstance(value, PerReplica) or self._is_busy:
-            return self.transact(lambda: gather(value, axis), _nothing)
-        known = value.known_everywhere
-        if known is None:
-            return self.transact(lambda: self._checked(value) and gather(value, axis), _nothing)
-        counts = value.counts or (1,) * len(known)
-        tensors = [as_tensor(component) for component in known]
-        check_gather(tensors, axis)
-        parts = [
-            tensor if count else tensor.narrow(axis, 0, 0)
-            for tensor, count in zip(tensors, counts, strict=True)
-        ]
-        return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
-
-    def _checked(self, value: PerReplica) -> bool:
-        """Returns True if a value has the components of the replicas that this worker has now."""
-        if value.origin is not None and value.origin.generation != self.generation:
-            raise UnsupportedError(
-                "A worker was lost after the run that returned this value, and the components of "
-                "its replicas with it. Reduce or gather large values in the step, with "
-                "`all_reduce` or `all_gather` of the replica context."
-            )
-        return True
-
-    def _relaid(self, structure: Any) -> Any:
-        """Returns arguments of a run with the components of the replicas that there are now."""
-        leaves, rebuild = flatten(structure)
-        now = [self._relaid_leaf(leaf) for leaf in leaves]
-        if all(one is leaf for one, leaf in zip(now, leaves, strict=True)):
-            return structure
-        return rebuild(now)
-
-    def _relaid_leaf(self, leaf: Any) -> Any:
-        extended = self._extended
-        devices = extended.worker_devices
-        if isinstance(leaf, Mirrored) and len(leaf.values) != len(devices):
-            return Mirrored.placed(self._placed([leaf.values[0]] * len(devices)), devices)
-        if not isinstance(leaf, PerReplica) or leaf.origin is None:
-            return leaf
-        if leaf.origin.generation == self.generation:
-            return leaf
-        of_all = leaf.origin.of_all
-        if of_all is None:
-            self._checked(leaf)
-        assert of_all is not None
-        own = extended.layout.own
-        parts = self._placed(of_all[own.start : own.stop])
-        value = PerReplica.placed(parts, devices, leaf.counts, is_input=leaf.is_input)
-        value.note_origin(self.generation, of_all)
-        return value
-
-    def _relaid_if_known(self, leaf: Any) -> Any:
-        is_known = not isinstance(leaf, PerReplica) or leaf.known_everywhere is not None
-        return self._relaid_leaf(leaf) if is_known else leaf
-
-    def _placed(self, parts: Sequence[Any]) -> tuple[Any, ...]:
-        machine = this_machine()
-        places = map(machine.torch_device, self._extended.worker_devices)
-        return tuple(
-            map_leaves(functools.partial(_to, place), part)
-            for part, place in zip(map(copied, parts), places, strict=True)
-        )
-
-
-def _to(place: torch.device, leaf: Any) -> Any:
-    return leaf.to(place) if isinstance(leaf, Tensor) else leaf
 
 
 class _Busy:
@@ -348,10 +322,6 @@ class _Busy:
         self._job._is_busy = False
 
 
-def _nothing() -> None:
-    """Undoes what has changed nothing."""
-
-
 def _distributed(structure: Any) -> list[PerReplica]:
     return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
 
@@ -362,29 +332,3 @@ def _lost_arguments(given: Any) -> str:
         if leaf.known_everywhere is None:
             return f"a `PerReplica` of {len(leaf.values)} values"
     return ""
-
-
-def _account(before: ReplicaLayout, numbers: Sequence[int], now: ReplicaLayout, met: Met) -> str:
-    """Says who was lost, and who has taken over what."""
-    lost = [number for number in numbers if number not in met.members]
-    orphans = [
-        replica
-        for number, own in zip(numbers, before.ranges, strict=True)
-        if number in lost
-        for replica in own
-    ]
-    heirs = {
-        number: [replica for replica in orphans if replica in own]
-        for number, own in zip(met.members, now.ranges, strict=True)
-    }
-    taken = "; ".join(
-        f"worker {number} takes over {', '.join(map(str, own))}"
-        for number, own in heirs.items()
-        if own
-    )
-    who = (
-        f"Lost worker {', '.join(map(str, lost))}, of {len(numbers)}."
-        if lost
-        else "The workers have met again."
-    )
-    return f"{who} Of its replicas, {taken}." if taken else who

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError, WorkerTimeoutError
 from unisono.options import CommunicationOptions
-from unisono.reductions import dealt
+from unisono.reductions import Workers, dealt
 from unisono.system import check_connections
 from unisono.tracing import join_workers
 
@@ -63,6 +64,7 @@ class Joined:
 # One process may join a job several times: it keeps one store all the while.
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
+_elastic: list[weakref.ref[Workers]] = []
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
 
@@ -120,33 +122,33 @@ def join_elastic(
     membership = replace(membership, job=PURPOSE, restart_count=0)
     card = WorkerCard.of(membership, len(devices), num_replicas)
     while (running := running_job(membership)) is not None:
-        door = open_door(membership, address_towards((running.host, running.port)))
-        (text,) = running.look(["tuning"])
-        tuning = Tuning.from_text(text.decode()) if text else None
+        door = open_door(membership, address_towards((running.door.host, running.door.port)))
+        tuning = Tuning.from_text(running.tuning) if running.tuning else None
         me = Attendee(Contact.of(door), card, door, rules)
-        connector = _connector(devices, options, tuning)
-        if (joined := ElasticMembers(me, membership, connector).joined(running)) is not None:
-            door.set("tuning", text or b"")
-            return joined, tuning
+        elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+        if elastic.joined(running.generation):
+            door.set("tuning", running.tuning)
+            return elastic, tuning
         door.close()
     communicator, _, tuning = join(membership, devices, options, num_replicas)
-    door = _first_door(membership, communicator)
+    door, is_first = _first_door(membership, communicator)
     door.set("tuning", tuning.to_text() if tuning else b"")
     contact = Contact.of(door)
     texts = _said_by_all(communicator, json.dumps(contact))
-    me = Attendee(contact, card, door, rules)
+    me = Attendee(contact, card, door, rules, keeps_door=is_first)
     elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
-    return elastic.found(communicator, [Contact(*json.loads(text)) for text in texts]), tuning
+    elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
+    return elastic, tuning
 
 
-def _first_door(membership: Membership, communicator: Communicator) -> JobStore:
-    """Returns the store of this worker at which the others find it later."""
+def _first_door(membership: Membership, communicator: Communicator) -> tuple[JobStore, bool]:
+    """Returns the store at which the others find this worker later, and whether it is the job's."""
     is_alone = membership.size == 1
     at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
     addresses = _said_by_all(communicator, address_towards(at))
     if not is_alone and membership.rank == membership.coordinator_rank:
-        return _stores[Place(membership.coordinator, membership.restart_count)].store
-    return open_door(membership, reachable(addresses[communicator.rank], addresses))
+        return _stores[Place(membership.coordinator, membership.restart_count)].store, True
+    return open_door(membership, reachable(addresses[communicator.rank], addresses)), False
 
 
 def _said_by_all(communicator: Communicator, text: str) -> list[str]:
@@ -243,6 +245,21 @@ def leave(communicator: Communicator) -> None:
     communicator.close()
     for joined in list(_stores.values()):
         joined.users.discard(communicator)
+
+
+def remember_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find the workers of an elastic job, whoever they are by then."""
+    _elastic.append(weakref.ref(workers))
+
+
+def forget_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find them no more: this process has left."""
+    _elastic[:] = [one for one in _elastic if one() not in (workers, None)]
+
+
+def elastic_workers() -> Workers | None:
+    """Returns the workers of the elastic job that this process has joined last, if it has."""
+    return next((found for one in reversed(_elastic) if (found := one()) is not None), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:

@@ -20,8 +20,13 @@ _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, 
 Known = list[tuple[Any, ...] | None]
 
 
-def packed(leaves: Sequence[PerReplica]) -> Tensor:
-    """Returns the small components of some values as bytes."""
+def packed(leaves: Sequence[PerReplica], *, is_asked: bool = False) -> Tensor:
+    """Returns the small components of some values as bytes.
+
+    Args:
+        leaves: The values.
+        is_asked: Whether somebody asks this worker to be let in.
+    """
     kinds: list[list[Any]] = []
     parts: list[bytes] = []
     for leaf in leaves:
@@ -35,7 +40,7 @@ def packed(leaves: Sequence[PerReplica]) -> Tensor:
             else:
                 is_number = type(component) in (bool, int, float)
                 own.append({"is": component} if is_number else None)
-    header = json.dumps(kinds).encode()
+    header = json.dumps([is_asked, kinds]).encode()
     pack = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *parts])
     return torch.frombuffer(bytearray(pack), dtype=torch.uint8)
 
@@ -50,21 +55,22 @@ def _is_told(component: Any) -> bool:
     )
 
 
-def unpacked(rows: Sequence[Tensor]) -> Known:
-    """Reads what `packed` returned on all workers, by rank."""
-    by_worker = [_read(row.numpy().tobytes()) for row in rows]
-    if len({len(own) for own in by_worker}) > 1:
-        return []
+def unpacked(rows: Sequence[Tensor]) -> tuple[Known, bool]:
+    """Reads what `packed` returned on all workers, by rank; and whether a worker is asked."""
+    told = [_read(row.numpy().tobytes()) for row in rows]
+    by_worker, is_asked = [own for _, own in told], any(is_asked for is_asked, _ in told)
     known: Known = []
+    if len({len(own) for own in by_worker}) > 1:
+        return known, is_asked
     for leaf in zip(*by_worker, strict=True):
         components = tuple(one for own in leaf for one in own)
         known.append(None if any(one is None for one in components) else components)
-    return known
+    return known, is_asked
 
 
-def _read(pack: bytes) -> list[list[Any]]:
+def _read(pack: bytes) -> tuple[bool, list[list[Any]]]:
     start = _LENGTH_BYTES + int.from_bytes(pack[:_LENGTH_BYTES], "little")
-    kinds = json.loads(pack[_LENGTH_BYTES:start])
+    is_asked, kinds = json.loads(pack[_LENGTH_BYTES:start])
     found: list[list[Any]] = []
     for leaf in kinds:
         own: list[Any] = []
@@ -83,4 +89,4 @@ def _read(pack: bytes) -> list[list[Any]]:
                     tensor.view(-1).view(torch.uint8).copy_(data)
                 own.append(tensor)
                 start = stop
-    return found
+    return is_asked, found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_bool, check_int
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
@@ -26,6 +26,9 @@ from unisono.strategies.elastic_job import ElasticJob
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.joining import join, join_elastic, leave, led_by, local_devices
 from unisono.strategies.strategy import Strategy, T
+
+if TYPE_CHECKING:
+    from unisono.checkpoints.checkpoint import Checkpoint
 
 
 class MultiWorkerExtended(StrategyExtended):
@@ -49,6 +52,7 @@ class MultiWorkerExtended(StrategyExtended):
     def be_elastic(self, job: ElasticJob) -> None:
         """Before anything is made: lets `job` make the runs."""
         self.elastic = job
+        job.begin()
         self.counting = Counting(self.worker_devices, self.workers, is_moving=True)
 
     @property
@@ -149,6 +153,33 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that lists the workers."""
         return self._worker.resolver
+
+    def experimental_admit(self, checkpoint: Checkpoint) -> None:
+        """Lets workers join an elastic job from now on, or takes over the state of one.
+
+        Workers that want to join, such as restarted ones, are let in before a batch of an input of
+        the checkpoint is taken. They run the same program: there, this call gives the objects of
+        the checkpoint the state that they have on the other workers. So the checkpoint must hold
+        all that the loop depends on: models, optimizers, schedulers, the input, and how far the
+        program is.
+
+        Args:
+            checkpoint: A `unisono.experimental.Checkpoint`, the same on all workers. Call this
+                right before the loop.
+
+        Raises:
+            UnsupportedError: If the strategy is not elastic, or `checkpoint` is something else.
+        """
+        if self._worker.elastic is None:
+            raise UnsupportedError(
+                "`experimental_admit()` was called, but workers can only join a job that was made "
+                "with `elastic=True`. Make the strategy with it."
+            )
+        if not callable(getattr(checkpoint, "state_of", None)):
+            raise UnsupportedError(
+                f"`checkpoint` must be `unisono.experimental.Checkpoint`, got {checkpoint!r}."
+            )
+        self._worker.elastic.admit(checkpoint)
 
     def configure(
         self,

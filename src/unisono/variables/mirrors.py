@@ -65,7 +65,7 @@ class Mirrors:
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
         # The parameters that show a gradient of which the leaves that are made next get copies.
-        self._showing: set[int] = set()
+        self.showing: set[int] = set()
         self._lay_out(memories, places)
         self.is_stale = False
         # Whether something belongs to it.
@@ -126,7 +126,7 @@ class Mirrors:
             if one.primary.grad is not None:
                 one.primary.grad = one.primary.grad.detach().clone()
                 if one.is_shown:
-                    self._showing.add(id(one.primary))
+                    self.showing.add(id(one.primary))
         self._leaves, self._of_generation, self._free = {}, [], []
         for mirror in self._mirrors.values():
             mirror.replicas, mirror.given, mirror.buffers = [], {}, {}
@@ -367,8 +367,8 @@ class Mirrors:
         if before is not None and before.primary is parameter and before.is_current():
             return before
         made = Leaves.made_for(parameter, self._memories, self.places)
-        if id(parameter) in self._showing:
-            self._showing.discard(id(parameter))
+        if id(parameter) in self.showing:
+            self.showing.discard(id(parameter))
             made.give_gradient()
         return made
 

@@ -25,6 +25,8 @@ class SharedTensors:
         self._known: WeakIdKeyDictionary = WeakIdKeyDictionary()
         # Of these, what came last.
         self._latest: list[Tensor] = []
+        # Whether all that is new gets its values in another way. Set by an elastic job.
+        self.is_silent = False
         # Does it again if a worker is lost meanwhile. Set by an elastic job.
         self.transact: Callable[[Callable[[], None], Callable[[], None]], None] | None = None
 
@@ -40,7 +42,7 @@ class SharedTensors:
 
     def share(self, modules: Sequence[nn.Module]) -> None:
         """Gives every worker what the chief has of what is new in some modules."""
-        if self.transact is None:
+        if self.transact is None or self.is_silent:
             self._share(modules)
         else:
             self.transact(functools.partial(self._share, modules), self.forget_latest)
@@ -59,6 +61,7 @@ class SharedTensors:
             if tensor is not None and not nn.parameter.is_lazy(tensor) and tensor not in self._known
         ]
         self._latest += new
-        self._workers.share(new)
+        if not self.is_silent:
+            self._workers.share(new)
         for tensor in new:
             self._known[tensor] = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -99,19 +99,28 @@ class Snapshot:
             for restoration in self._restorations:
                 restoration()
 
+    def gradients(self) -> list[Tensor | None]:
+        """Returns the gradient of each parameter, of which all replicas have copies."""
+        return [one.grad for one in self._own_parameters()]
+
+    def take_gradients(self, grads: Sequence[Tensor | None]) -> None:
+        """Takes over what `gradients` has returned on another worker."""
+        for one, grad in zip(self._own_parameters(), grads, strict=True):
+            one.grad = None if grad is None else grad.to(one.device)
+            self._mirrors.showing.add(id(one))
+
+    def _own_parameters(self) -> list[Tensor]:
+        modules = self._mirrors.primaries()
+        held = [one for module in modules for one in raw(module)["_parameters"].values()]
+        return list({id(one): one for one in held if one is not None}.values())
+
     def _copy(self) -> None:
         """Something is about to be written for all replicas."""
         if self._has_copied:
             return
         self._has_copied = True
         with fit_for_training():
-            held: list[Tensor] = []
-            known: set[int] = set()
-            for module in self._mirrors.primaries():
-                for parameter in raw(module)["_parameters"].values():
-                    if parameter is not None and id(parameter) not in known:
-                        known.add(id(parameter))
-                        held.append(parameter)
+            held = self._own_parameters()
             for optimizer in self._of_kind(Optimizer):
                 held += self._keep_state(optimizer)
             # Schedulers and scalers.

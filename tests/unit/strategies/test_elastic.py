@@ -236,7 +236,10 @@ def test_small_results_arrive_with_their_bits() -> None:
         PerReplica((torch.zeros(5000), torch.zeros(5000))),
         PerReplica(("text", "text")),
     ]
-    numbers, halves, plain, large, text = unpacked([packed(values), packed(values)])
+    known, is_asked = unpacked([packed(values), packed(values, is_asked=True)])
+    numbers, halves, plain, large, text = known
+
+    assert is_asked
 
     assert numbers is not None
     assert str(numbers) == str(values[0].values * 2)

@@ -7,7 +7,8 @@ In the store of a worker lie:
     knocks         how many have knocked; knock/NUMBER says who
     open           the token of the meeting that it holds now, if it holds one, and then
     TOKEN/votes    how many votes it was given; TOKEN/vote/NUMBER holds each
-    TOKEN/proposal the next generation; TOKEN/accept/PROCESS says who has accepted it
+    TOKEN/proposal the next generation; TOKEN/accept/PROCESS says who has accepted it, and
+                   TOKEN/rejected that somebody has not
     TOKEN/commit   that all have; or TOKEN/refusal: why there is none
 """
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import as_completed
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 from torch._C._distributed_c10d import Store
 
@@ -16,6 +17,7 @@ from unisono.cluster.elastic.generation import Generation
 from unisono.cluster.membership import Membership
 from unisono.communicators import STORE_ERRORS, JobStore, in_thread, tcp_store
 from unisono.communicators.sockets import listening
+from unisono.communicators.stores import in_background
 
 _T = TypeVar("_T")
 _SECONDS = 3.0
@@ -24,14 +26,23 @@ _KEY = f"unisono/{PURPOSE}/doors"
 _log = logging.getLogger("unisono")
 
 
-def running_job(membership: Membership) -> JobStore | None:
-    """Returns the door of a worker of this job that trains already, or None if there is none."""
+class Running(NamedTuple):
+    """A worker of a job that trains already: its door, its generation, and its tuning."""
+
+    door: JobStore
+    generation: Generation
+    tuning: str
+
+
+def running_job(membership: Membership) -> Running | None:
+    """Returns a worker of this job that trains already, or None if there is none."""
     addresses = _addresses(membership)
-    if not addresses:
-        return None
-    with ThreadPoolExecutor(min(len(addresses), 16)) as pool:
-        found = list(pool.map(_running, addresses))
-    return next((store for store in found if store is not None), None)
+    # The first that answers will do; others may be paused.
+    calls = [in_background(partial(_running, address)) for address in addresses]
+    for call in as_completed(calls):
+        if (found := call.result()) is not None:
+            return found
+    return None
 
 
 def publish(membership: Membership, generation: Generation) -> None:
@@ -74,9 +85,8 @@ def _own_address(membership: Membership) -> Address | None:
 
 
 def _addresses(membership: Membership) -> list[tuple[str, int]]:
-    """All places where another worker of the job may be."""
-    tasks = enumerate(_tasks(membership))
-    found = [(one.host, one.port) for rank, one in tasks if one and rank != membership.rank]
+    """All places where a worker of the job may be."""
+    found = [(one.host, one.port) for one in _tasks(membership) if one is not None]
     if membership.uses_existing_store:
         told = _of_launcher(membership, lambda s: s.get(_KEY) if s.check([_KEY]) else b"[]")
         found += [(host, port) for host, port in json.loads(told or b"[]")]
@@ -92,12 +102,14 @@ def _of_launcher(membership: Membership, ask: Callable[[Store], _T]) -> _T | Non
         return None
 
 
-def _running(address: tuple[str, int]) -> JobStore | None:
+def _running(address: tuple[str, int]) -> Running | None:
     store = call_door(*address)
     if store is None:
         return None
     try:
-        (generation,) = store.look(["generation"])
+        generation, tuning = store.look(["generation", "tuning"])
     except STORE_ERRORS:
-        generation = None
-    return None if generation is None else store
+        return None
+    if generation is None:
+        return None
+    return Running(store, Generation.from_text(generation), (tuning or b"").decode())

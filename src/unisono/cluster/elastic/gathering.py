@@ -53,6 +53,7 @@ class Attendee:
         doors: Its connections to other workers.
         num_votes: How often it has voted.
         num_knocks: How often somebody had knocked at its door when it last met the others.
+        keeps_door: Whether its door is the first store of the job, which others may still use.
     """
 
     contact: Contact
@@ -63,6 +64,7 @@ class Attendee:
     doors: Doors = field(default_factory=Doors)
     num_votes: int = 0
     num_knocks: int = 0
+    keeps_door: bool = False
 
     def accept(self, proposal: Generation) -> None:
         """Binds this worker to a generation that may count from now on."""
@@ -112,6 +114,7 @@ class Gathering:
         self._gone = set(gone)
         self._start = time.monotonic()
         self._left = Countdown(me.rules.timeout_seconds)
+        self._grace_seconds = min(_GRACE_SECONDS, me.rules.timeout_seconds)
         self._turn = 0
 
     def hold(self) -> Agreed:
@@ -209,9 +212,7 @@ class Gathering:
             if refused is not None:
                 raise JobMismatchError(refused.decode())
             if proposal is not None and accepted is None:
-                accepted = self._accepted(Generation.from_text(proposal))
-                if accepted is not None:
-                    store.set(f"{token}/accept/{self._me.contact.process}", "")
+                accepted = self._accepted(Generation.from_text(proposal), store, token)
             if commit is not None:
                 return None if accepted is None else Agreed(accepted, store, token)
             if opened != token.encode():
@@ -232,12 +233,16 @@ class Gathering:
         dead = [] if me.standing is None else self._dead()
         return Vote(me.contact, me.num_votes, me.standing, self._position, dead, me.card)
 
-    def _accepted(self, proposal: Generation) -> Generation | None:
-        # One that stems from an earlier vote does not know what this worker has accepted since.
-        if proposal.votes.get(self._me.contact.process) != self._me.num_votes:
-            return None
-        self._me.accept(proposal)
-        return proposal
+    def _accepted(self, proposal: Generation, store: JobStore, token: str) -> Generation | None:
+        attempt = proposal.votes.get(self._me.contact.process)
+        if attempt == self._me.num_votes:
+            self._me.accept(proposal)
+            store.set(f"{token}/accept/{self._me.contact.process}", "")
+            return proposal
+        if attempt is not None:
+            # It stems from an earlier vote: this worker may have accepted something else since.
+            store.set(f"{token}/rejected", "")
+        return None
 
     def _is_better_elsewhere(self, store: JobStore) -> bool:
         found = self._lowest_open()
@@ -313,7 +318,7 @@ class Gathering:
     def _may_still_come(self, chosen: Choice) -> bool:
         waited = time.monotonic() - self._start
         missing = chosen.missing()
-        if missing - self._lost or (missing and waited < _GRACE_SECONDS):
+        if missing - self._lost or (missing and waited < self._grace_seconds):
             return True
         knocking = self._knocking() if self._admits else set()
         return waited < _KNOCK_SECONDS and not knocking <= chosen.processes()
@@ -341,6 +346,7 @@ class Gathering:
         for _ in self._pauses():
             if self._me.door.check(keys):
                 return True
-            if left.is_over() or any(one.has_ended() for one in others):
+            has_failed = left.is_over() or self._me.door.check([f"{token}/rejected"])
+            if has_failed or any(one.has_ended() for one in others):
                 return False
         return False

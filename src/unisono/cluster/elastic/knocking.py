@@ -13,21 +13,17 @@ from unisono.errors import WorkerTimeoutError
 _PAUSE_SECONDS = 0.02
 
 
-def let_in(me: Attendee, running: JobStore) -> tuple[Agreed | None, tuple[int, ...]]:
+def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int, ...]]:
     """Knocks until the workers of a job let this one in.
 
     Args:
         me: The worker that knocks.
-        running: The door of one worker of the job.
+        running: The workers of the job, as far as is known.
 
     Returns:
         What they have agreed on, or None if the job has ended, and who its workers were before.
     """
-    try:
-        (text,) = running.look(["generation"])
-    except STORE_ERRORS:
-        text = None
-    known = None if text is None else Generation.from_text(text)
+    known: Generation | None = running
     left, knocked = Countdown(me.rules.timeout_seconds), set[tuple[str, int]]()
     while known is not None:
         newest, agreed = _visited(me, known, knocked)

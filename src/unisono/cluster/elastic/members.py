@@ -16,7 +16,7 @@ from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Position
 from unisono.cluster.elastic.knocking import let_in
 from unisono.cluster.membership import Membership
-from unisono.communicators import Communicator, JobStore
+from unisono.communicators import Communicator
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # Connects a rank of so many through a store, in so many seconds, given the generation's number.
@@ -87,7 +87,7 @@ class ElasticMembers:
         self._membership = membership
         self._connect = connect
 
-    def found(self, communicator: Communicator, contacts: Sequence[Contact]) -> ElasticMembers:
+    def found(self, communicator: Communicator, contacts: Sequence[Contact]) -> None:
         """Begins with the first workers of a job, which have met and are connected.
 
         Args:
@@ -99,16 +99,15 @@ class ElasticMembers:
         generation = Generation(0, numbered, positions, len(contacts), {})
         self._begin(generation)
         self.met = _met(generation, communicator, before=numbered, seconds=0.0)
-        return self
 
-    def joined(self, running: JobStore) -> ElasticMembers | None:
+    def joined(self, running: Generation) -> bool:
         """Knocks at a job that runs, and returns when its workers have let this one in.
 
         Args:
-            running: The door of one of its workers.
+            running: Its workers, as far as is known.
 
         Returns:
-            None if the job has ended meanwhile.
+            Whether it was let in; if not, the job has ended meanwhile.
 
         Raises:
             WorkerTimeoutError: If the others do not let it in in time.
@@ -118,7 +117,7 @@ class ElasticMembers:
         agreed, before = let_in(self._me, running)
         if agreed is not None:
             self.met = self._settled(agreed, None, before, start)
-        return None if agreed is None else self
+        return agreed is not None
 
     def newcomers(self) -> bool:
         """Returns whether somebody waits to be let in, as far as this worker knows.
@@ -175,6 +174,8 @@ class ElasticMembers:
         self.met.communicator.close()
         self._me.door.delete_key("generation")
         self._me.doors.close()
+        if not self._me.keeps_door:
+            self._me.door.close()
 
     def _begin(self, generation: Generation) -> None:
         self._me.begin(generation)

@@ -52,6 +52,10 @@ class Moving(Protocol):
     """An elastic job, in which this worker may get other replicas."""
 
     generation: int
+    is_arriving: bool
+
+    def at_boundary(self, given: Any) -> None:
+        """Before the next batch of an input is taken: lets workers in that want to join."""
 
     def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
         """Does what all workers do together, again if a worker is lost meanwhile."""
@@ -73,6 +77,9 @@ class MovingReaders(Readers):
         self._job = job
 
     def prepare(self, generators: Sequence[torch.Generator]) -> None:
+        if self._job.is_arriving:
+            # It has got the random generators of the others, in the middle of an epoch.
+            return
         before = random_state(generators)
         take_over = functools.partial(super().prepare, generators)
         self._job.transact(take_over, lambda: set_random_state(before, generators))
