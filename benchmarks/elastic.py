@@ -243,7 +243,13 @@ def _program(command: Sequence[str], **environ: str) -> Iterator[Program]:
     with (
         open(os.devnull, "w") as nothing,
         subprocess.Popen(
-            command, stdin=pipe, stdout=pipe, stderr=nothing, text=True, start_new_session=True
+            command,
+            env=os.environ | environ,
+            stdin=pipe,
+            stdout=pipe,
+            stderr=nothing,
+            text=True,
+            start_new_session=True,
         ) as process,
     ):
         try:

@@ -1,4 +1,4 @@
-"""Histories of elastic jobs that are drawn at random: who is killed and paused, when and where."""
+"""Histories of elastic jobs that are drawn at random: who is killed, paused or joins, and when."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Sequence
+import uuid
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 import unisono as uo
-from processes.crew import Crew, Desk, Member
+from processes.crew import Crew, Desk
 from processes.elastic_programs import POINTS, Program, Training
 from processes.injections import left_over
 from processes.leftovers import Holdings
@@ -29,7 +29,12 @@ from unisono.experimental import CommunicationImplementation, CommunicationOptio
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 # Worker 0 serves the store of a job's first meeting until its next job.
 _NOTHING_BUT_THE_STORE = _NOTHING._replace(ports=1)
+# What libraries keep that a job is the first to use, beyond what the first job did.
+_SOME = Holdings(descriptors=12, threads=6, segments=0, ports=0)
 _SECONDS = 120.0
+MOST_WORKERS = 6
+_COMING = ("return", "join")
+_IN = "in"
 _IMPLEMENTATIONS = (
     CommunicationImplementation.AUTO,
     CommunicationImplementation.TCP,
@@ -41,9 +46,9 @@ class Event(NamedTuple):
     """What happens to a worker.
 
     Attributes:
-        kind: "kill" or "pause".
+        kind: "kill", "pause", "return" of one that was killed, or "join" of a new one.
         worker: Which one.
-        run: In which of its runs.
+        run: In which of its runs; the others wait there for one that comes.
         point: Where in the run; "" for some time after its begin.
         seconds: How long after the begin, or how long it is paused.
     """
@@ -64,7 +69,8 @@ class History:
     program: Program
     implementation: CommunicationImplementation
     events: tuple[Event, ...]
-    places: tuple[int, ...] = field(default=())
+    places: tuple[int, ...]
+    name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @staticmethod
     def drawn(seed: int, num_hosts: int = 1) -> History:
@@ -81,13 +87,20 @@ class History:
             events[1] = Event("kill", killed[1], events[0].run, "", rng.random() * 0.5)
         for worker in rng.sample(range(num_workers), rng.choice((0, 0, 1, 1, 2))):
             events.append(_paused(rng, worker, program.num_runs))
+        for event in events[:num_killed]:
+            later = range(event.run + 1, program.num_runs)
+            if later and rng.random() < 0.4:
+                events.append(Event("return", event.worker, rng.choice(later), "", 0.0))
+        if num_workers < min(num_replicas, MOST_WORKERS) and rng.random() < 0.4:
+            events.append(Event("join", num_workers, rng.randrange(1, program.num_runs), "", 0.0))
         return History(
             seed,
             num_workers,
             program,
             rng.choice(_IMPLEMENTATIONS),
             tuple(events),
-            tuple(worker * num_hosts // num_workers for worker in range(num_workers)),
+            # The last place is that of the one that joins.
+            (*(one * num_hosts // num_workers for one in range(num_workers)), num_hosts - 1),
         )
 
 
@@ -104,19 +117,38 @@ def _paused(rng: random.Random, worker: int, num_runs: int) -> Event:
 
 
 class _Fate:
-    """Lets happen to this process what is to happen to it."""
+    """Lets happen to this process what is to happen to it, and waits for others that come."""
 
-    def __init__(self, desk: Desk, events: Sequence[Event]) -> None:
+    def __init__(self, desk: Desk, history: History, worker: int, *, is_new: bool) -> None:
         self._desk = desk
-        self._waiting = list(events)
+        self._name = f"{history.seed} {history.name}"
+        own = [one for one in history.events if one.worker == worker and one.kind not in _COMING]
+        self._waiting = [] if is_new else own
+        self._coming = [one for one in history.events if one.kind in _COMING]
         self._run = -1
         self._lock = threading.Lock()
+        self.strategy: uo.MultiWorkerMirroredStrategy | None = None
 
     def begin(self, run: int) -> None:
         self._run = run
+        for event in self._coming:
+            if event.run == run:
+                self._wait_for(event)
         for event in self._waiting:
             if event.run == run and not event.point:
                 self._desk.tell(event)
+
+    def _wait_for(self, event: Event) -> None:
+        """Waits until a worker has knocked at one of all doors."""
+        assert self.strategy is not None
+        job = self.strategy.extended.elastic
+        assert job is not None
+        self._desk.tell(event)
+        key, deadline = f"{self._name} {event.worker} has knocked", time.monotonic() + 30
+        while time.monotonic() < deadline and not self._desk.store.check([key]):
+            if job.members.newcomers():
+                self._desk.store.set(key, "")
+            time.sleep(0.02)
 
     def __call__(self, point: str) -> None:
         for event in self._waiting:
@@ -143,22 +175,31 @@ def undisturbed(desk: Desk, program: Program) -> dict[str, Any]:
 
 
 def work(
-    desk: Desk, history: History, addresses: list[str], worker: int, namespace: str | None
+    desk: Desk,
+    history: History,
+    addresses: list[str],
+    worker: int,
+    namespace: str | None,
+    is_new: bool,
 ) -> tuple[dict[str, Any], str | None]:
     """What a worker finds at the end, and what it still holds then."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     if namespace is not None:
         enter(namespace)
     torch.manual_seed(worker)
-    fate = _Fate(desk, [event for event in history.events if event.worker == worker])
+    fate = _Fate(desk, history, worker, is_new=is_new)
     options = CommunicationOptions(1 << 10, 40.0, history.implementation)
     strategy = _strategy(addresses, worker, history.program, options, elastic=True)
+    if is_new:
+        desk.tell(_IN)
+    fate.strategy = strategy
     try:
         found = Training(strategy, history.program, fate).train(fate.begin)
     finally:
         strategy.close()
+    fate.strategy = None
     del strategy
-    return found, left_over(_NOTHING if worker else _NOTHING_BUT_THE_STORE)
+    return found, left_over(_NOTHING if worker else _NOTHING_BUT_THE_STORE, _SOME)
 
 
 def _strategy(
@@ -177,25 +218,47 @@ def _strategy(
 
 
 class Play:
-    """Plays one history with the members of a crew."""
+    """Plays one history with the members of a crew.
+
+    Attributes:
+        late: Workers that came when the others had ended.
+    """
 
     def __init__(self, crew: Crew, history: History, hosts: Hosts | None) -> None:
-        self._crew = crew
-        self._history = history
-        self._members: dict[int, Member] = dict(enumerate(crew.members[: history.num_workers]))
+        self._crew, self._history, self._hosts = crew, history, hosts
+        # One more, which joins.
+        count = history.num_workers + 1
+        if hosts is None:
+            self._addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+        else:
+            self._addresses = [
+                f"{hosts.address(place)}:{port}" for port, place in enumerate(history.places, 4000)
+            ]
+        self._waiting: set[int] = set()
         self._results: dict[int, Any] = {}
         self._failures: list[str] = []
         self._killed: set[int] = set()
+        self._come: set[Event] = set()
+        self._outside: set[int] = set()
         self._later: list[tuple[float, int, Event]] = []
-        if hosts is None:
-            addresses = [f"127.0.0.1:{port}" for port in free_ports(history.num_workers)]
-        else:
-            addresses = [
-                f"{hosts.address(place)}:{port}" for port, place in enumerate(history.places, 4000)
-            ]
-        for worker, member in self._members.items():
-            namespace = None if hosts is None else hosts.names[history.places[worker]]
-            member.begin(work, history, addresses, worker, namespace)
+        self.late: set[int] = set()
+        for worker in range(history.num_workers):
+            self._start(worker, is_new=False)
+
+    def _start(self, worker: int, *, is_new: bool) -> None:
+        history = self._history
+        if worker in self._killed:
+            self._crew.replace(worker)
+            self._killed.remove(worker)
+        place = history.places[worker]
+        namespace = None if self._hosts is None else self._hosts.names[place]
+        # The first ones know of no others.
+        known = max(worker + 1, history.num_workers)
+        given = (history, self._addresses[:known], worker, namespace, is_new)
+        self._crew.members[worker].begin(work, *given)
+        self._waiting.add(worker)
+        if is_new:
+            self._outside.add(worker)
 
     def results(self) -> dict[int, Any]:
         """Returns what the survivors found.
@@ -203,52 +266,86 @@ class Play:
         Raises:
             AssertionError: With what went wrong.
         """
-        waiting = dict(self._members)
         deadline = time.monotonic() + _SECONDS
-        while waiting and time.monotonic() < deadline:
-            until = min([deadline] + [at for at, *_ in self._later[:1]])
-            pipes = [member.pipe for member in waiting.values()]
-            ready = wait(pipes, max(0.0, until - time.monotonic()))
-            for worker in [one for one, member in waiting.items() if member.pipe in ready]:
-                if self._hear(worker):
-                    del waiting[worker]
+        while self._waiting and time.monotonic() < deadline:
+            if self._waiting == self._outside and not self._later:
+                self._give_up_outside()
+            self._listen(min([deadline] + [at for at, *_ in self._later[:1]]))
             while self._later and self._later[0][0] <= time.monotonic():
                 self._let_happen(heapq.heappop(self._later)[2])
-        for worker, member in waiting.items():
+        for worker in self._waiting:
             self._failures.append(f"Worker {worker} has not ended.")
-            member.send(signal.SIGCONT)
-            member.send(signal.SIGUSR1)
-        if waiting:
+            self._crew.members[worker].send(signal.SIGCONT)
+            self._crew.members[worker].send(signal.SIGUSR1)
+        if self._waiting:
             time.sleep(2.0)
-        for worker in [*waiting, *self._killed]:
+        for worker in {*self._waiting, *self._killed}:
             self._crew.replace(worker)
         assert not self._failures, "\n".join([repr(self._history), *self._failures])
         return self._results
 
-    def _hear(self, worker: int) -> bool:
-        """Returns whether this was the last that a worker says."""
+    def _listen(self, until: float) -> None:
+        pipes = {worker: self._crew.members[worker].pipe for worker in self._waiting}
+        ready = wait(list(pipes.values()), max(0.0, until - time.monotonic()))
+        for worker in [worker for worker, pipe in pipes.items() if pipe in ready]:
+            self._hear(worker)
+
+    def _give_up_outside(self) -> None:
+        """The others have ended, so one that is not in yet will not be."""
+        self._listen(time.monotonic() + 2.0)
+        for worker in self._outside & self._waiting:
+            self._crew.members[worker].send(signal.SIGKILL)
+            self.late.add(worker)
+
+    def _hear(self, worker: int) -> None:
         try:
-            is_well, value = self._members[worker].pipe.recv()
+            is_well, value = self._crew.members[worker].pipe.recv()
         except (EOFError, ConnectionError):
+            self._waiting.discard(worker)
+            self._outside.discard(worker)
             self._killed.add(worker)
-            if not any(one.worker == worker and one.kind == "kill" for one in self._history.events):
+            own = [one for one in self._history.events if one.worker == worker]
+            if worker not in self.late and not any(one.kind == "kill" for one in own):
                 self._failures.append(f"Worker {worker} has died.")
-            return True
+            return
         if isinstance(value, Event):
-            heapq.heappush(self._later, (time.monotonic() + value.seconds, len(self._later), value))
-            return False
-        if is_well:
-            self._results[worker] = value
+            self._plan(value)
+        elif value == _IN:
+            self._outside.discard(worker)
         else:
-            self._failures.append(f"Worker {worker} raised:\n{value}")
-        return True
+            self._waiting.discard(worker)
+            self._outside.discard(worker)
+            if is_well:
+                self._results[worker] = value
+            else:
+                self._failures.append(f"Worker {worker} raised:\n{value}")
+
+    def _plan(self, event: Event) -> None:
+        if event.kind not in _COMING:
+            at = time.monotonic() + event.seconds
+            heapq.heappush(self._later, (at, len(self._later), event))
+        elif event not in self._come:
+            self._come.add(event)
+            self._let_come(event)
+
+    def _let_come(self, event: Event) -> None:
+        if event.kind == "return" and event.worker in self._waiting:
+            # It has been killed, or is about to be, and nobody has heard of that yet.
+            self._later.append((time.monotonic() + 0.05, len(self._later), event))
+            heapq.heapify(self._later)
+            return
+        self._start(event.worker, is_new=True)
 
     def _let_happen(self, event: Event) -> None:
-        member = self._members[event.worker]
+        if event.kind in _COMING:
+            self._let_come(event)
+            return
+        member = self._crew.members[event.worker]
         if event.kind == "kill":
             # One that has ended already is killed all the same.
             member.send(signal.SIGKILL)
-            self._killed.add(event.worker)
+            if event.worker not in self._waiting:
+                self._killed.add(event.worker)
             return
         stat = Path(f"/proc/{member.process_id}/stat")
         while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
@@ -256,13 +353,17 @@ class Play:
         member.send(signal.SIGCONT)
 
 
-def play(crew: Crew, history: History, hosts: Hosts | None = None) -> None:
+def play(crew: Crew, history: History, hosts: Hosts | None = None) -> int:
     """Plays a history, and compares what the survivors find with an undisturbed job.
+
+    Returns:
+        How many workers came too late to join.
 
     Raises:
         AssertionError: If something differs or is left behind.
     """
-    results = Play(crew, history, hosts).results()
+    it = Play(crew, history, hosts)
+    results = it.results()
     spare = crew.members[-1]
     spare.begin(undisturbed, history.program)
     expected = spare.hear(_SECONDS)
@@ -273,3 +374,4 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> None:
         assert found.keys() == expected.keys(), f"{history}: other results"
         assert not differing, f"{history}: worker {worker} differs in {differing}"
         assert left is None, f"{history}: worker {worker} has left {left}"
+    return len(it.late)

@@ -151,14 +151,8 @@ class Program:
     def samples(self) -> list[int]:
         """The numbers of the samples in the order in which one device sees them."""
         loader = self.loader()
-        seen: list[int] = []
-        for _ in range(self.num_epochs):
-            for numbers, *_ in loader:
-                seen += numbers.tolist()
-            if self.evaluates:
-                for _ in loader:
-                    pass
-        return seen
+        epochs = range(self.num_epochs)
+        return [int(number) for _ in epochs for numbers, *_ in loader for number in numbers]
 
 
 class Training:
@@ -177,32 +171,61 @@ class Training:
         self.optimizer.register_step_pre_hook(lambda *_: at("at the update"))
         self.optimizer.register_step_post_hook(lambda *_: at("after the update"))
         next(self.model.parameters()).register_hook(lambda _: at("in the backward pass"))
+        self._epoch = 0
         self._losses: list[Tensor] = []
         self._samples: list[Tensor] = []
         self._others: list[Tensor] = []
+        self._batches = strategy.experimental_distribute_dataset(program.loader())
+        unseen = DataLoader(program.data(), program.batch_size)
+        self._unseen = strategy.experimental_distribute_dataset(unseen)
+        if isinstance(strategy, uo.MultiWorkerMirroredStrategy) and strategy.extended.elastic:
+            strategy.experimental_admit(
+                uo.experimental.Checkpoint(
+                    model=self.model,
+                    optimizer=self.optimizer,
+                    scheduler=self.scheduler,
+                    critic=self.critic,
+                    second=self.second,
+                    average=self.average,
+                    input=self._batches,
+                    progress=self,
+                )
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a worker that joins must know of the loop."""
+        lists = {"losses": self._losses, "samples": self._samples, "others": self._others}
+        return {"epoch": self._epoch, **{name: list(one) for name, one in lists.items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where others are."""
+        self._epoch, self._losses = state["epoch"], list(state["losses"])
+        self._samples, self._others = list(state["samples"]), list(state["others"])
 
     def train(self, begin_run: Callable[[int], None]) -> dict[str, Any]:
         """Returns everything that a program can see at the end."""
         strategy, at = self._strategy, self._at
-        distributed = strategy.experimental_distribute_dataset(self._program.loader())
-        for _ in range(self._program.num_epochs):
+        while self._epoch < self._program.num_epochs:
             self.model.train()
-            for batch in distributed:
+            for batch in self._batches:
                 begin_run(len(self._losses))
                 at("before the run")
                 results = strategy.run(self._step, args=batch)
                 at("after the run")
-                self._losses.append(strategy.reduce("MEAN", results["loss"]))
-                self._samples.append(strategy.gather(results["numbers"], axis=0))
+                loss = strategy.reduce("MEAN", results["loss"])
+                samples = strategy.gather(results["numbers"], axis=0)
                 at("after the reduction")
                 self._others.append(strategy.reduce("SUM", results["right"]))
+                self._losses.append(loss)
+                self._samples.append(samples)
             if self._program.evaluates:
-                self._evaluate(distributed)
+                self._evaluate()
+            self._epoch += 1
         return dict(self._found())
 
-    def _evaluate(self, distributed: Any) -> None:
+    def _evaluate(self) -> None:
         self.model.eval()
-        for batch in distributed:
+        for batch in self._unseen:
             right = self._strategy.run(self._count_right, args=batch)
             self._others.append(self._strategy.reduce("SUM", right))
 

@@ -201,17 +201,20 @@ def reported(
     return None if told is None else Report(*told, at, left)
 
 
-def left_over(limits: Holdings) -> str | None:
+def left_over(limits: Holdings, more: Holdings = Holdings(4, 2, 0, 0)) -> str | None:
     """Returns what this process holds beyond what it may, in words.
 
     Args:
         limits: Of segments and ports, what may always be held; the rest must not grow.
+        more: By how much the rest may grow.
     """
     allowed = _allowed.get("", limits)
     now = settled(allowed)
     # Libraries keep some threads and files from their first use on, and who serves others has a
     # connection for each that lives. What every failure leaves behind is soon more than these.
-    margin = Holdings(now.descriptors + 4, now.threads + 2, limits.segments, limits.ports)
+    margin = limits._replace(
+        descriptors=now.descriptors + more.descriptors, threads=now.threads + more.threads
+    )
     _allowed.setdefault("", margin)
     return None if now.is_within(allowed) else f"{now}, allowed are {allowed}"
 

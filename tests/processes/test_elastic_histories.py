@@ -11,13 +11,12 @@ import os
 import pytest
 
 from processes.crew import Crew
-from processes.elastic_histories import History, play
+from processes.elastic_histories import MOST_WORKERS, History, play
 from processes.namespaces import Hosts, make_hosts
 
 NUM_HISTORIES = int(os.environ.get("UNISONO_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("UNISONO_HISTORY_SEED", "0"))
 SECONDS_FOR_ONE = 30.0
-MOST_WORKERS = 6
 
 pytestmark = pytest.mark.timeout(200 + SECONDS_FOR_ONE * NUM_HISTORIES)
 
@@ -29,7 +28,8 @@ def play_all(seeds: range, num_hosts: int, hosts: Hosts | None = None) -> None:
     with Crew(MOST_WORKERS + 1) as crew:
         for seed in seeds:
             try:
-                play(crew, History.drawn(seed, num_hosts), hosts)
+                num_late = play(crew, History.drawn(seed, num_hosts), hosts)
+                print(f"seed {seed} is well; {num_late} came too late", flush=True)
             except AssertionError as error:
                 failures.append(f"seed {seed}: {error}")
                 print(failures[-1], flush=True)
