@@ -77,7 +77,7 @@ def loss_of_elastic(model: str) -> float:
         victim = random.randrange(NUM_WORKERS)
         killed = _kill(started[victim].pid)
         survivors = [one for rank, one in enumerate(started) if rank != victim]
-        return max(_hear(one, "went on")["time"] for one in survivors) - killed
+        return float(max(_hear(one, "went on")["time"] for one in survivors)) - killed
 
 
 def loss_of_torchrun(model: str) -> float:
@@ -90,13 +90,13 @@ def loss_of_torchrun(model: str) -> float:
         own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
         worker = [__file__, "--worker", json.dumps(task)]
         with _program([*command, *worker], **own_store) as torchrun:
-            pids = {}
+            pids: dict[int, int] = {}
             while len(pids) < NUM_WORKERS:
                 told = _hear(torchrun, "began")
                 pids[told["rank"]] = told["pid"]
             _hear(torchrun, "step", STEPS_BEFORE)
             killed = _kill(pids[random.randrange(NUM_WORKERS)])
-            done = {}
+            done: dict[int, float] = {}
             while len(done) < NUM_WORKERS:
                 told = _hear(torchrun, "went on")
                 done[told["rank"]] = told["time"]
@@ -105,7 +105,7 @@ def loss_of_torchrun(model: str) -> float:
 
 def step_ratios(model: str, seconds: float) -> tuple[float, list[float]]:
     """Returns the seconds of a plain step, and how many times as long elastic ones take."""
-    pairs = []
+    pairs: list[tuple[float, float]] = []
     with workers("take_turns", 2, model=model) as started:
         for one in started:
             _hear(one, "ready")
@@ -283,7 +283,7 @@ def _hear(program: Program, kind: str, count: int = 1) -> Any:
         count -= told["kind"] == kind
         if count == 0:
             return told
-    raise RuntimeError(f"{' '.join(map(str, program.args))} has ended before it said {kind!r}.")
+    raise RuntimeError(f"{program.args} has ended before it said {kind!r}.")
 
 
 def _kill(process_id: int) -> float:

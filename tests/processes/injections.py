@@ -174,6 +174,7 @@ class Report(NamedTuple):
 
 
 _allowed: dict[str, Holdings] = {}
+_USUAL_GROWTH = Holdings(descriptors=4, threads=2, segments=0, ports=0)
 
 
 def reported(
@@ -201,7 +202,7 @@ def reported(
     return None if told is None else Report(*told, at, left)
 
 
-def left_over(limits: Holdings, more: Holdings = Holdings(4, 2, 0, 0)) -> str | None:
+def left_over(limits: Holdings, more: Holdings = _USUAL_GROWTH) -> str | None:
     """Returns what this process holds beyond what it may, in words.
 
     Args:
