@@ -278,6 +278,7 @@ def _cluster(strategy: uo.Strategy) -> None:
         _off,
         _variable,
         _cluster,
+        lambda strategy: strategy.process_group,
         lambda strategy: strategy.distribute_datasets_from_function(lambda _: [torch.ones(4)]),
     ],
 )
