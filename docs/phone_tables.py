@@ -23,7 +23,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def for_phones(table: re.Match[str]) -> str:
-    """The table with `<wbr>` in its code, and with labeled cells if it has many columns of words."""
+    """The table with `<wbr>` in its code, and labeled cells if it has many columns of words."""
     text = CODE.sub(lambda code: END_OF_WORD.sub("<wbr>", code[0]), table[0])
     heads = [TAG.sub("", head).strip() for head in HEAD.findall(text)]
     if len(heads) < 4 or max(len(TAG.sub("", cell)) for cell in CELL.findall(text)) < 50:
