@@ -1,4 +1,4 @@
-"""Makes tables readable on a phone: names in code can break, and wide rows can stack (site.css)."""
+"""Makes pages readable on a phone: long names in code can break, and wide rows stack (site.css)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ END_OF_WORD = re.compile(r"(?<=\w[._(=/,])(?=\w)|(?<=[a-z])(?=[A-Z][a-z])")
 
 def on_page_content(html: str, **_: Any) -> str:
     """Called by MkDocs with the body of every page."""
-    return TABLE.sub(for_phones, html)
+    html = CODE.sub(lambda code: END_OF_WORD.sub("<wbr>", code[0]), html)
+    return TABLE.sub(stacking, html)
 
 
-def for_phones(table: re.Match[str]) -> str:
-    """The table with `<wbr>` in its code, and labeled cells if it has many columns of words."""
-    text = CODE.sub(lambda code: END_OF_WORD.sub("<wbr>", code[0]), table[0])
+def stacking(table: re.Match[str]) -> str:
+    """The table, with labeled cells if it has many columns of words."""
+    text = table[0]
     heads = [TAG.sub("", head).strip() for head in HEAD.findall(text)]
     if len(heads) < 4 or max(len(TAG.sub("", cell)) for cell in CELL.findall(text)) < 50:
         return text
