@@ -3,9 +3,9 @@
 Gloo takes three packets per message: one says that something is to be sent, one that there is room
 for it, and one has the bytes. It does not end a wait for a message of which a part had moved when
 its connection broke, and it breaks all connections when a wait is too late. So nobody waits for a
-long message: an empty one follows it, which moves at once or not at all, and an empty one answers.
-Short messages move at once but for bad luck. They are answered now and then, so that no more of
-them are under way than the other rank can take.
+long message: an empty one follows it, which moves at once or not at all. Short messages move at
+once but for bad luck. An empty message answers those that were not copied, and some of the others,
+so that no more of them are under way than the other rank can take.
 """
 
 from __future__ import annotations
@@ -30,10 +30,29 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 # luck a short message is not ended by that, and a thread waits so many times as long.
 _FOR_EVER = timedelta(days=1)
 _LONGER = 3
-# Up to here a copy costs less than the wait for an answer. So many may be without one.
+# Up to here a copy costs less than the wait for an answer. So many answers may be missing, each of
+# which is for so many short or long copies.
 _COPIED_BYTES = 768 << 10
-_MOST_COPIES = 4
+_MOST_ANSWERS = 4
 _SHORT_PER_ANSWER = 16
+_LONG_PER_ANSWER = 4
+
+
+class _Answered:
+    """Knows on both sides which messages are answered."""
+
+    def __init__(self) -> None:
+        self._num_short = self._num_long = 0
+
+    def next(self, num_bytes: int) -> bool:
+        """Returns whether the next message is answered, which has so many bytes."""
+        if num_bytes > _COPIED_BYTES:
+            return True
+        if num_bytes > SHORT_BYTES:
+            self._num_long += 1
+            return self._num_long % _LONG_PER_ANSWER == 0
+        self._num_short += 1
+        return self._num_short % _SHORT_PER_ANSWER == 0
 
 
 class Peer:
@@ -49,7 +68,7 @@ class Peer:
     def __init__(self, group: Any, rank: int, peer: int, timeout_seconds: float) -> None:
         self.timeout_seconds = timeout_seconds
         self._group, self._rank, self._peer = group, rank, peer
-        self._num_sent = self._num_received = 0
+        self._sent, self._received = _Answered(), _Answered()
         # What was sent since the last message that is answered, and then all that was before.
         self._copies: list[tuple[Any, Message]] = []
         # Gloo reads an answer until it has left, which is long before so many more are given.
@@ -59,10 +78,8 @@ class Peer:
 
     def send(self, data: Tensor) -> Message:
         """Begins to send bytes."""
-        is_short = data.nbytes <= SHORT_BYTES
-        self._num_sent += is_short
-        is_answered = not is_short or self._num_sent % _SHORT_PER_ANSWER == 0
-        is_free = not is_answered or len(self._answers.unended) < _MOST_COPIES
+        is_answered = self._sent.next(data.nbytes)
+        is_free = not is_answered or len(self._answers.unended) < _MOST_ANSWERS
         is_copied = data.nbytes <= _COPIED_BYTES and is_free
         data = data.clone() if is_copied else data
         answer = self._group.recv([_EMPTY], self._rank, _ANSWER) if is_answered else None
@@ -73,17 +90,15 @@ class Peer:
             self._answers.add(answer, _FOR_EVER, message)
         else:
             message.held = data, works
-            self._copies.append((works[0], message))
+            self._copies.append((works[-1], message))
         return message
 
     def receive(self, room: Tensor) -> Message:
         """Begins to receive bytes."""
-        is_short = room.nbytes <= SHORT_BYTES
-        self._num_received += is_short
-        is_answered = not is_short or self._num_received % _SHORT_PER_ANSWER == 0
+        is_answered = self._received.next(room.nbytes)
         works = [self._group.recv([one], self._rank, _DATA) for one in self._parts(room)]
         message = Message(self._peer, (room, works))
-        limit = self._limit() if is_short else _FOR_EVER
+        limit = self._limit() if room.nbytes <= SHORT_BYTES else _FOR_EVER
         self._coming.add(works[-1], limit, message, self._answer if is_answered else None)
         return message
 
