@@ -232,8 +232,8 @@ def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
 
 
 def test_single_workers_of_an_elastic_job_are_started_again(tmp_path: Path) -> None:
-    command = ["-n", "3", "--elastic", "--max-restarts", "1", script(tmp_path, ELASTIC)]
-    status, output, errors = run(launcher(*command))
+    command = launcher("-n", "3", "--elastic", "--max-restarts", "1", script(tmp_path, ELASTIC))
+    status, output, errors = run(command)
 
     assert status == 0, errors
     told = [f"[worker {rank}] step 6 workers (1, 2, 3)" for rank in range(3)]

@@ -33,7 +33,8 @@ def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int,
             raise WorkerTimeoutError(
                 f"This worker has asked for {me.rules.timeout_seconds:g} s to join an elastic job "
                 f"of {len(known.contacts)} workers, which did not let it in. They let workers in "
-                f"between two steps, and at most {me.rules.max_workers} in all, one per replica."
+                f"between two steps, at most {me.rules.max_workers} in all, one per replica. Check "
+                "that their program lets workers in, or raise `timeout_seconds`."
             )
         known = newest
         time.sleep(_PAUSE_SECONDS)

@@ -90,7 +90,7 @@ def _packed(value: Any, tensors: list[Tensor], where: str) -> Any:
         kind = "l" if isinstance(value, list) else "u"
         return {kind: [_packed(one, tensors, f"{where}[{n}]") for n, one in enumerate(value)]}
     raise UnsupportedError(
-        f"{where} is a {type(value).__name__}, which cannot be sent to new workers. Send dicts, "
+        f"{where} is a {type(value).__name__}, which cannot be sent to new workers. Use dicts, "
         "lists, tuples, numbers, texts, bytes and tensors."
     )
 
