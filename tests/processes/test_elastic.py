@@ -75,7 +75,7 @@ class Program:
 
     def step(self, inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss = self.model(inputs).square().mean()
+        loss: Tensor = self.model(inputs).square().mean()
         loss.backward()
         self.fate("after the backward pass")
         self.optimizer.step()
@@ -133,7 +133,8 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
     optimizer.register_step_pre_hook(lambda *_: fate("at the update"))
     optimizer.register_step_post_hook(lambda *_: fate("after the update"))
-    model[0].weight.register_hook(lambda grad: fate("in the backward pass"))
+    first = next(model.parameters())
+    first.register_hook(lambda _: fate("in the backward pass"))
 
     def step(numbers: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
@@ -183,7 +184,7 @@ def survivors_of(size: int, plan: Plan) -> dict[int, Any]:
     return found
 
 
-def undisturbed() -> dict[str, Any]:
+def undisturbed() -> Any:
     ((alone, _),) = run_ranks(1, work, free_ports(1), {}, False)
     return alone
 

@@ -247,6 +247,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
         """The workers as a process group of torch."""
+        if self.elastic is not None:
+            raise UnsupportedError(
+                "The workers of a strategy with `elastic=True` change while the program runs, so "
+                "they are no process group. Use `all_reduce` of the replica context."
+            )
         return WorkersGroup(self.workers.communicator)
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:

@@ -56,7 +56,7 @@ class ReduceMethods:
             leaves, rebuild = flatten(value)
             if any(isinstance(leaf, DistributedValues) for leaf in leaves):
                 return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if self.layout.are_several:
+            if self.layout.are_several or self.elastic is not None:
                 return self._reduce_single(op, value, destinations)
         if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
             if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:

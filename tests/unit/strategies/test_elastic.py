@@ -20,7 +20,9 @@ from unisono.variables import Snapshot
 
 
 class Sum(nn.Module):
-    """A metric in torchmetrics' form would need torchmetrics; a buffer that counts will do."""
+    """Adds to a buffer that is no statistic."""
+
+    total: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +59,7 @@ class Program:
         if self.clears:
             self.optimizer.zero_grad()
         noise = torch.rand(x.shape, generator=self.generator)
-        loss = self.model(x + noise).square().mean()
+        loss: Tensor = self.model(x + noise).square().mean()
         loss.backward()
         self.optimizer.step()
         self.scheduler.step()
@@ -278,6 +280,7 @@ def _cluster(strategy: uo.Strategy) -> None:
         _off,
         _variable,
         _cluster,
+        lambda strategy: strategy.process_group,
         lambda strategy: strategy.distribute_datasets_from_function(lambda _: [torch.ones(4)]),
     ],
 )

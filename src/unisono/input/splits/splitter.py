@@ -72,7 +72,8 @@ class SplitBatch:
                 value.note_origin(self.generation, of_all)
             return value
 
-        everywhere: Sequence[Any] = self.of_all or [None] * len(self.leaves)
+        unknown: list[Any] = [None] * len(self.leaves)
+        everywhere = unknown if self.of_all is None else self.of_all
         return self.tree.build(list(map(joined, self.leaves, everywhere)))
 
 
