@@ -10,10 +10,13 @@ import signal
 import threading
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 
@@ -25,6 +28,7 @@ from processes.leftovers import Holdings
 from processes.namespaces import Hosts, enter
 from processes.ports import free_ports
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
+from unisono.strategies import elastic_job
 
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 # Worker 0 serves the store of a job's first meeting until its next job.
@@ -35,6 +39,7 @@ _SECONDS = 120.0
 MOST_WORKERS = 6
 _COMING = ("return", "join")
 _IN = "in"
+_JOINS = "when another gets the state"
 _IMPLEMENTATIONS = (
     CommunicationImplementation.AUTO,
     CommunicationImplementation.TCP,
@@ -93,6 +98,10 @@ class History:
                 events.append(Event("return", event.worker, rng.choice(later), "", 0.0))
         if num_workers < min(num_replicas, MOST_WORKERS) and rng.random() < 0.4:
             events.append(Event("join", num_workers, rng.randrange(1, program.num_runs), "", 0.0))
+        runs = [event.run for event in events if event.kind in _COMING]
+        left = sorted(set(range(num_workers)) - set(killed))
+        if runs and len(left) > 1 and rng.random() < 0.5:
+            events.append(Event("kill", rng.choice(left), rng.choice(runs), _JOINS, 0.0))
         return History(
             seed,
             num_workers,
@@ -194,12 +203,25 @@ def work(
         desk.tell(_IN)
     fate.strategy = strategy
     try:
-        found = Training(strategy, history.program, fate).train(fate.begin)
+        with _told_when_others_join(fate):
+            found = Training(strategy, history.program, fate).train(fate.begin)
     finally:
         strategy.close()
     fate.strategy = None
     del strategy
     return found, left_over(_NOTHING if worker else _NOTHING_BUT_THE_STORE, _SOME)
+
+
+@contextmanager
+def _told_when_others_join(fate: _Fate) -> Iterator[None]:
+    original = elastic_job.share_state
+
+    def share_state(*args: Any) -> Any:
+        fate(_JOINS)
+        return original(*args)
+
+    with patch.object(elastic_job, "share_state", share_state):
+        yield
 
 
 def _strategy(
