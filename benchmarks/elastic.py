@@ -6,7 +6,7 @@
 Beside it stands torchrun, which starts all workers of a DistributedDataParallel program again. They
 load the checkpoint that rank 0 has saved after the last step. `step` has two workers that make
 steps with `elastic=True` and without it in turn, so that a busy machine disturbs both alike: the
-median of the ratios of neighboring turns.
+median of the ratios of neighboring turns. `work` is the same for the time of the processor.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from unisono_tools.benchmarks.peers.models import CASES, Case, train_step
@@ -39,8 +38,10 @@ from unisono_tools.benchmarks.rows import machine
 NUM_WORKERS, NUM_REPLICAS = 4, 4
 STEPS_PER_TURN = 10
 STEPS_BEFORE = 5
+STEPS_PER_EPOCH = 1000
 
 Program: TypeAlias = "subprocess.Popen[str]"
+Times: TypeAlias = tuple[float, float]
 
 
 def main() -> None:
@@ -64,9 +65,10 @@ def main() -> None:
             low, middle, high = min(times), statistics.median(times), max(times)
             print(f"lost   {name:14}{middle:6.2f} s   ({low:.2f} to {high:.2f})", flush=True)
     for model in options.model:
-        plain, ratios = step_ratios(model, options.seconds)
-        ratio = statistics.median(ratios)
-        print(f"step   {model:14}{plain * 1e3:6.2f} ms   elastic {ratio:.4f} x", flush=True)
+        plain, *ratios = step_ratios(model, options.seconds)
+        wall, work = map(statistics.median, ratios)
+        told = f"elastic {wall:.4f} x, work {work:.4f} x"
+        print(f"step   {model:14}{plain * 1e3:6.2f} ms   {told}", flush=True)
 
 
 def loss_of_elastic(model: str) -> float:
@@ -103,25 +105,31 @@ def loss_of_torchrun(model: str) -> float:
             return max(done.values()) - killed
 
 
-def step_ratios(model: str, seconds: float) -> tuple[float, list[float]]:
-    """Returns the seconds of a plain step, and how many times as long elastic ones take."""
-    pairs: list[tuple[float, float]] = []
+def step_ratios(model: str, seconds: float) -> tuple[float, list[float], list[float]]:
+    """Returns the seconds of a plain step, and how many times as long elastic ones take.
+
+    The last ratios are those of the processor's time, which a busy machine disturbs less.
+    """
+    pairs: list[tuple[Times, Times]] = []
     with workers("take_turns", 2, model=model) as started:
         for one in started:
             _hear(one, "ready")
         end = time.monotonic() + seconds
         while time.monotonic() < end or not pairs:
             order = [False, True] if len(pairs) % 2 else [True, False]
-            times = {elastic: max(_ask(started, elastic=elastic)) for elastic in order}
+            times = {elastic: _ask(started, elastic=elastic) for elastic in order}
             pairs.append((times[False], times[True]))
-    return statistics.median(plain for plain, _ in pairs), [b / a for a, b in pairs]
+    plain = statistics.median(one[0] for one, _ in pairs)
+    return plain, [b[0] / a[0] for a, b in pairs], [b[1] / a[1] for a, b in pairs]
 
 
-def _ask(started: Sequence[Program], *, elastic: bool) -> list[float]:
+def _ask(started: Sequence[Program], *, elastic: bool) -> Times:
+    """Returns the time of the slowest worker, and the sum of their work."""
     for one in started:
         assert one.stdin is not None
         print(int(elastic), file=one.stdin, flush=True)
-    return [_hear(one, "turn")["seconds"] for one in started]
+    told = [_hear(one, "turn")["times"] for one in started]
+    return max(time for time, _ in told), sum(work for _, work in told)
 
 
 class Training:
@@ -134,14 +142,16 @@ class Training:
             self._model = case.make_model()
             self._optimizer = case.optimizer(self._model)
         parts = [case.batch(number) for number in range(strategy.num_replicas_in_sync)]
-        data = TensorDataset(*(torch.cat(part) for part in zip(*parts, strict=True)))
-        self._distributed = strategy.experimental_distribute_dataset(
-            DataLoader(data, batch_size=len(data))
-        )
+        batch = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        self._distributed = strategy.experimental_distribute_dataset([batch] * STEPS_PER_EPOCH)
+        self._batches: Iterator[Any] = iter(())
 
     def step(self) -> float:
         """Returns the loss."""
-        (batch,) = self._distributed
+        batch = next(self._batches, None)
+        if batch is None:
+            self._batches = iter(self._distributed)
+            batch = next(self._batches)
         return float(self._strategy.reduce("MEAN", self._strategy.run(self._on_replica, batch)))
 
     def _on_replica(self, inputs: Tensor, labels: Tensor) -> Tensor:
@@ -216,14 +226,16 @@ def take_turns(rank: int, ports: list[list[int]], model: str) -> None:
         _turn(one)
     _tell("ready")
     for line in sys.stdin:
-        _tell("turn", seconds=_turn(both[int(line)]))
+        _tell("turn", times=_turn(both[int(line)]))
 
 
-def _turn(training: Training) -> float:
-    start = time.perf_counter()
+def _turn(training: Training) -> Times:
+    """Returns the seconds of a step, and those that the processor worked on it here."""
+    start, worked = time.perf_counter(), time.process_time()
     for _ in range(STEPS_PER_TURN):
         training.step()
-    return (time.perf_counter() - start) / STEPS_PER_TURN
+    worked = time.process_time() - worked
+    return (time.perf_counter() - start) / STEPS_PER_TURN, worked / STEPS_PER_TURN
 
 
 @contextmanager
