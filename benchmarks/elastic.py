@@ -295,7 +295,7 @@ def _hear(program: Program, kind: str, count: int = 1) -> Any:
         count -= told["kind"] == kind
         if count == 0:
             return told
-    raise RuntimeError(f"{program.args} has ended before it said {kind!r}.")
+    raise RuntimeError(f"{program.args!r} has ended before it said {kind!r}.")
 
 
 def _kill(process_id: int) -> float:

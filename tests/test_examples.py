@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from worker_threads import end_replica_threads
@@ -73,6 +74,26 @@ def test_digits_have_the_same_losses_with_1_2_and_4_replicas(tmp_path: Path, cap
         assert one.losses == pytest.approx(trainings[0].losses, rel=1e-9)
     assert picture.stat().st_size > 1000
     assert "[c10d]" not in capfd.readouterr().err
+
+
+@pytest.mark.timeout(400)
+def test_digits_have_the_same_weights_when_workers_are_killed_and_join(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    picture = tmp_path / "elastic.png"
+
+    found = demo("--elastic", "--epochs", 4, "--plot", picture)
+
+    assert found.are_equal
+    assert len(found.undisturbed) == 4 * 15
+    assert {0, 1, 2} <= {worker for ran in found.layout.values() for worker in ran.values()}
+    assert picture.stat().st_size > 1000
+
+
+def test_the_replicas_of_the_elastic_demo_are_its_own(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+
+    with pytest.raises(click.UsageError, match="--replicas"):
+        demo("--elastic", "--replicas", 2)
 
 
 def test_the_picture_of_the_digits_counts_whole_epochs(tmp_path: Path) -> None:

@@ -170,7 +170,8 @@ class Show:
         for worker in range(NUM_WORKERS):
             self._start(worker)
         found = self.found
-        coming = [(round(part * len(found.undisturbed)), *event) for part, *event in EVENTS]
+        num_steps = len(found.undisturbed)
+        coming = [(round(part * num_steps), kind, worker) for part, kind, worker in EVENTS]
         while any(state in ("starts", "trains") for state in self._states.values()):
             ready = wait(list(self._pipes), _PATIENCE_SECONDS)
             if not ready:

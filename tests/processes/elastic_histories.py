@@ -27,6 +27,7 @@ from processes.injections import left_over
 from processes.leftovers import Holdings
 from processes.namespaces import Hosts, enter
 from processes.ports import free_ports
+from unisono.cluster.elastic import share_state as share_with_those_who_join
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
 from unisono.strategies import elastic_job
 
@@ -214,7 +215,7 @@ def work(
 
 @contextmanager
 def _told_when_others_join(fate: _Fate) -> Iterator[None]:
-    original = elastic_job.share_state
+    original = share_with_those_who_join
 
     def share_state(*args: Any) -> Any:
         fate(_JOINS)
@@ -395,5 +396,9 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> int:
         differing = [name for name in expected if found.get(name) != expected[name]]
         assert found.keys() == expected.keys(), f"{history}: other results"
         assert not differing, f"{history}: worker {worker} differs in {differing}"
-        assert left is None, f"{history}: worker {worker} has left {left}"
+        if history.program.is_batch_norm_synchronized:
+            # The graph of an undone step keeps the communicator of that time, until the end.
+            crew.replace(worker)
+        else:
+            assert left is None, f"{history}: worker {worker} has left {left}"
     return len(it.late)
