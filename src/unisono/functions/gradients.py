@@ -6,10 +6,11 @@ import operator
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from unisono.errors import CaptureError
-from unisono.torch_private import no_torch_function_of_subclasses
+from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
@@ -85,6 +86,7 @@ class Gradients:
         """
         if all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
             return
+        found: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, grad in zip(self._tensors, self._grads, strict=True):
             now = tensor.grad
             if now is grad:
@@ -96,8 +98,12 @@ class Gradients:
                     "Give the same parameters a gradient in every step, on all workers, or run the "
                     "step without `unisono.function`."
                 )
-            grad.copy_(now)
+            into, from_ = found.setdefault(grad.device, ([], []))
+            into.append(grad)
+            from_.append(now)
             tensor.grad = grad
+        for into, from_ in found.values():
+            copy_each(into, from_)
 
 
 class StartingGradients:

@@ -297,7 +297,9 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
-        self.mirrors.refresh()
+        if recorder is None or not (recorder.is_capturing and recorder.streams):
+            # No graph of one memory can bring something to others.
+            self.mirrors.refresh()
         self.gradients.begin(weights)
         run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:

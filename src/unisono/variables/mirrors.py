@@ -54,7 +54,7 @@ class Mirrors:
         # What every worker has of the chief already.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.synchronizes = synchronize_batch_norm
-        self._memories = memories
+        self.memories = memories
         self._places = places
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
@@ -127,7 +127,7 @@ class Mirrors:
     @property
     def has_one_memory(self) -> bool:
         """Whether all replicas of this worker share the storage of every parameter."""
-        return len(set(self._memories)) == 1
+        return len(set(self.memories)) == 1
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
@@ -295,7 +295,7 @@ class Mirrors:
         for module in primaries:
             mirror = self._mirrors[id(module)]
             cls = self._clone_class(module)
-            while len(mirror.replicas) < len(self._memories):
+            while len(mirror.replicas) < len(self.memories):
                 mirror.replicas.append(_bare_clone(cls))
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
@@ -348,7 +348,7 @@ class Mirrors:
         before = known.get(id(parameter))
         if before is not None and before.primary is parameter and before.is_current():
             return before
-        return Leaves.made_for(parameter, self._memories, self._places)
+        return Leaves.made_for(parameter, self.memories, self._places)
 
     def _stand_in(self, value: Any, replica_id: int) -> Any:
         """Returns what a replica sees in place of a module, a parameter or a method of a module."""

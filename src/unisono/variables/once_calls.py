@@ -90,7 +90,8 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
-        settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
+        is_recorded = context.meeting.recorder is not None and not kwargs
+        settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
         return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
