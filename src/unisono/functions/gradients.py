@@ -54,6 +54,10 @@ class Gradients:
         ]
         self._versions = self._current_versions()
 
+    def has(self, number: int, grad: Tensor) -> bool:
+        """Whether a parameter has this gradient."""
+        return self._grads[number] is grad
+
     def restore(self) -> None:
         """Gives the parameters these gradients again."""
         seen = self._tensors[: self._num_seen]
@@ -121,10 +125,12 @@ class StartingGradients:
             self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 
-    def find_used(self) -> None:
-        """After the capture: keeps those that the step has written to."""
+    def find_used(self, points: Sequence[Gradients]) -> None:
+        """After the capture: keeps those that the step had at some of its points."""
         self._used = [
-            (one, grad) for one, grad in self._had if grad is one.grad and grad is not None
+            (one, grad)
+            for i, (one, grad) in enumerate(self._had)
+            if grad is not None and (grad is one.grad or any(at.has(i, grad) for at in points))
         ]
         self._had = []
 

@@ -33,7 +33,7 @@ class _Call:
 
     def first(self) -> Any:
         """Makes the call while the step is captured; later ones write where its results are."""
-        self._before = self._gradients()
+        self.before = self._gradients()
         result = self._work()
         self._kept = tensors_of(result)
         self._after = self._gradients()
@@ -41,7 +41,7 @@ class _Call:
 
     def replay(self) -> None:
         """Makes the call again."""
-        self._before.restore()
+        self.before.restore()
         found = tensors_of(self._work())
         self._after.take(self._what)
         if len(found) != len(self._kept):
@@ -134,7 +134,7 @@ class Recording:
                 self._abort()
                 raise
             self._finish()
-        self._start.find_used()
+        self._start.find_used([one.before for one in self._parts if isinstance(one, _Call)])
         self._end = Gradients(self._mirrors, self._trained)
 
     def refuse(self, reason: str) -> None:

@@ -79,6 +79,8 @@ class Buffers:
         self._is_laid_out = False
         # Whether a run has begun, and has not been brought to its end.
         self._is_open = False
+        # Whether the last run was replayed.
+        self._is_replayed = False
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
         """Says which modules there are, each with its clones."""
@@ -101,14 +103,15 @@ class Buffers:
             return
         with fit_for_training():
             is_new = not self._is_current()
-            is_forced = is_new or self._is_open
+            is_forced = is_new or self._is_open or self._is_replayed
             # Before the rest, because Ctrl-C may come between.
-            self._is_open = True
+            was_open, self._is_open = self._is_open, True
+            self._is_replayed = False
             if is_new:
                 self._lay_out()
             self._flats.give()
             given = [one.give(self._places, is_forced=is_forced) for one in self._loose.values()]
-            if is_forced or any(given):
+            if is_new or was_open or any(given):
                 self._install()
         self._versions = self._count_writes()
 
@@ -155,7 +158,7 @@ class Buffers:
 
     def note_replay(self) -> None:
         """After a replay, whose writes torch has not counted: the next run gives all buffers."""
-        self._is_open = True
+        self._is_open, self._is_replayed = False, True
 
     def _bring(
         self,

@@ -27,7 +27,7 @@ from unisono.variables.buffers import Buffers
 from unisono.variables.captured import CapturedParameters
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
-from unisono.variables.leaves import Leaves, clear, fit_for_training
+from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, mirror_of, remember
 from unisono.variables.parts import Parts
@@ -208,6 +208,7 @@ class Mirrors:
             self.share_new()
             with fit_for_training():
                 self._rebuild()
+        spread([one for one in self._leaves.values() if one.is_behind()])
         for leaves in self._leaves.values():
             leaves.catch_up()
         self.buffers.give()
@@ -372,10 +373,8 @@ class Mirrors:
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
-        for parameter in parameters:
-            leaves = self._leaves.get(id(parameter))
-            if leaves is not None and leaves.is_spread:
-                leaves.spread()
+        found = (self._leaves.get(id(parameter)) for parameter in parameters)
+        spread([leaves for leaves in found if leaves is not None])
 
 
 def _bare_clone(cls: type[nn.Module]) -> nn.Module:
