@@ -113,10 +113,9 @@ class Captures:
     def begin_drawing(self) -> RunGenerators:
         """Before a replay, or a capture: seeds the generators as a run does."""
         of_run = RunGenerators()
-        for own in self._generators:
-            own.begin(of_run)
-            if own.for_all is not None:
-                own.for_all.begin(of_run)
+        for own in (*self._generators, self._generators[0].for_all):
+            if own is not None:
+                own.begin(of_run)
         # A graph draws from them without asking.
         self.drawn_from()
         return of_run
@@ -164,7 +163,23 @@ class _Step:
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""
-        return map_leaves(_copied, self.outputs)
+        into: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, DistributedValues):
+                return _with_values(leaf, tuple(map(copied, leaf.values)))
+            if not isinstance(leaf, Tensor) or leaf.requires_grad or leaf.is_inference():
+                return leaf.clone() if isinstance(leaf, Tensor) else leaf
+            new = torch.empty_like(leaf)
+            made, kept = into.setdefault((leaf.dtype, leaf.device), ([], []))
+            made.append(new)
+            kept.append(leaf)
+            return new
+
+        results = map_leaves(copied, self.outputs)
+        for made, kept in into.values():
+            copy_each(made, kept)
+        return results
 
 
 class _CapturedFunction:
@@ -340,12 +355,6 @@ def _replaced(leaf: Any, rooms: Iterator[Tensor]) -> Any:
     if isinstance(leaf, DistributedValues):
         return _with_values(leaf, tuple(_replaced(part, rooms) for part in leaf.values))
     return next(rooms) if is_input(leaf) else leaf
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues):
-        return _with_values(leaf, tuple(_copied(part) for part in leaf.values))
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _with_values(leaf: DistributedValues, values: tuple[Any, ...]) -> DistributedValues:

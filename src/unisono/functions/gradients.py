@@ -14,6 +14,8 @@ from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
+_marks = operator.attrgetter("reduced")
+_is_shown = operator.attrgetter("is_shown")
 
 
 def trained_by(mirrors: Mirrors) -> list[Tensor]:
@@ -43,7 +45,10 @@ class Gradients:
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
         self._num_seen = 2 * len(self._leaves) or len(tensors)
-        self._marks = [(list(one.reduced), one.is_shown) for one in self._leaves]
+        self._reduced = [list(one.reduced) for one in self._leaves]
+        self._are_shown = [one.is_shown for one in self._leaves]
+        # The copies of these marks that the parameters have been given.
+        self._copies: list[list[Mark | None]] = []
         # Which of them say that a gradient is still as it was when it was reduced.
         self._are_reduced = [
             [
@@ -68,16 +73,27 @@ class Gradients:
             # The capture of another signature has written there, and torch has counted that.
             self._versions = versions
             self._mark_again()
-        for one, (reduced, is_shown) in zip(self._leaves, self._marks, strict=True):
-            # A copy: when a replica clears its gradient, its mark goes with it.
-            one.reduced, one.is_shown = reduced.copy(), is_shown
+        # A copy each: when a replica clears its gradient, its mark goes with it.
+        if self._copies != self._reduced or not self._are_marked():
+            self._copies = [reduced.copy() for reduced in self._reduced]
+            for one, reduced, is_shown in zip(
+                self._leaves, self._copies, self._are_shown, strict=True
+            ):
+                one.reduced, one.is_shown = reduced, is_shown
+
+    def _are_marked(self) -> bool:
+        """Whether the parameters have still the marks that they were given."""
+        own = map(_marks, self._leaves)
+        return all(map(operator.is_, own, self._copies)) and (
+            list(map(_is_shown, self._leaves)) == self._are_shown
+        )
 
     def _current_versions(self) -> list[int]:
         own = self._grads[: len(self._leaves) or None]
         return [-1 if grad is None else grad._version for grad in own]
 
     def _mark_again(self) -> None:
-        for (reduced, _), are_reduced in zip(self._marks, self._are_reduced, strict=True):
+        for reduced, are_reduced in zip(self._reduced, self._are_reduced, strict=True):
             for i, mark in enumerate(reduced):
                 if mark is not None and are_reduced[i]:
                     reduced[i] = Mark.of(mark.grad())

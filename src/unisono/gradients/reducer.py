@@ -120,15 +120,18 @@ class GradientReducer:
         """Whether gradients go to other workers, or through a hook."""
         return self._across is not None
 
-    def begin(self, weights: Sequence[float]) -> None:
-        """Before a run: looks at the leaves that there are now, and what each replica counts."""
+    def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Before a run: looks at the leaves that there are now, and what each replica counts.
+
+        Replicas may have their own `streams`.
+        """
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, self._owners)
+        self._weighting.begin(weights, self._owners, streams)
         self._hooked = [one for one in self._owners if has_hooks(one.primary)]
 
     def close(self) -> None:

@@ -72,9 +72,9 @@ class Settings:
             [
                 groups,
                 *(group["params"] for group in groups),
-                *(group.values() for group in groups),
-                state.values(),
-                *(own.values() for own in state.values()),
+                *groups,
+                state,
+                *state.values(),
             ]
         )
 

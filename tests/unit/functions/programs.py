@@ -356,8 +356,9 @@ def counting(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]
 class Codebook(nn.Module):
     """A large buffer that is no vector, of which torch's count of writes is all that is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, replaces: bool) -> None:
         super().__init__()
+        self.replaces = replaces
         self.table: Tensor
         self.scale: Tensor
         self.replaced: Tensor
@@ -369,14 +370,20 @@ class Codebook(nn.Module):
         flat = images.flatten(1)
         if self.training:
             self.table.mul_(0.9).add_(flat.detach().mean(0))
-            self.replaced = self.replaced * 0.5 + flat.detach().mean(0)
+            new = self.replaced * 0.5 + flat.detach().mean(0)
+            if self.replaces:
+                self.replaced = new
+            else:
+                self.replaced.copy_(new)
         return (flat * self.scale + self.replaced) @ self.table.T
 
 
-def buffers_in_between(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+def buffers_in_between(
+    strategy: uo.Strategy, mark: Mark, num_steps: int, *, replaces: bool = False
+) -> Iterator[Any]:
     with strategy.scope():
         torch.manual_seed(0)
-        model = Codebook()
+        model = Codebook(replaces=replaces)
         readout = nn.Linear(200, 4)
         seen = nn.Linear(192, 200, bias=False)
         optimizer = torch.optim.SGD(readout.parameters(), lr=0.1)

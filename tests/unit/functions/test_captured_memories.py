@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.testing import separate_memories, virtual_gpus
-from unit.functions.programs import PROGRAMS, Plain, outcome
+from unit.functions.programs import PROGRAMS, Plain, buffers_in_between, outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -22,8 +23,8 @@ pytestmark = [
 
 
 @contextmanager
-def replicas(devices: list[str]) -> Iterator[uo.MirroredStrategy]:
-    with virtual_gpus(len(devices)), separate_memories():
+def replicas(devices: list[str], *, are_separate: bool = True) -> Iterator[uo.MirroredStrategy]:
+    with virtual_gpus(len(devices)), separate_memories() if are_separate else nullcontext():
         strategy = uo.MirroredStrategy(devices)
         try:
             yield strategy
@@ -49,6 +50,16 @@ def test_captured_steps_have_the_bits_of_eager_ones(name: str, num_replicas: int
     assert len(found) == len(wanted)
     for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
         assert torch.equal(one, other), f"result {place} of {len(wanted)}"
+
+
+@pytest.mark.parametrize("are_separate", [False, True])
+def test_buffers_that_replicas_replace_are_combined_in_every_replay(are_separate: bool) -> None:
+    program = functools.partial(buffers_in_between, replaces=True)
+    outcomes = []
+    for mark in (lambda step: step, uo.function(strict=True)):
+        with replicas(["cuda:0", "cuda:1"], are_separate=are_separate) as strategy:
+            outcomes.append(outcome(program, strategy, mark))
+    assert all(map(torch.equal, *outcomes))
 
 
 def test_each_memory_has_its_own_graphs_and_stream() -> None:
