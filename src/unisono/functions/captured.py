@@ -255,7 +255,11 @@ class _CapturedFunction:
                 # Other memories have to get what was written to the first, at every step.
                 if self._of.lanes.are_several or not mirrors.are_as_given():
                     mirrors.refresh()
-                self._of.begin_drawing()
+                if recording.is_random:
+                    self._of.begin_drawing()
+                else:
+                    # The caller's own random numbers go on as after any run.
+                    RunGenerators()
             step.fill(tensors)
             recording.replay()
             mirrors.buffers.note_replay()

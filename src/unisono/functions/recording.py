@@ -94,6 +94,7 @@ class Recording:
         streams: See `Lanes.streams`.
         settings: The settings of these optimizers, on which the graphs depend.
         num_calls: How many calls Python makes.
+        is_random: Whether a replay may draw random numbers.
     """
 
     is_capturing = True
@@ -122,6 +123,7 @@ class Recording:
         self._end: Gradients | None = None
         self.settings: list[Settings] = []
         self.num_calls = 0
+        self.is_random = True
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -136,6 +138,9 @@ class Recording:
             self._finish()
         self._start.find_used([one.before for one in self._parts if isinstance(one, _Call)])
         self._end = Gradients(self._mirrors, self._trained)
+        # They started from 0, and every graph has been replayed once.
+        has_drawn = any(generator.get_offset() for generator in self._drawn_from)
+        self.is_random = has_drawn or self.num_calls > 0
 
     def refuse(self, reason: str) -> None:
         """Ends the capture of a step that does what its rehearsals did not."""
