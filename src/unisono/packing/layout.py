@@ -46,7 +46,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where each tensor of a batch lies in which pack.
+    """Where each tensor of a batch is in which pack.
 
     A layout holds no tensor and never changes, so all replicas and threads can share it.
 
@@ -60,8 +60,7 @@ class PackLayout:
 
     @classmethod
     def of_groups(cls, specs: Sequence[Spec], groups: Iterable[Sequence[int]]) -> PackLayout:
-        """Puts the tensors of each group end to end; a group of several dtypes becomes several
-        packs."""
+        """Makes one pack per group, or one per dtype if a group has several dtypes."""
         packs = [
             tuple(Segment(i, 0, specs[i].num_elements) for i in same)
             for group in groups
@@ -73,7 +72,7 @@ class PackLayout:
     def of_splits(
         cls, specs: Sequence[Spec], group: Sequence[int], sizes: Sequence[int]
     ) -> PackLayout:
-        """Puts the tensors of one group end to end and cuts the whole into packs of `sizes`."""
+        """Concatenates the tensors of one group, and splits the result into packs of `sizes`."""
         rest = [Segment(i, 0, specs[i].num_elements) for i in reversed(group)]
         packs = []
         for size in sizes:
@@ -94,7 +93,7 @@ class PackLayout:
         return PackLayout(self.specs, self.packs + other.packs)
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the packs of one replica's tensors. A lone tensor is viewed, not copied."""
+        """Returns the packs of one replica's tensors. A single tensor is viewed, not copied."""
         if self._are_whole:
             return [flatten_each([tensors[i].detach() for i in own]) for own in self._members]
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
@@ -106,7 +105,7 @@ class PackLayout:
 
     @functools.cached_property
     def _are_whole(self) -> bool:
-        """Whether all tensors lie in packs of several, none of them in two."""
+        """Whether every pack holds several tensors, and every tensor is in one pack."""
         segments = [one for pack in self.packs for one in pack]
         has_several = all(len(pack) > 1 for pack in self.packs)
         return has_several and all(
@@ -119,7 +118,7 @@ class PackLayout:
         return [[segment.tensor for segment in pack] for pack in self.packs]
 
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors that lie in `packs`, each with its own memory.
+        """Returns the tensors in `packs`, each with its own memory.
 
         The packs may have another dtype than what was packed, as after a mean of integers.
         """
@@ -149,7 +148,7 @@ class PackLayout:
 
 
 def by_dtype(specs: Sequence[Spec], group: Sequence[int]) -> list[list[int]]:
-    """Cuts a group into one for each dtype, in the order in which the dtypes appear."""
+    """Splits a group by dtype, in the order in which the dtypes appear."""
     same: dict[torch.dtype, list[int]] = {}
     for index in group:
         same.setdefault(specs[index].dtype, []).append(index)
