@@ -49,6 +49,7 @@ class for_all:
         # Parameters are looked at as the program has them.
         with no_torch_function():
             self._mirrors.watch.check()
+            self._mirrors.before_writes()
             self._mirrors.groups.settle(self._context.num_local_replicas)
         self._entered.__enter__()
 
