@@ -9,17 +9,44 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.costs.links import Link
+from unisono.costs.packs import BYTES_PER_PACK
 from unisono.errors import TuningError
 from unisono.system import processor
 
 TUNING = "UNISONO_TUNING"
 _FORMAT = 2
 _log = logging.getLogger("unisono")
+
+
+class Run(NamedTuple):
+    """How long the all-reduce that Unisono runs took between all ranks of a cluster.
+
+    Attributes:
+        num_hosts: How many hosts there were.
+        ranks_per_host: How many ranks each of them had.
+        times: Bytes of one rank's tensor, and seconds, in the order of sizes.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    times: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def read(content: Any) -> Run:
+        """Reads what JSON makes of a run."""
+        hosts, ranks, times = content
+        run = Run(int(hosts), int(ranks), tuple((int(size), float(s)) for size, s in times))
+        sizes, seconds = zip(*run.times, strict=True)
+        if min(run[:2]) < 1 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"the run {content!r}")
+        if not (min(seconds) > 0 and max(seconds) < math.inf):
+            raise ValueError(f"the seconds {seconds!r}")
+        return run
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,7 @@ class Tuning:
         date: When.
         version: By which version of Unisono.
         tcp: Between hosts, through Unisono's own TCP connections.
+        runs: All-reduces of all ranks, on each cluster that was measured.
     """
 
     memory: Link
@@ -49,6 +77,14 @@ class Tuning:
     date: str
     version: str
     tcp: Link | None = None
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def is_tcp_faster(self) -> bool:
+        """Whether TCP connections of Unisono's own were measured to be faster than Gloo."""
+        if self.tcp is None or self.between is None:
+            return False
+        return self.tcp.seconds(1, BYTES_PER_PACK) < self.between.seconds(1, BYTES_PER_PACK)
 
     def to_text(self) -> str:
         """Returns the content of the file."""
@@ -74,8 +110,9 @@ class Tuning:
                 raise ValueError(f"a rate of sums of {rate!r} B/s")
             if not isinstance(content["machine"], dict):
                 raise ValueError(f"the machine {content['machine']!r}")
+            runs = tuple(map(Run.read, content.pop("runs", ())))
             made = {name: None if one is None else Link(**one) for name, one in links.items()}
-            return Tuning(**made, **content)  # type: ignore[arg-type]
+            return Tuning(**made, runs=runs, **content)  # type: ignore[arg-type]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise TuningError(
                 f"{where} is not a tuning file of this version ({type(error).__name__}: {error}). "

@@ -1,4 +1,4 @@
-"""A module once, and a clone of it for every replica.
+"""Modules, with one clone per replica.
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
@@ -51,7 +51,7 @@ class Mirrors:
         synchronize_batch_norm: bool = False,
     ) -> None:
         self._workers = self.workers = workers
-        # What every worker has of the chief already.
+        # What every worker already has from the chief.
         self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.synchronizes = synchronize_batch_norm
         self._memories = memories
@@ -70,7 +70,7 @@ class Mirrors:
         self.buffers = Buffers(places, workers)
         self.metrics = Metrics(places, workers)
         self.is_stale = False
-        # Whether something belongs to it.
+        # Whether the strategy has any object.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
@@ -117,7 +117,7 @@ class Mirrors:
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
-        """A primary has ended: lets its parameters and submodules end, too."""
+        """Called when a primary is freed: frees its parameters and submodules, too."""
         self._mirrors.pop(identity, None)
         if not self._workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
@@ -130,7 +130,7 @@ class Mirrors:
         return len(set(self._memories)) == 1
 
     def share_new(self) -> None:
-        """Gives every worker what the chief has of what is new."""
+        """Sends the chief's values of new objects to every worker."""
         if not self._workers.are_many:
             return
         held = (
@@ -202,7 +202,7 @@ class Mirrors:
         return list(self._leaves.values())
 
     def refresh(self) -> None:
-        """Before a run: brings the clones up to date with their primaries."""
+        """Before a run: updates the clones from their primaries."""
         if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
@@ -215,7 +215,7 @@ class Mirrors:
         self.watch.stamp()
 
     def are_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
+        """Whether the clones still match their primaries, by a quick check in C."""
         return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
@@ -371,7 +371,7 @@ class Mirrors:
                 clear(leaf, set_to_none=set_to_none)
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
-        """After an update of the primaries: copies them to the memories that have their own."""
+        """After an update of the primaries: copies them to the other memories."""
         for parameter in parameters:
             leaves = self._leaves.get(id(parameter))
             if leaves is not None and leaves.is_spread:
