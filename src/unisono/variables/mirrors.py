@@ -1,4 +1,4 @@
-"""A module once, and a clone of it for every replica.
+"""Modules, with one clone per replica.
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
@@ -68,7 +68,7 @@ class Mirrors:
         self.showing: set[int] = set()
         self._lay_out(memories, places)
         self.is_stale = False
-        # Whether something belongs to it.
+        # Whether the strategy has any object.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
@@ -151,7 +151,7 @@ class Mirrors:
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
-        """A primary has ended: lets its parameters and submodules end, too."""
+        """Called when a primary is freed: frees its parameters and submodules, too."""
         self._mirrors.pop(identity, None)
         if not self._workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
@@ -220,7 +220,7 @@ class Mirrors:
         return list(self._leaves.values())
 
     def refresh(self) -> None:
-        """Before a run: brings the clones up to date with their primaries."""
+        """Before a run: updates the clones from their primaries."""
         if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
@@ -234,7 +234,7 @@ class Mirrors:
         self.watch.stamp()
 
     def are_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
+        """Whether the clones still match their primaries, by a quick check in C."""
         return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
