@@ -54,7 +54,7 @@ class Weighting:
     def __init__(self, op: ReduceOp) -> None:
         self._op = op
         self.weights: Sequence[float] = ()
-        self._removals: list[Callable[[], None]] = []
+        self.removals: list[Callable[[], None]] = []
         # Of leaves that were added to without a reduction: their gradient, which has its weight.
         self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -69,12 +69,12 @@ class Weighting:
         Autograd adds to a leaf on the stream on which the leaf was hooked, so each is hooked on the
         stream of its replica.
         """
-        if not (self._removals or self._alone) and set(weights) == {1.0}:
+        if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
-        for remove in self._removals:
+        for remove in self.removals:
             remove()
-        self._removals.clear()
+        self.removals.clear()
         self.weights = weights
         for leaf in [leaf for leaf, mark in self._alone.items() if not _fits(mark, leaf.grad)]:
             del self._alone[leaf]
@@ -82,7 +82,7 @@ class Weighting:
             if weight != 1.0:
                 hook = functools.partial(self._weigh_all, weight)
                 with torch.cuda.stream(streams[replica_id]) if streams else nullcontext():
-                    self._removals += [
+                    self.removals += [
                         before_accumulation(one.leaves[replica_id], hook)
                         for one in owners
                         if one.primary.requires_grad

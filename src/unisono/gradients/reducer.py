@@ -36,13 +36,13 @@ from unisono.gradients.accumulation import (
 )
 from unisono.gradients.aside import Aside
 from unisono.gradients.own_gradients import OwnGradients
-from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of
+from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped
 from unisono.gradients.passes import OwnPass, Pass, watch_backward_passes
 from unisono.gradients.sending import Sender
 from unisono.gradients.worker_packs import HookedPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import Spec, by_dtype, group_by_bytes
+from unisono.packing import Spec, by_dtype
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
@@ -102,6 +102,8 @@ class GradientReducer:
         self._removals: list[Callable[[], None]] = []
         self._weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        # Whether a pass of this run added to gradients, and whether the last pass reduced none.
+        self.has_added = self.has_unreduced = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
         across = self._across
@@ -128,6 +130,7 @@ class GradientReducer:
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
+        self.has_added = False
         if left:
             self._sender.settle(left)
         self._track()
@@ -138,6 +141,12 @@ class GradientReducer:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
+
+    def retire(self) -> None:
+        """Ends, and takes the hooks away: other replicas come, with another reducer."""
+        self.close()
+        for remove in (*self._removals, *self._weighting.removals):
+            remove()
 
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
@@ -163,16 +172,18 @@ class GradientReducer:
         """Parts the parameters into packs."""
         trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
         if self._across is None:
-            groups = [trained] if self._ops.wants_all_gradients else self._group(trained)
+            groups = (
+                [trained]
+                if self._ops.wants_all_gradients
+                else grouped(trained, self._bytes_per_pack(trained))
+            )
             self._packs = [LocalPack(group, self._reduction) for group in groups if group]
             num_full = len(self._packs)
         else:
             dense = [one for one in trained if not self._mirrors.is_sparse(one)]
             limit = self._bytes_per_pack(dense)
             alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
-            groups = [
-                group for own in alike for group in self._group([dense[i] for i in own], limit)
-            ]
+            groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
             self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
             num_full = len(self._packs)
             # What has sparse gradients comes last, each on its own.
@@ -188,11 +199,6 @@ class GradientReducer:
             for pack, end in zip(self._packs, ends, strict=False)
         ]
         self._hooked_at = [end - 1 for end in ends]
-
-    def _group(self, owners: Sequence[Leaves], limit: int | None = None) -> list[list[Leaves]]:
-        sizes = [one.primary.nbytes for one in owners]
-        limit = self._bytes_per_pack(owners) if limit is None else limit
-        return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 
     def _bytes_per_pack(self, owners: Sequence[Leaves]) -> int:
         """Returns the size of packs: what the user says, or what is best for these gradients."""
@@ -231,6 +237,8 @@ class GradientReducer:
         with no_torch_function():
             own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
         notes.current_pass = own
+        self.has_added = self.has_added or own.adds
+        self.has_unreduced = notes.is_without_sync
         try:
             result = run()
         finally:
@@ -295,7 +303,9 @@ class GradientReducer:
         def work(given: list[list[int]]) -> list[None]:
             current.trail.follow()
             with no_torch_function():
-                numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
+                numbers = (
+                    given[0] if given.count(given[0]) == len(given) else sorted(set().union(*given))
+                )
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
                 for one in reduced:
@@ -392,7 +402,3 @@ class GradientReducer:
                 OwnGradients(self._op, self._mirrors, self._weighting).reduce(
                     own, self._reduction.reduce
                 )
-
-
-def _are_equal(given: Sequence[list[int]]) -> bool:
-    return all(own == given[0] for own in given[1:])

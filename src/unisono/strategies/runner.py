@@ -66,6 +66,8 @@ class Runner:
             len(devices), can_capture=bool(self._gpus), is_serial=is_serial
         )
         self._compilations = Compilations()
+        # The random numbers of the last run.
+        self.of_run: RunGenerators | None = None
 
     def run(
         self,
@@ -117,7 +119,7 @@ class Runner:
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators
         if of_run is None:
-            of_run = RunGenerators()
+            of_run = self.of_run = RunGenerators()
             for own in (*self.generators, self._for_all):
                 own.begin(of_run)
         if len(contexts) == 1:

@@ -1,4 +1,4 @@
-"""What replicas see of the attributes of a module: containers are per replica."""
+"""The attributes of a module on each replica: every replica has its own containers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 from unisono.kernels import native_core
 from unisono.variables.metrics import is_own
 
-# What torch itself keeps in a module, such as its hooks. Replicas share these.
+# Attributes of torch itself, such as hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
 _TABLES_OF_OWN = ("_parameters", "_modules")
@@ -24,7 +24,7 @@ _KINDS: tuple[type, ...] = (list, OrderedDict, dict, set, deque)
 
 
 def raw(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module itself has, also on a replica."""
+    """Returns the module's own attributes, also on a replica."""
     attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return attributes
 
@@ -40,7 +40,7 @@ def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
 
 
 class Contents:
-    """What some containers held when it was noted."""
+    """A snapshot of the contents of some containers."""
 
     def __init__(self) -> None:
         self.note([])
@@ -108,8 +108,8 @@ class Attributes:
     """Makes what replicas see in place of the values that a module holds.
 
     Lists, dicts, sets and deques are copied for each replica, also inside one another. One that is
-    held in two places is one copy per replica, too. What a replica does to its copy stays there
-    until the module's own container changes.
+    held in two places is one copy per replica, too. A replica's changes stay in its copy until the
+    module's own container changes.
 
     Args:
         num_replicas: The number of replicas.
@@ -129,14 +129,16 @@ class Attributes:
         return self._given.are_same()
 
     def begin(self) -> None:
-        """Before attributes are given to the replicas."""
+        """Call it before attributes are given to the replicas."""
         self._visited = set()
         self._changed = {
             identity for identity, one in self._known.items() if not one.is_as_it_was()
         }
 
     def end(self) -> None:
-        """After all attributes have been given: forgets containers that no module has any more."""
+        """Call it after all attributes were given. Forgets containers that no module has any
+        more.
+        """
         self._known = {identity: self._known[identity] for identity in self._visited}
         self._given.note([view for one in self._known.values() for view in one.views()])
 

@@ -1,9 +1,9 @@
 """The buffers of modules: each replica writes its own, and every run ends with one state for all.
 
-Before a run each replica gets the values of the primary's buffers. After it, what the replicas have
-written is brought together in the primary: floating-point buffers, such as the running statistics
-of batch normalization, become their mean over all replicas, others, such as counters, are those of
-replica 0. So reading a buffer never communicates, and a run that fails changes none.
+Before a run, each replica gets the values of the primary's buffers. After it, the primary gets the
+result: the mean over all replicas for floating-point buffers, such as BatchNorm statistics, and the
+value of replica 0 for others, such as counters. So reading a buffer never communicates, and a run
+that fails changes none.
 
 Small buffers lie end to end in one *flat* tensor per replica and dtype, so that giving, comparing
 and averaging them takes a few calls of torch, whatever their number. Large ones are *loose*.
@@ -36,7 +36,7 @@ from unisono.variables.statistics import Statistics, chosen_of, mean_of
 
 Named = dict[str, Tensor | None]
 
-# Larger buffers are copied, compared and sent on their own.
+# Larger buffers are copied, compared and sent separately.
 _MOST_FLOATS = 1 << 14
 _MOST_OTHERS = 64
 _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -187,7 +187,7 @@ class Buffers:
             restructured.settle(weights, self._workers)
 
     def _are_none(self) -> bool:
-        """Whether neither modules nor clones have any buffer, which is quickly seen."""
+        """Whether neither modules nor clones have a buffer, which is quick to check."""
         is_bare = self._is_laid_out and not self._tensors and not any(self._primaries)
         return is_bare and not any(map(any, self._clones))
 
@@ -204,7 +204,7 @@ class Buffers:
         )
 
     def _forget_ended(self) -> None:
-        """Leaves out modules that are no more."""
+        """Removes modules that no longer exist."""
         left = [i for i, module in enumerate(self._modules) if module() is not None]
         if len(left) < len(self._modules):
             self._modules = [self._modules[i] for i in left]
@@ -329,7 +329,7 @@ class Buffers:
             return False
         if self._versions != self._count_writes():
             return True
-        # All workers know who trains. And the values of a GPU cannot be seen without waiting.
+        # All workers know which modules train, and reading values from a GPU would wait.
         is_unseen = self._workers.are_many or not self._is_on_host
         if is_unseen and self._train(self._owners_of_vectors):
             return True

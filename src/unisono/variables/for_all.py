@@ -1,4 +1,4 @@
-"""What runs once for all replicas, while these wait for it."""
+"""Code that runs once for all replicas while they wait."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 class for_all:
-    """Until the block ends, the code runs for all replicas, which wait in a meeting.
+    """Until the block ends, the code runs for all replicas, which wait at a barrier.
 
     It sees modules and parameters as the program has them. Before, what replicas have written to
     parameters themselves is refused, and what they have set in the groups of optimizers is taken
@@ -46,9 +46,10 @@ class for_all:
         self._entered = entered(CrossReplicaContext(context.replicas, generators=for_all))
 
     def __enter__(self) -> None:
-        # Parameters are looked at as the program has them.
+        # The program's own parameters are checked.
         with no_torch_function():
             self._mirrors.watch.check()
+            self._mirrors.before_writes()
             self._mirrors.groups.settle(self._context.num_local_replicas)
         self._entered.__enter__()
 
@@ -133,7 +134,7 @@ def merge(
 
 
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
-    """Calls `fn` with the arguments that all replicas gave, and parts its result."""
+    """Calls `fn` with the arguments of all replicas, and splits its result."""
     replicas = context.replicas
     args, kwargs = replicas.counting.regrouped(given, are_arguments=True)
     replicas.mirrors.metrics.end(replicas.current_weights)
@@ -152,7 +153,7 @@ def _begin(replicas: Replicas) -> None:
 
 
 def _end(replicas: Replicas) -> None:
-    """Gives the replicas what was done to the program's modules."""
+    """Copies the changes of the program's modules to the replicas."""
     mirrors = replicas.mirrors
     for one in mirrors.all_leaves:
         one.take_from_primary()

@@ -103,7 +103,7 @@ class Leaves:
         if self.is_shown:
             grad, mark = self.primary.grad, self.reduced[0]
             if grad is None or (mark is not None and not mark.fits(grad) and not self.is_hidden()):
-                self._give_gradient()
+                self.give_gradient()
 
     def is_behind(self) -> bool:
         """Whether something was written to the primary that other memories do not have."""
@@ -173,9 +173,10 @@ class Leaves:
         grad, mark = self.primary.grad, self.reduced[0]
         is_written = grad is not None and (mark is None or not mark.fits(grad))
         if is_written or grad is not self.leaves[0].grad:
-            self._give_gradient()
+            self.give_gradient()
 
-    def _give_gradient(self) -> None:
+    def give_gradient(self) -> None:
+        """Gives all leaves the gradient of the primary, as one that is reduced."""
         grad = self.primary.grad
         for place, leaf in enumerate(self.leaves):
             if grad is None or place == 0:

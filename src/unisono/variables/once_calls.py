@@ -1,7 +1,7 @@
 """Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
 
-Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
-this end the object has a subclass of its class, with the same name, for as long as replicas run.
+Every replica calls `optimizer.step()`, which is a barrier, and one update is made for all. For
+this, the object has a subclass of its class, with the same name, while replicas run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
 def do_once(
     context: ReplicaContext, what: str, work: Callable[[], Any], settings: Settings | None = None
 ) -> Any:
-    """Lets the replicas meet, does the work once for all of them, and gives all the result."""
+    """Waits for all replicas, does the work once, and gives every replica the result."""
 
     def once(_: Any) -> list[Any]:
         with for_all(context), no_torch_function():
@@ -236,7 +236,7 @@ class OnceScaler(Front):
 
 
 def make_once(target: Any, mirrors: Mirrors) -> None:
-    """Makes an optimizer, scheduler or scaler one that all replicas share."""
+    """Makes all replicas share an optimizer, scheduler or scaler."""
     before = _before(target, is_single=mirrors.is_single)
     if mirrors.is_single:
         # It is a plain object, but for runs that are recorded.
