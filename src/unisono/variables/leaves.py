@@ -55,6 +55,9 @@ class Leaves:
         "version",
     )
 
+    # Whether a `Watch` sees what is written to them, and copies it to other memories.
+    is_watched = True
+
     def __init__(
         self,
         primary: nn.Parameter,

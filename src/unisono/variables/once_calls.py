@@ -27,7 +27,7 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
-from unisono.variables.leaves import Leaves, clear
+from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.settings import Settings
 from unisono.variables.shares import update_in_shares
@@ -185,9 +185,15 @@ class OnceOptimizer(OnceUpdate):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
                 self._opt_called = True
                 if update_in_shares(self, plain_class(type(self)), context):
+                    _spread_variables(self)
                     return None
-        # What it writes reaches other memories when the code that runs for all has ended.
         return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        result = super()._update(closure, **kwargs)
+        # Parameters reach other memories when the code that runs for all has ended.
+        _spread_variables(self)
+        return result
 
 
 class OnceScheduler(Front):
@@ -307,6 +313,10 @@ def _leaves(optimizer: Any) -> list[Leaves]:
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         owner.found = generation, parameters, leaves
     return leaves
+
+
+def _spread_variables(optimizer: Any) -> None:
+    spread([one for one in _leaves(optimizer) if not one.is_watched])
 
 
 def _step_with_closures(
