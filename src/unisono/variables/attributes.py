@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from unisono.kernels import native_core
 from unisono.variables.metrics import is_own
 
 # Attributes of torch itself, such as hooks. Replicas share these.
@@ -29,11 +30,11 @@ def raw(module: nn.Module) -> dict[str, Any]:
 
 
 def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Returns live views of the parameters, submodules and names of buffers of modules."""
+    """Returns the tables of parameters and submodules, and live views of the names of buffers."""
     own = [raw(module) for module in modules]
     return [
-        *(one["_parameters"].values() for one in own),
-        *(one["_modules"].values() for one in own),
+        *(one["_parameters"] for one in own),
+        *(one["_modules"] for one in own),
         *(one["_buffers"].keys() for one in own),
     ]
 
@@ -45,17 +46,19 @@ class Contents:
         self.note([])
 
     def note(self, views: Sequence[Any]) -> None:
-        """Takes a snapshot of lists, sets, dicts and live views of dicts."""
-        self._views = views
+        """Notes what lists, sets, dicts (their values) and live views of dicts hold now."""
+        self._containers = list(views)
         self._lengths = list(map(len, views))
-        self._filled = [view for view in views if len(view)]
+        filled = filter(len, views)
+        self._filled = [one.values() if isinstance(one, dict) else one for one in filled]
         self._held = [one for view in self._filled for one in view]
 
     def are_same(self) -> bool:
-        """Whether they still hold the same objects. Compared in C, because there may be
-        thousands.
-        """
-        return list(map(len, self._views)) == self._lengths and all(
+        """Whether they still hold the same objects. C compares them, as there may be thousands."""
+        hold_same = native_core().hold_same
+        if hold_same is not None:
+            return hold_same(self._containers, self._lengths, self._held)
+        return list(map(len, self._containers)) == self._lengths and all(
             map(operator.is_, itertools.chain.from_iterable(self._filled), self._held)
         )
 
@@ -80,7 +83,7 @@ class _Copied:
     def views(self) -> list[Any]:
         """Returns live views of all that the container holds."""
         held = self.original
-        return [held, held.values()] if issubclass(self.kind, dict) else [held]
+        return [held.keys(), held.values()] if issubclass(self.kind, dict) else [held]
 
     def is_as_it_was(self) -> bool:
         return _are_same(self.parts(), self.content)

@@ -21,6 +21,7 @@ from unisono.contexts import (
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
+from unisono.variables.loose_buffers import Written
 
 T = TypeVar("T")
 
@@ -48,6 +49,7 @@ class for_all:
         # The program's own parameters are checked.
         with no_torch_function():
             self._mirrors.watch.check()
+            self._mirrors.before_writes()
             self._mirrors.groups.settle(self._context.num_local_replicas)
         self._entered.__enter__()
 
@@ -94,9 +96,20 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     if context.replicas.mirrors.is_single and context.meeting.recorder is None:
         return fn(*args, **kwargs)
 
+    written: Written | None = None
+
     def work(given: list[Any]) -> list[Any]:
+        nonlocal written
         with no_torch_function():
             _begin(context.replicas)
+            buffers = context.replicas.mirrors.buffers
+            if written is None:
+                # A replay writes the same again, which torch does not count then.
+                recorder = context.meeting.recorder
+                written = buffers.find_written(recorder)
+                if written.others and recorder is not None:
+                    recorder.refuse(f"a buffer becomes another before once({name})")
+            buffers.bring_together(context.replicas.current_weights, written)
         results = _call(context, fn, given)
         with no_torch_function():
             _end(context.replicas)
@@ -132,12 +145,11 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
 
 
 def _begin(replicas: Replicas) -> None:
-    """Makes the program's modules show what the replicas have: gradients and buffers."""
+    """Makes the program's parameters show the gradients of the replicas."""
     owners = replicas.mirrors.all_leaves
     replicas.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
-    replicas.mirrors.buffers.bring_together(replicas.current_weights)
 
 
 def _end(replicas: Replicas) -> None:

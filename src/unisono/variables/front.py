@@ -96,6 +96,13 @@ class Fronts:
                 self._during = [*self._during, in_front(before, cls)]
                 set_classes([target], self._during[-1:])
 
+    def targets(self, before: type) -> list[Any]:
+        """Returns the objects whose class this one, or a class of it, comes before."""
+        with self._lock:
+            added = list(self._added.values())
+        found = [target() for target, cls in added if issubclass(cls, before)]
+        return [target for target in found if target is not None]
+
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:

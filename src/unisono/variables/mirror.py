@@ -51,3 +51,10 @@ def mirror_of(module: object) -> Mirror | None:
     found = _mirrors.get(id(module))
     mirror = None if found is None else found()
     return mirror if mirror is not None and mirror.primary() is module else None
+
+
+def bare_clone(cls: type[nn.Module]) -> nn.Module:
+    """Makes a clone that has nothing yet."""
+    clone: nn.Module = object.__new__(cls)
+    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+    return clone

@@ -90,7 +90,8 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
-        settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
+        is_recorded = context.meeting.recorder is not None and not kwargs
+        settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
         return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
@@ -184,14 +185,9 @@ class OnceOptimizer(OnceUpdate):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
                 self._opt_called = True
                 if update_in_shares(self, plain_class(type(self)), context):
-                    _mirrors_of(self).spread(parameters_of(self))
                     return None
+        # What it writes reaches other memories when the code that runs for all has ended.
         return self._update(None, **kwargs)
-
-    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
-        result = super()._update(closure, **kwargs)
-        _mirrors_of(self).spread(parameters_of(self))
-        return result
 
 
 class OnceScheduler(Front):

@@ -187,8 +187,9 @@ def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen
         return Chosen(
             "one process per GPU",
             f"the replicas of {num_gpus} GPUs would share one interpreter: `unisono launch` starts "
-            "one process per GPU, and `unisono.function` captures its step; if a step keeps each "
-            "GPU busy for more than 30 ms, one process for all is as fast",
+            "one process per GPU, and `unisono.function` captures its step, also in one process "
+            "for all GPUs; if a step keeps each GPU busy for more than 30 ms, one process is as "
+            "fast",
         )
     if num_gpus == 1:
         return Chosen("one process", "one GPU has one replica")
