@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from unisono.algorithms import Schedule, one_device, run
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
+from unisono.kernels import in_memory_order
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import BytesPerPack, NoPacking, NumPacks, PackingRule, PackLayout, Spec
 from unisono.reductions.scheduled import Ends, ScheduledOps
@@ -62,6 +62,7 @@ class AllReduce(ScheduledOps):
             return True
         ends = Ends(devices, devices)
         is_sent = self.reads_values and self.route(ends).plan.num_copies > 0
+        batch = [in_memory_order(tensors) for tensors in batch]
         if not is_sent or not all(map(_can_be_written, batch)):
             return False
         layout = self._packing.layout([Spec.of(tensors[0]) for tensors in batch])
@@ -93,9 +94,7 @@ def _can_be_written(tensors: Sequence[Tensor]) -> bool:
     """Whether a result of floats, one per replica, can be written over the values."""
     first = tensors[0]
     return first.is_floating_point() and all(
-        one.dtype == first.dtype
-        and one.shape == first.shape
-        and (one.is_contiguous() or one.is_contiguous(memory_format=torch.channels_last))
+        one.dtype == first.dtype and one.shape == first.shape and one.is_contiguous()
         for one in tensors
     )
 

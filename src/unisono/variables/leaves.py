@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from unisono.kernels import in_memory_order
 from unisono.packing import PackLayout, Spec
 from unisono.torch_private import set_grad_enabled
 
@@ -217,12 +218,19 @@ def spread(owners: Iterable[Leaves]) -> None:
                     leaf.detach().copy_(one.primary.detach())
             one.version = version_of(one.primary)
         for small in alike.values():
-            specs = [Spec.of(one.primary) for one in small]
-            layout = PackLayout.of_groups(specs, [range(len(small))])
-            packs = layout.pack([one.primary for one in small])
-            for leaves in zip(*(one.first_in_each_memory() for one in small), strict=True):
-                here = [pack.to(leaves[0].device) for pack in packs]
-                layout.write(here, [leaf.detach() for leaf in leaves])
+            primaries, *others = zip(
+                *(
+                    in_memory_order(
+                        [one.primary.detach(), *map(Tensor.detach, one.first_in_each_memory())]
+                    )
+                    for one in small
+                ),
+                strict=True,
+            )
+            layout = PackLayout.of_groups(list(map(Spec.of, primaries)), [range(len(small))])
+            packs = layout.pack(primaries)
+            for leaves in others:
+                layout.write([pack.to(leaves[0].device) for pack in packs], leaves)
 
 
 class fit_for_training:

@@ -139,11 +139,20 @@ def test_an_update_reaches_each_memory_in_one_copy(ops: Callable[[], Any]) -> No
     with separate_memories():
         strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(3)], cross_device_ops=ops())
         with strategy.scope():
-            model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 300), nn.Linear(300, 300))
+            model = nn.Sequential(
+                nn.Linear(4, 12),
+                nn.Unflatten(1, (3, 2, 2)),
+                nn.Conv2d(3, 4, 2),
+                nn.Flatten(),
+                nn.Linear(4, 300),
+                nn.Linear(300, 300),
+            )
+            last = model[2].weight.detach().contiguous(memory_format=torch.channels_last)
+            model[2].weight = nn.Parameter(last)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: Tensor) -> Tensor:
-            loss = model(x).square().mean()
+            loss: Tensor = model(x).square().mean()
             loss.backward()
             optimizer.step()
             return loss.detach()
