@@ -1,16 +1,14 @@
-"""Gradients are reduced while the backward pass still runs.
+"""Reduces gradients while the backward pass runs.
 
-Parameters are put into packs in the reverse of the order in which they were made, which is about
-the order in which their gradients come. The replica that fills a pack last reduces it, while the
-others go on. When a replica's backward pass ends it waits for the others, so after `backward()`
-every gradient is the reduced one; what was not used is reduced last.
+Parameters are put into packs in reverse order of creation, roughly the order of their gradients.
+The replica that fills a pack last reduces it while the others go on. At the end of its backward
+pass, each replica waits for the others, so after `backward()` every gradient is reduced.
 
-Nobody is called for each gradient. One hook in each pack, on the leaf whose gradient comes last,
-looks whether the pack is full; the last pack is full when the pass ends and needs none.
+Only one parameter per pack has a hook: the one whose gradient comes last. It checks whether the
+pack is full. The last pack is full when the pass ends.
 
-All workers must exchange the same packs in the same order, whatever comes first on each of them. So
-packs are sent in their order, each as soon as it and all before it are full; one that does not fill
-is sent at the end. A thread of its own waits for the other workers meanwhile.
+All workers exchange the packs in the same order. Each is sent as soon as it and all before it are
+full, or at the end of the pass. A thread waits for the other workers meanwhile.
 """
 
 from __future__ import annotations
@@ -86,8 +84,7 @@ class GradientReducer:
         self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
         self._generation = -1
         self._packs: list[Pack] = []
-        # How many packs are reduced before the pass ends.
-        self._num_early = 0
+        self._num_early = 0  # Packs that are reduced before the pass ends.
         # All that is trained: the parameters, and their leaves by replica.
         self._owners: list[Leaves] = []
         self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
@@ -98,7 +95,6 @@ class GradientReducer:
         self._moves: dict[int, int] = {}
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
-        # What takes the reducer's own hooks away again.
         self._removals: list[Callable[[], None]] = []
         self._weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
@@ -123,9 +119,8 @@ class GradientReducer:
         return self._across is not None
 
     def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Before a run: looks at the leaves that there are now, and what each replica counts.
-
-        Replicas may have their own `streams`.
+        """Before a run: notes the current leaves and the weight of each replica. Replicas may have
+        their own `streams`.
         """
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
@@ -282,7 +277,7 @@ class GradientReducer:
                     current.trail.note(leaf.device)
 
     def _pack_is_full(self, current: Pass, number: int) -> None:
-        """The last gradient of a pack has come: reduces it, or sends what is next in order."""
+        """The last gradient of a pack has come: reduces it, or sends the next packs in order."""
         if self._across is None:
             self._fill(number, self._packs[number].everything)
             current.full.add(number)
@@ -393,8 +388,8 @@ class GradientReducer:
     def reduce_rest(self, owners: Iterable[Leaves]) -> None:
         """Before an update: reduces the gradients that replicas have written themselves.
 
-        Other gradients have been reduced by a backward pass, and what replicas did to these since
-        is the same on all of them, as clipping is.
+        A backward pass has reduced the others, and later changes, such as clipping, are the same on
+        all replicas.
         """
         own = [one for one in owners if one.has_own_gradients()]
         if own:

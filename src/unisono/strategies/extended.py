@@ -258,7 +258,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
         if self.elastic is not None:
             raise UnsupportedError(
-                "A communication hook has a state that only its worker knows, so nobody could go "
+                "A communication hook has a state that only its worker knows, so none could go "
                 "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
             )
         if self.has_hook:

@@ -69,7 +69,7 @@ class Choice:
     """The next generation, as far as the workers that have come tell.
 
     Args:
-        rules: What the job was told.
+        rules: The options of the job.
         votes: What they say; the first one is of the worker that holds the meeting.
         dead: Workers that this worker knows to be dead, or to have left.
         admits: Whether workers that want to join are let in.

@@ -32,8 +32,8 @@ def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int,
         if left.is_over():
             raise WorkerTimeoutError(
                 f"This worker has asked for {me.rules.timeout_seconds:g} s to join an elastic job "
-                f"of {len(known.contacts)} workers, which did not let it in. They let workers in "
-                f"between two steps, and at most {me.rules.max_workers} in all, one per replica."
+                f"of {len(known.contacts)} workers, which did not let it in. Start at most "
+                f"{me.rules.max_workers} workers, one per replica, and wait for the next step."
             )
         known = newest
         time.sleep(_PAUSE_SECONDS)
