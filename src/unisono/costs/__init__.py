@@ -1,4 +1,4 @@
-"""What algorithms cost: constants, what they come to, and the file that keeps them."""
+"""The cost of algorithms: constants of links, predicted times, and the tuning file."""
 
 from unisono.costs.between_workers import (
     SMALL_BYTES,

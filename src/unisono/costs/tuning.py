@@ -1,4 +1,4 @@
-"""The file that `unisono tune` writes, and that selections read."""
+"""The file that `unisono tune` writes and that Unisono reads to choose algorithms."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ class Tuning:
     """Constants that were measured, and where.
 
     Attributes:
-        memory: A sum inside one memory: to begin it, and bytes read and written a second.
+        memory: A sum inside one memory: its latency, and bytes read and written per second.
         devices: A copy between the devices of one process.
         inside: Between processes of one host, through shared memory.
         loopback: Between processes of one host, through Gloo.
         between: Between hosts, through Gloo.
-        sum_rate: Bytes per second that a process reads and writes when it adds up for others.
+        sum_rate: Bytes per second that a process reads and writes in a sum for others.
         machine: What was measured.
         date: When.
         version: By which version of Unisono.
-        tcp: Between hosts, through TCP connections of Unisono's own.
+        tcp: Between hosts, through Unisono's own TCP connections.
         runs: All-reduces of all ranks, on each cluster that was measured.
     """
 
@@ -95,7 +95,7 @@ class Tuning:
         """Reads what `to_text` has written.
 
         Raises:
-            TuningError: if it is something else; `where` is what the message calls it.
+            TuningError: If the text is not a tuning file. `where` is its name in the message.
         """
         try:
             content = json.loads(text)
@@ -124,7 +124,7 @@ LINKS = ("memory", "devices", "inside", "loopback", "between", "tcp")
 
 
 def tuning_path() -> Path:
-    """Returns where the file is: where UNISONO_TUNING says, or in the user's cache.
+    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache.
 
     Raises:
         TuningError: If the user has no home folder.
@@ -143,9 +143,9 @@ def tuning_path() -> Path:
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Reads a file, wherever it was measured."""
+    """Reads a tuning file of any machine."""
     try:
-        # A pipe, for one, would wait for a writer.
+        # Reading a pipe, for example, would wait for a writer.
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         text = path.read_text()
@@ -160,15 +160,15 @@ def read_tuning(path: Path) -> Tuning:
 def current_tuning() -> Tuning | None:
     """Returns the constants of this machine, or None if it was not tuned.
 
-    A file that UNISONO_TUNING names must be one of this machine. The one in the user's cache never
-    stops a strategy: if it is broken, of another machine or cannot be read, this logs one line.
+    A file that UNISONO_TUNING names must be of this machine. The file in the user's cache never
+    stops a strategy: if it is broken, unreadable or of another machine, this logs one line.
     """
     named = os.environ.get(TUNING)
     if named == "off":
         return None
     try:
         path = tuning_path()
-        # Unlike the method of a path, False also where a folder on the way cannot be read.
+        # Unlike `Path.exists`, also False if a parent folder cannot be read.
         if not named and not os.path.exists(path):
             return None
         tuning = read_tuning(path)
@@ -186,7 +186,7 @@ def current_tuning() -> Tuning | None:
 
 
 def this_machine_in_words() -> dict[str, Any]:
-    """Returns what constants depend on."""
+    """Returns what the constants depend on, as text."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
 

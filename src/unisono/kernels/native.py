@@ -1,10 +1,11 @@
-"""The native core, where there is one."""
+"""Loads the native core, if there is one."""
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -13,12 +14,13 @@ if TYPE_CHECKING:
 
 
 class NativeCore(NamedTuple):
-    """What the native core offers, if it is there, and in words what is used or why nothing is."""
+    """The native core, if it is there, and a text that says what is used, or why it is not."""
 
     status: str
     kernel: HostKernel | None = None
     bell: type[Bell] | None = None
     gpu_reader: GpuReader | None = None
+    hold_same: Callable[[list[Any], list[int], list[Any]], bool] | None = None
 
 
 @functools.cache
@@ -37,4 +39,6 @@ def native_core() -> NativeCore:
         reader = _native.GpuReader(torch.Tensor)
     except RuntimeError as error:
         return NativeCore(f"torch: the native core does not fit torch ({error})")
-    return NativeCore(f"native, {_native.instruction_set()}", kernel, _native.Bell, reader)
+    return NativeCore(
+        f"native, {_native.instruction_set()}", kernel, _native.Bell, reader, _native.hold_same
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,14 +16,27 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
+class Origin(NamedTuple):
+    """Where a value comes from, in a job whose workers come and go.
+
+    Attributes:
+        generation: Which workers there were.
+        versions: How often each component had been written to.
+        of_all: The components of all replicas of all workers; None if they are not known here.
+    """
+
+    generation: int
+    versions: tuple[int, ...]
+    of_all: tuple[Any, ...] | None
+
+
 class DistributedValues:
     """One component per replica, by replica id.
 
     Args:
-        values: The components. Anything may be a component; only tensors, and what can be read as
-            a tensor, can be reduced.
-        devices: Where they live, one device a component. Without it a CUDA tensor's own device
-            counts, and the i-th other component sits on `cpu:i`.
+        values: The components, of any type. Only those that can be read as a tensor can be reduced.
+        devices: One device per component. By default, the device of a CUDA tensor, and `cpu:i` for
+            any other component.
     """
 
     __slots__ = ("_devices", "_values")
@@ -36,7 +49,7 @@ class DistributedValues:
 
     @classmethod
     def placed(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
-        """Makes a value from components that are known to be on `devices`, without a check."""
+        """Makes a value of components that are known to be on `devices`, without checking."""
         value = cls.__new__(cls)
         value._values = values
         value._devices = devices
@@ -55,7 +68,7 @@ class DistributedValues:
         return self._devices
 
     def select(self, replica_id: int) -> Any:
-        """Returns what code on a replica sees of this value: its component.
+        """Returns the component of a replica.
 
         Args:
             replica_id: The number of the replica on this worker.
@@ -86,8 +99,8 @@ class DistributedValues:
 class PerReplica(TensorLike, DistributedValues):
     """Values that may differ from replica to replica, such as a loss or a gradient.
 
-    Inside `run`, it can be used as one tensor: each replica sees its own component. Elsewhere it
-    is not one tensor, so its use as one is an `UnsupportedError`.
+    Inside `run`, it can be used as one tensor: each replica sees its own component. Outside `run`,
+    using it as one tensor raises an `UnsupportedError`.
 
     Args:
         values: See `DistributedValues`.
@@ -99,14 +112,16 @@ class PerReplica(TensorLike, DistributedValues):
             A component whose replica had none is left out when values are reduced or gathered.
             None if the number of samples is not known, or if all had the same number.
         is_input: Whether this is a part of a batch that was split.
+        origin: In an elastic job, where it comes from; otherwise None.
     """
 
-    __slots__ = ("counts", "is_input")
+    __slots__ = ("counts", "is_input", "origin")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
         super().__init__(values, devices)
         self.counts: tuple[int, ...] | None = None
         self.is_input = False
+        self.origin: Origin | None = None
 
     @classmethod
     def placed(
@@ -120,13 +135,25 @@ class PerReplica(TensorLike, DistributedValues):
         value = super().placed(values, devices)
         value.counts = counts
         value.is_input = is_input
+        value.origin = None
         return value
 
+    def note_origin(self, generation: int, of_all: tuple[Any, ...] | None) -> None:
+        """Notes where the value comes from, as it is now."""
+        self.origin = Origin(generation, tuple(map(_writes_to, self._values)), of_all)
+
+    @property
+    def known_everywhere(self) -> tuple[Any, ...] | None:
+        """The components of all replicas, if they are known and nobody has written to these."""
+        if self.origin is None or self.origin.versions != tuple(map(_writes_to, self._values)):
+            return None
+        return self.origin.of_all
+
     def value(self) -> Any:
-        """Returns the component of the replica that the running code is on.
+        """Returns the component of the current replica.
 
         Raises:
-            UnsupportedError: If it is on none.
+            UnsupportedError: If called outside `run`.
         """
         replica_id = replica_seen()
         if replica_id is None:
@@ -149,7 +176,8 @@ class PerReplica(TensorLike, DistributedValues):
 class Mirrored(TensorLike, DistributedValues):
     """Values that are the same on every replica, such as a reduced gradient.
 
-    It can be used as one tensor: code on a replica sees its own component, other code the first.
+    It can be used as one tensor. A replica sees its own component; code outside `run` sees the
+    first.
 
     Args:
         values: See `DistributedValues`.
@@ -161,6 +189,11 @@ class Mirrored(TensorLike, DistributedValues):
     def value(self) -> Any:
         """Returns the component that the running code sees."""
         return self.select(replica_seen() or 0)
+
+
+def _writes_to(component: Any) -> int:
+    is_counted = isinstance(component, Tensor) and not component.is_inference()
+    return component._version if is_counted else 0
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:
