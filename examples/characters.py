@@ -79,7 +79,7 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
         model = Writer(len(symbols))
         optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
         num_steps = num_epochs * len(loader)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps)
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=num_steps)
 
     def step(window: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -88,7 +88,7 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
         losses.mean().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
+        scheduler.step()
         return losses.detach()
 
     for epoch in range(num_epochs):

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         optimizer = torch.optim.SGD(
             model.parameters(), options.lr, momentum=0.9, nesterov=True, weight_decay=1e-4
         )
-        schedule = torch.optim.lr_scheduler.LambdaLR(
+        scheduler = torch.optim.lr_scheduler.LambdaLR(
             optimizer, lambda epoch: warmup_then_cosine(epoch, options.epochs)
         )
 
@@ -121,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     saved: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
-        "schedule": schedule,
+        "scheduler": scheduler,
         "input": batches,
     }
     first_epoch, accuracy = 0, 0.0
@@ -140,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
         for batch in batches:
             losses = strategy.run(train_step, args=batch)
             total = total + strategy.reduce("MEAN", losses)
-        schedule.step()
+        scheduler.step()
         loss = float(total) / len(batches)
         seconds = time.perf_counter() - start
 

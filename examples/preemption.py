@@ -6,8 +6,8 @@
     unisono launch -n 2 examples/preemption.py --replicas 2
 
 Send SIGTERM to any worker, or to the launcher: all workers finish the same step, one saves, and
-all leave. The next start goes on there and ends with the bits of a run that nobody stopped. It
-may have another number of workers, as long as the number of replicas is the same.
+all leave. The next start resumes there, and ends with the same bits as a run without a stop. It may
+have another number of workers, as long as the number of replicas is the same.
 """
 
 from __future__ import annotations

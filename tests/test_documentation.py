@@ -49,6 +49,15 @@ def test_the_block_runs(page: Path, match: re.Match[str], tmp_path: Path, monkey
 
 
 @each_page
+def test_a_page_begins_with_a_program_or_command(page: Path) -> None:
+    beginning, fence, _ = page.read_text().partition("\n```")
+
+    # The changelog and the list of examples are no pages to learn from.
+    is_list = page.name == "CHANGELOG.md" or page.parent.name == "examples"
+    assert is_list or (fence and len(beginning.split()) < 130)
+
+
+@each_page
 def test_no_block_is_passed_over(page: Path) -> None:
     text = page.read_text()
     fences = list(FENCE.finditer(text))

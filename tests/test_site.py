@@ -107,6 +107,8 @@ def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path: Pat
     assert len(html) > 20
     loaded = re.findall(r'<(?:script|img|link)[^>]*?(?:src|href)="(https?:[^"]*)', "".join(html))
     assert loaded == []
+    # On a phone, the cells of a wide table stand below each other and name their columns.
+    assert 'data-label="uneven last batch"' in (tmp_path / "when_to_use_it/index.html").read_text()
 
 
 def test_shell_commands_can_be_read(tmp_path: Path) -> None:

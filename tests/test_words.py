@@ -25,7 +25,7 @@ CODE = re.compile(r"\S")
 
 THINGS = (
     "replica|worker|host|GPU|device|rank|step|second|minute|core|process|thread|parameter|pack|"
-    "layer|call|link|pass|run|destination"
+    "layer|call|link|pass|run|destination|component|row|socket|sample|batch|message|file|task"
 )
 NUMBERS = "one|two|three|four|eight|once|twice|bytes|seconds|milliseconds"
 SMALL_WORDS = (

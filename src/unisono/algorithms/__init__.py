@@ -1,4 +1,6 @@
-"""Who sends what to whom, as data, and what it comes to on given devices."""
+"""Algorithms as data: who sends what to whom. Plans for given devices, and the code that runs
+them.
+"""
 
 from unisono.algorithms.doubling import doubling, halving
 from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread

@@ -1,4 +1,4 @@
-"""All-reduce from everybody to everybody: what Unisono does between workers.
+"""All-reduce in which all ranks send to all: what Unisono does between workers.
 
 exchange    parts to their ranks, each of which adds up its own, and the sums back to all
 one step    all of it to everybody, and everybody adds up all: for small tensors
@@ -30,28 +30,28 @@ def exchange(num_ranks: int) -> Rounds:
 
 
 def one_step(num_ranks: int) -> Rounds:
-    """Sends all terms to everybody."""
+    """Sends all terms to all ranks."""
     if num_ranks == 1:
         return Rounds(1, ())
     return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1)), Fraction(num_ranks + 1)),))
 
 
 def all_gather(num_ranks: int) -> Rounds:
-    """Sends everybody the part that a rank has."""
+    """Sends the part of each rank to all ranks."""
     if num_ranks == 1:
         return Rounds(1, ())
     return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1, num_ranks))),))
 
 
 def spread(num_ranks: int) -> Rounds:
-    """Sends all that the first rank has to everybody."""
+    """Sends everything from the first rank to all ranks."""
     if num_ranks == 1:
         return Rounds(1, ())
     return Rounds(num_ranks, (Round((Send((0,), range(1, num_ranks), Fraction(1)),)),))
 
 
 def gather(num_ranks: int) -> Rounds:
-    """Sends all that everybody has to the first rank."""
+    """Sends everything from all ranks to the first rank."""
     if num_ranks == 1:
         return Rounds(1, ())
     sends = tuple(Send((rank,), at(-rank), Fraction(1)) for rank in range(1, num_ranks))

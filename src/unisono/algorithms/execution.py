@@ -1,4 +1,4 @@
-"""Running a plan on tensors: the one place where values move between memories."""
+"""Runs a plan on tensors. Only this code moves values between memories."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run(
 ) -> list[tuple[Tensor, ...]]:
     """Reduces each item of `batch`, one tensor per replica, and returns one per destination.
 
-    The tensors given are left alone, and every tensor returned has its own memory.
+    The inputs are not changed, and every returned tensor has its own memory.
     """
     if not batch:
         return []
@@ -38,7 +38,7 @@ def run(
 
 
 def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    # Between GPUs that do not reach each other's memory, CUDA itself goes through the host's.
+    # Between GPUs without peer access, CUDA copies through host memory.
     return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
 

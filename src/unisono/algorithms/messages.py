@@ -1,9 +1,9 @@
-"""What one rank sends and receives when ranks run an algorithm.
+"""The messages of one rank in an algorithm.
 
 A rank holds sums of some terms of each part. Every sum is a node of the one tree that orders all
 sums (see `unisono.kernels.tree`): the range of the terms in it. A rank sends all that it holds of a
-part, in as few nodes as they make. So every algorithm gives the same bits, and it is over when all
-ranks hold the node of all terms.
+part, merged into as few nodes as possible. So every algorithm gives the same bits, and it is over
+when all ranks hold the node of all terms.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class Message(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A round as one rank sees it.
+    """One round of one rank.
 
     Attributes:
-        peers: The ranks that it sends something to or receives something from, perhaps nothing.
+        peers: The ranks that it exchanges messages with, which may be empty.
         sends: What it sends, by peer.
         receives: What it receives, by peer.
     """
@@ -47,16 +47,16 @@ def turns_of(
 
     Args:
         rounds: The algorithm.
-        rank: Which rank it is.
-        num_terms: How many terms each rank brings.
-        root: The rank that has the only term, which all others are to get; None for a sum.
+        rank: The rank.
+        num_terms: The number of terms of each rank.
+        root: The only rank that has a term, for a broadcast; None for a sum.
     """
     run = _Run(rounds, num_terms, root)
     return tuple(run.turn(rank, step) for step in range(len(run.steps)))
 
 
 def merged(nodes: Iterable[Node], num_terms: int) -> tuple[Node, ...]:
-    """Joins nodes of the tree over `num_terms` terms into as few as they make."""
+    """Merges nodes of the tree over `num_terms` terms into as few as possible."""
     found: list[Node] = []
     for node in sorted(nodes, key=lambda one: (one[0], -one[1])):
         if found and node[1] <= found[-1][1]:
@@ -69,7 +69,7 @@ def merged(nodes: Iterable[Node], num_terms: int) -> tuple[Node, ...]:
 
 
 def children(node: Node) -> tuple[Node, Node]:
-    """Returns the two nodes that a node of several terms is the sum of."""
+    """Returns the two nodes whose sum is this node."""
     start, stop = node
     middle = start + (1 << ((stop - start - 1).bit_length() - 1))
     return (start, middle), (middle, stop)
@@ -83,7 +83,7 @@ def _are_siblings(left: Node, right: Node, num_terms: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class _Run:
-    """What all ranks hold, worked out where somebody asks."""
+    """What all ranks hold, computed on demand."""
 
     rounds: Rounds
     num_terms: int
@@ -117,7 +117,7 @@ class _Run:
         )
 
     def _sent(self, sender: int, receiver: int, part: int, step: int) -> list[Node]:
-        """Returns what a sender has of a part that the receiver has not."""
+        """Returns what the sender has of a part and the receiver lacks."""
         there = self.held(receiver, part, step)
         return [
             (start, stop)

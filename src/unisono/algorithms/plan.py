@@ -1,9 +1,9 @@
-"""What a schedule comes to on given memories: copies between them, and sums inside them.
+"""A schedule on given memories, as copies between them and sums inside them.
 
-A place that gathers values does not add them one by one. It keeps them as *terms* of the one tree
-that orders every sum (see `unisono.kernels.tree`), and combines what it can only when terms leave
-for another memory, or when all are together. So every schedule gives the same bits, places that
-share a memory exchange nothing, and a schedule inside one memory is a single sum.
+A place that gathers values keeps them as *terms* of the one tree that orders every sum (see
+`unisono.kernels.tree`). It combines terms only when they leave for another memory, or when all are
+there. So every schedule gives the same bits, places that share a memory exchange nothing, and a
+schedule inside one memory is a single sum.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Plan:
 
     @functools.cached_property
     def num_copies(self) -> int:
-        """How many tensors travel between memories."""
+        """The number of tensors copied between memories."""
         return sum(isinstance(step, Copy) for step in self.steps)
 
     @functools.cached_property
@@ -84,7 +84,7 @@ def make_plan(
     memories: tuple[Hashable, ...],
     destinations: tuple[int, ...],
 ) -> Plan:
-    """Works out a schedule: which sums and copies it takes.
+    """Turns a schedule into sums and copies.
 
     Args:
         schedule: Who sends what to whom.
@@ -127,7 +127,7 @@ class _Planner:
         return target
 
     def _gather(self, held: dict[int, list[_Term]], move: Gather) -> None:
-        """Brings the members' terms to the root, those of one memory together."""
+        """Brings the members' terms to the root, grouped by memory."""
         by_memory: dict[Hashable, list[_Term]] = {}
         for member in move.members:
             by_memory.setdefault(self.memories[member], []).extend(held.pop(member, []))
@@ -136,7 +136,7 @@ class _Planner:
             at_root += self._carried(terms, memory, move.root)
 
     def _carried(self, terms: list[_Term], memory: Hashable, root: int) -> list[_Term]:
-        """Brings terms from `memory` to `root`, combined first if they have to travel."""
+        """Brings terms from `memory` to `root`, combined first if they must be copied."""
         if memory == self.memories[root]:
             return terms
         combined = [self._combine(term) for term in self._merged(terms)]
@@ -155,7 +155,7 @@ class _Planner:
             results[self.memories[member]] = self._copy(source, member)
 
     def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
-        """Joins terms into as few nodes of the tree as they make."""
+        """Merges terms into as few nodes of the tree as possible."""
         nodes: list[_Term] = []
         for term in sorted(terms):
             nodes.append(term)
@@ -172,7 +172,7 @@ class _Planner:
 
     def _combine(self, term: _Term) -> tuple[int, int, int]:
         """Adds the steps that put `term` into one buffer."""
-        # The value of an only replica is still to be combined, which makes it a result.
+        # The value of a single replica must still be combined, to become a result.
         if term.buffer is not None and (self.num_replicas > 1 or term.buffer > 0):
             return term.start, term.stop, term.buffer
         leaves = _leaves(term)

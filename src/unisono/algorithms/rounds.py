@@ -1,15 +1,15 @@
 """What ranks send each other, round by round: an algorithm between workers as data.
 
-All messages of a round are under way at once; the next round begins when they have come. Ranks are
-counted from 0 to `num_ranks` - 1 and in a circle: the rank after the last is 0.
+All messages of a round are sent at the same time. The next round begins when they have arrived.
+Ranks are counted from 0 to `num_ranks` - 1 and in a circle: the rank after the last is 0.
 
     Send(senders, offsets, share, parts)   each sender sends what it holds of some parts of the
                                            tensor so many ranks further; it is `share` of the tensor
     Round(sends, combined, times)          such sends at once, and the sum of what came; so many
                                            times
 
-Rounds that are alike are written once, so that 4096 ranks take no more room than four. The cost
-model prices rounds, and `unisono.algorithms.messages` says what each rank sends when it runs them.
+Equal rounds are stored once, so 4096 ranks take no more memory than four. The cost model prices
+rounds, and `unisono.algorithms.messages` says what each rank sends when it runs them.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Send(NamedTuple):
 
 
 class Round(NamedTuple):
-    """Messages that go at once.
+    """Messages that are sent at the same time.
 
     Attributes:
         sends: The messages.
-        combined: How much a rank then reads and writes to add up, as a share of the tensor.
+        combined: How much a rank then reads and writes for its sum, as a share of the tensor.
         times: How many such rounds follow each other.
     """
 
@@ -90,7 +90,7 @@ class Rounds:
 
     @property
     def sent_share(self) -> Fraction:
-        """What the busiest rank of each round sends, all rounds together."""
+        """What the busiest rank of each round sends, summed over all rounds."""
         return sum((one.times * _most_sent(one) for one in self.rounds), Fraction(0))
 
 
@@ -100,7 +100,7 @@ def at(offset: int) -> range:
 
 
 def pairwise_sum(share: Fraction) -> Fraction:
-    """Returns what is read and written to add `share` of a tensor to as much of another."""
+    """Returns how much is read and written to add `share` of two tensors."""
     return 3 * share
 
 

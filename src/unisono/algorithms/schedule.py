@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Gather(NamedTuple):
-    """What some devices hold goes to another one, where it is summed.
+    """Sends the values of some devices to another one, which sums them.
 
     Attributes:
         root: The number of the device that receives.
@@ -26,7 +26,7 @@ class Gather(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """A result goes from one device to others.
+    """Sends a result from one device to others.
 
     Attributes:
         root: The number of the device that sends.
@@ -47,7 +47,7 @@ def num_transfers(schedule: Schedule) -> int:
 
 
 def num_steps(schedule: Schedule) -> int:
-    """Returns how many moves must follow each other; moves between other places are at once."""
+    """Returns how many moves must follow each other. Other moves overlap."""
     ready: dict[int, int] = {}
     for move in schedule:
         places = (move.root, *move.members)
@@ -57,5 +57,5 @@ def num_steps(schedule: Schedule) -> int:
 
 
 def without(places: Sequence[int], place: int) -> tuple[int, ...]:
-    """Returns `places` less `place`, in their order."""
+    """Returns `places` without `place`, in the same order."""
     return tuple(other for other in places if other != place)

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store, Work
 
 from unisono.backend.lane import Lane
 from unisono.communicators import Communicator, TracedCommunicator, connect
+from unisono.communicators.gloo import GlooMaker
 from unisono.groups import CollectiveWork
 from unisono.tracing import join_workers
 
@@ -30,20 +31,26 @@ class Engine:
         rank: Which rank this is.
         size: How many there are.
         timeout: How long to wait for other ranks, now and in each collective.
+        gloo: Returns a group of the same ranks with Gloo, which carries messages between hosts. Its
+            argument raises if a rank is lost.
 
     Attributes:
         timeout: How long a collective waits for other ranks, unless its options say otherwise.
         num_begun: How many collectives were begun.
     """
 
-    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Store, rank: int, size: int, timeout: timedelta, gloo: GlooMaker
+    ) -> None:
         self.timeout = timeout
         self.num_begun = 0
         self._seconds = timeout.total_seconds()
         self._lane = Lane(f"unisono-backend-{rank}")
         self._kept: deque[Work] = deque(maxlen=_KEPT_WORKS)
         # torch allocates the tensors, so no memory is shared but that of the collectives.
-        connected = connect(store, rank, size, timeout_seconds=self._seconds, can_allocate=False)
+        connected = connect(
+            store, rank, size, timeout_seconds=self._seconds, can_allocate=False, gloo=gloo
+        )
         self._communicator = _traced(connected)
 
     def begin(

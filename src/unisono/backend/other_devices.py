@@ -6,6 +6,7 @@ of "cpu:unisono,cuda:nccl" it heeds the first part alone. So the second part is 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,9 +20,20 @@ from unisono.errors import UnsupportedError
 
 
 def make_backend(
-    group: distributed.ProcessGroup, device: torch.device, store: Store, timeout: timedelta
+    group: distributed.ProcessGroup,
+    device: torch.device,
+    store: Store,
+    timeout: timedelta,
+    check_health: Callable[[float], None] = lambda _: None,
 ) -> tuple[distributed.ProcessGroup.BackendType, Any]:
     """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time.
+
+    Args:
+        group: The group that it is for.
+        device: Where the tensors are.
+        store: Where the ranks meet.
+        timeout: How long to wait for other ranks, now and in each collective.
+        check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
 
     Returns:
         The kind of it, and the backend.
@@ -29,7 +41,7 @@ def make_backend(
     name = _name_for(group, device)
     own = PrefixStore(f"{device.type}/{name}", store)
     if name == "gloo":
-        return distributed.ProcessGroup.BackendType.GLOO, _gloo(group, own, timeout)
+        return distributed.ProcessGroup.BackendType.GLOO, _gloo(group, own, timeout, check_health)
     if name == "nccl" and distributed.is_nccl_available():
         return distributed.ProcessGroup.BackendType.NCCL, _nccl(group, own, timeout)
     raise UnsupportedError(
@@ -51,11 +63,21 @@ def _name_for(group: distributed.ProcessGroup, device: torch.device) -> str | No
     return named.get(device.type)
 
 
-def _gloo(group: distributed.ProcessGroup, store: Store, timeout: timedelta) -> Any:
-    seconds = timeout.total_seconds()
-    # One thread is enough for what is left to Gloo: sends and receives need none.
+def _gloo(
+    group: distributed.ProcessGroup,
+    store: Store,
+    timeout: timedelta,
+    check_health: Callable[[float], None],
+) -> Any:
     return make_gloo_group(
-        store, group.rank(), group.size(), host=None, timeout_seconds=seconds, num_threads=1
+        store,
+        group.rank(),
+        group.size(),
+        host=None,
+        timeout_seconds=timeout.total_seconds(),
+        # Enough for what is left to Gloo: sends and receives need none.
+        num_threads=1,
+        check_health=check_health,
     )
 
 

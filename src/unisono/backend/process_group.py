@@ -8,6 +8,7 @@ passed on          tensors of other devices, to the backend that the program nam
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -48,10 +49,18 @@ class UnisonoProcessGroup(CommunicatorGroup):
         self._others = distributed.ProcessGroup(self._store, rank, size)
         self._is_detailed = get_debug_level() == DebugLevel.DETAIL
         self._is_lent = False
-        self._engine = Engine(PrefixStore("engine", self._store), rank, size, timeout)
+        self._num_passed_on = 0
+        cpu = torch.device("cpu")
+        self._engine = Engine(
+            PrefixStore("engine", self._store),
+            rank,
+            size,
+            timeout,
+            lambda check_health: self._backend_for(cpu, check_health),
+        )
         try:
             # Not when it is first needed: two ranks that send and receive would need the others.
-            self._gloo = self._backend_for(torch.device("cpu"))
+            self._gloo = self._backend_for(cpu)
             self._gloo_timeout = self._gloo.options._timeout
         except BaseException:
             self._engine.close()
@@ -88,8 +97,7 @@ class UnisonoProcessGroup(CommunicatorGroup):
 
     def _get_sequence_number_for_group(self) -> int:
         """How many collectives were begun, here and by the other backends."""
-        others: int = super()._get_sequence_number_for_group()
-        return self._engine.num_begun + others
+        return self._engine.num_begun + self._num_passed_on
 
     def get_group_store(self) -> Store:
         """Where the ranks of this group meet."""
@@ -122,6 +130,7 @@ class UnisonoProcessGroup(CommunicatorGroup):
                 f"`{name}` needs a rank from 0 to {self.size() - 1}, got {args[0]}."
             )
         self._backend_for(tensors[0].device)
+        self._num_passed_on += 1
         work: Work = getattr(self._others, name)(tensors, *args)
         return work
 
@@ -137,6 +146,7 @@ class UnisonoProcessGroup(CommunicatorGroup):
                 name,
                 BarrierOptions(),
             ).wait()
+        self._num_passed_on += 1
         work: Work = getattr(self._others, name)(*args, **options)
         return work
 
@@ -154,10 +164,12 @@ class UnisonoProcessGroup(CommunicatorGroup):
         if timeout != self._gloo_timeout:
             self._gloo_timeout = self._engine.timeout = timeout
 
-    def _backend_for(self, device: torch.device) -> Any:
+    def _backend_for(
+        self, device: torch.device, check_health: Callable[[float], None] = lambda _: None
+    ) -> Any:
         """Returns the backend for tensors on `device` that are not carried here."""
         if device.type not in [known.type for known in self._others._device_types]:
-            kind, backend = make_backend(self, device, self._store, self._timeout)
+            kind, backend = make_backend(self, device, self._store, self._timeout, check_health)
             for group in (self, self._others):
                 group._register_backend(device, kind, backend)
                 group._set_default_backend(kind)

@@ -110,7 +110,7 @@ def choose(
         engine, why = Engine.TCP, "; TCP can be encrypted"
     elif has_mpi:
         engine, why = Engine.MPI, "; MPI has started all ranks"
-    elif tuning is not None and _is_faster(tuning.tcp, tuning.between):
+    elif tuning is not None and tuning.is_tcp_faster:
         engine, why = Engine.TCP, "; TCP was measured to be faster than Gloo"
     if not has_native_core:
         return _flat(engine, layout, f"not every rank has a native core{why}", tuning)
@@ -126,12 +126,6 @@ def choose(
         return _faster(_hierarchical(engine, layout, why, tuning), flat, layout)
     told = f"ranks by host are {layout}, which differ between hosts or are not in order"
     return _flat(engine, layout, f"{told}{why}", tuning)
-
-
-def _is_faster(one: Link | None, other: Link | None) -> bool:
-    if one is None or other is None:
-        return False
-    return one.seconds(1, BYTES_PER_PACK) < other.seconds(1, BYTES_PER_PACK)
 
 
 def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:

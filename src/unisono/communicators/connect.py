@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import Layout, host_identity
@@ -47,6 +48,7 @@ def connect(
     tuning: Tuning | None = None,
     gpus: Sequence[str] = (),
     can_allocate: bool = True,
+    gloo: GlooMaker | None = None,
 ) -> Communicator:
     """Connects the ranks of a job, each of which calls this, and returns what suits them.
 
@@ -67,6 +69,8 @@ def connect(
         gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
         can_allocate: Whether `allocate` returns memory that the ranks of a host share, which takes
             a file descriptor.
+        gloo: Returns a group with Gloo of all ranks, where that is chosen; made if not given. Its
+            argument raises if a rank is lost.
     """
     if size == 1:
         return IdentityCommunicator()
@@ -83,7 +87,7 @@ def connect(
             choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
     check_limits(survey.limits, choice)
-    link = _Link(store, rank, size, timeout, host, left, can_allocate=can_allocate)
+    link = _Link(store, rank, size, timeout, host, left, gloo, can_allocate=can_allocate)
     chosen = link.connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -169,6 +173,7 @@ class _Link:
         timeout_seconds: float,
         host: str | None,
         left: Countdown,
+        gloo: GlooMaker | None,
         *,
         can_allocate: bool,
     ) -> None:
@@ -178,6 +183,7 @@ class _Link:
         self._timeout_seconds = timeout_seconds
         self._host = host
         self._left = left
+        self._gloo = gloo
         self._can_allocate = can_allocate
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
@@ -206,6 +212,7 @@ class _Link:
             host=self._host,
             constants=choice.link,
             joining_seconds=self._left.seconds(),
+            gloo=self._gloo,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
@@ -233,6 +240,9 @@ class _Link:
                 joining_seconds=self._left.seconds(),
             )
             made.callback(watch.close)
+            gloo = None
+            if self._gloo is not None and choice.engine is Engine.GLOO:
+                gloo = self._gloo(watch.check_health)
             with _named_globally(peers, "one on each host", watch):
                 between = NetworkCommunicator(
                     PrefixStore(f"position {position}", self._store),
@@ -246,6 +256,7 @@ class _Link:
                     ranks=peers,
                     constants=choice.link,
                     joining_seconds=self._left.seconds(),
+                    gloo=None if gloo is None else lambda _: gloo,
                 )
             made.pop_all()
         return HierarchicalCommunicator(

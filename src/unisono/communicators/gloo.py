@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -32,6 +32,8 @@ _PAUSE_SECONDS = 0.3
 _UNUSED_TAG = 0x7FFFFFFF
 
 _log = logging.getLogger(__name__)
+# Returns a group, once it is given what raises if a rank is lost, in so many seconds.
+GlooMaker: TypeAlias = Callable[[Callable[[float], None]], Any]
 _devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
 # Keeps the device of each group that is in use.
 _device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

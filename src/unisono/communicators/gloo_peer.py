@@ -1,126 +1,105 @@
 """What is under way between two ranks through Gloo.
 
-Gloo does not end a wait for a message of which a part had moved when its connection broke, and it
-breaks all connections when a wait is too late. So nobody waits for data. An empty message follows
-each one, which moves at once or not at all, and an empty one answers. Threads wait for these.
+Gloo takes three packets per message: one says that something is to be sent, one that there is room
+for it, and one has the bytes. It does not end a wait for a message of which a part had moved when
+its connection broke, and it breaks all connections when a wait is too late. So nobody waits for a
+long message: an empty one follows it, which moves at once or not at all. Short messages move at
+once but for bad luck. An empty message answers those that were not copied, and some of the others,
+so that no more of them are under way than the other rank can take.
 """
 
 from __future__ import annotations
 
-import functools
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from queue import SimpleQueue
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_DATA, _ANSWER = 1, 2
+from unisono.communicators.gloo_waiter import Message, Waiter
+
+# A message is short if it is no longer than this, and one that is received if its room is not.
+SHORT_BYTES = 72 << 10
+# High, because programs that send through the same group have tags of their own.
+_DATA, _ANSWER = 0x7FFFFF00, 0x7FFFFF01
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-# The user of a transport has a deadline, and ends what is under way when it has passed.
+# The user of a transport has a deadline, and ends what is under way when it has passed. With bad
+# luck a short message is not ended by that, and a thread waits so many times as long.
 _FOR_EVER = timedelta(days=1)
-# Up to here a copy costs less than the wait for an answer. So many may be without one, and for the
-# answers to small ones a thread wakes up now and then.
+_LONGER = 3
+# Up to here a copy costs less than the wait for an answer. So many answers may be missing, each of
+# which is for so many short or long copies.
 _COPIED_BYTES = 768 << 10
-_SMALL_BYTES = 64 << 10
-_MOST_COPIES = 32
-_MOST_LARGE = 4
-_BATCH = 16
+_MOST_ANSWERS = 4
+_SHORT_PER_ANSWER = 16
+_LONG_PER_ANSWER = 4
 
 
-class Message:
-    """A message, and what Gloo uses until its end. A copy that is sent is done at once."""
+class _Answered:
+    """Knows on both sides which messages are answered."""
 
-    __slots__ = ("_ended", "error", "held", "is_done", "peer")
+    def __init__(self) -> None:
+        self._num_short = self._num_long = 0
 
-    def __init__(self, peer: int, held: Any, *, is_done: bool = False) -> None:
-        self.peer, self.held, self.is_done = peer, held, is_done
-        self.error: str | None = None
-        self._ended = threading.Lock()
-        self._ended.acquire()
-
-    def end(self, error: str | None) -> None:
-        """Lets the thread that waits go on."""
-        self.error = None if self.is_done else error
-        self.held, self.is_done = None, True
-        self._ended.release()
-
-    def wait(self, seconds: float) -> None:
-        """Returns when it has ended, or the time is over."""
-        if self._ended.acquire(timeout=seconds):
-            self._ended.release()
-
-
-class _Waiter(threading.Thread):
-    """Waits for empty messages of one peer, one after the other. It starts with the first."""
-
-    def __init__(self, name: str, then: Callable[[Message], None]) -> None:
-        super().__init__(name=name, daemon=True)
-        self.unended: set[Message] = set()
-        self._begun: SimpleQueue[tuple[Any, Message] | None] = SimpleQueue()
-        self._then = then
-
-    def add(self, empty: Any, message: Message) -> None:
-        self.unended.add(message)
-        self._begun.put((empty, message))
-        if self.ident is None:
-            self.start()
-
-    def run(self) -> None:
-        while (begun := self._begun.get()) is not None:
-            empty, message = begun
-            try:
-                empty.wait(_FOR_EVER)
-                message.end(None)
-            except RuntimeError as error:
-                message.end(str(error).splitlines()[0])
-            self.unended.discard(message)
-            self._then(message)
-
-    def close(self, seconds: float) -> None:
-        self._begun.put(None)
-        # The garbage collector may close this from within the thread.
-        if self.ident is not None and self is not threading.current_thread():
-            self.join(max(0.0, seconds))
+    def next(self, num_bytes: int) -> bool:
+        """Returns whether the next message is answered, which has so many bytes."""
+        if num_bytes > _COPIED_BYTES:
+            return True
+        if num_bytes > SHORT_BYTES:
+            self._num_long += 1
+            return self._num_long % _LONG_PER_ANSWER == 0
+        self._num_short += 1
+        return self._num_short % _SHORT_PER_ANSWER == 0
 
 
 class Peer:
-    """What is under way between this rank and another."""
+    """What is under way between this rank and another.
 
-    def __init__(self, group: Any, rank: int) -> None:
-        self._group, self._rank = group, rank
+    Args:
+        group: A process group of torch.distributed with Gloo.
+        rank: The number of the other in the group.
+        peer: Its number in the transport.
+        timeout_seconds: How long the user of the transport waits.
+    """
+
+    def __init__(self, group: Any, rank: int, peer: int, timeout_seconds: float) -> None:
+        self.timeout_seconds = timeout_seconds
+        self._group, self._rank, self._peer = group, rank, peer
+        self._sent, self._received = _Answered(), _Answered()
+        # What was sent since the last message that is answered, and then all that was before.
         self._copies: list[tuple[Any, Message]] = []
         # Gloo reads an answer until it has left, which is long before so many more are given.
-        self._given: deque[Any] = deque(maxlen=8 * _MOST_COPIES)
-        answer = functools.partial(_answer, group, rank, self._given)
-        self._coming = _Waiter(f"unisono gloo from {rank}", answer)
-        self._answers = _Waiter(f"unisono gloo to {rank}", lambda _: None)
+        self._given: deque[Any] = deque(maxlen=256)
+        self._coming = Waiter(f"unisono gloo from {peer}")
+        self._answers = Waiter(f"unisono gloo to {peer}")
 
     def send(self, data: Tensor) -> Message:
         """Begins to send bytes."""
-        is_small = data.nbytes <= _SMALL_BYTES
-        num_unanswered = len(self._copies) + len(self._answers.unended)
-        most = _MOST_COPIES if is_small else _MOST_LARGE
-        is_copied = data.nbytes <= _COPIED_BYTES and num_unanswered < most
+        is_answered = self._sent.next(data.nbytes)
+        is_free = not is_answered or len(self._answers.unended) < _MOST_ANSWERS
+        is_copied = data.nbytes <= _COPIED_BYTES and is_free
         data = data.clone() if is_copied else data
-        answer = self._group.recv([_EMPTY], self._rank, _ANSWER)
-        works = [self._group.send([one], self._rank, _DATA) for one in (data, _EMPTY)]
-        message = Message(self._rank, (data, works), is_done=is_copied)
-        self._copies.append((answer, message))
-        if not is_small or not is_copied or len(self._copies) >= _BATCH:
-            self._await_answers()
+        answer = self._group.recv([_EMPTY], self._rank, _ANSWER) if is_answered else None
+        works = [self._group.send([one], self._rank, _DATA) for one in self._parts(data)]
+        message = Message(self._peer, (data, works, self._copies), is_done=is_copied)
+        if is_answered:
+            self._copies = []
+            self._answers.add(answer, _FOR_EVER, message)
+        else:
+            message.held = data, works
+            self._copies.append((works[-1], message))
         return message
 
     def receive(self, room: Tensor) -> Message:
         """Begins to receive bytes."""
-        works = [self._group.recv([one], self._rank, _DATA) for one in (room, _EMPTY)]
-        message = Message(self._rank, (room, works))
-        self._coming.add(works[1], message)
+        is_answered = self._received.next(room.nbytes)
+        works = [self._group.recv([one], self._rank, _DATA) for one in self._parts(room)]
+        message = Message(self._peer, (room, works))
+        limit = self._limit() if room.nbytes <= SHORT_BYTES else _FOR_EVER
+        self._coming.add(works[-1], limit, message, self._answer if is_answered else None)
         return message
 
     def is_awaited(self) -> bool:
@@ -128,19 +107,25 @@ class Peer:
         unended = [*self._coming.unended, *self._answers.unended]
         return any(not message.is_done for message in unended)
 
-    def close(self, deadline: float) -> None:
-        """Ends the threads, after what was sent has come or the time is over."""
-        self._await_answers()
-        for waiter in (self._answers, self._coming):
-            waiter.close(deadline - time.monotonic())
+    def close(self, deadline: float, *, is_well: bool) -> bool:
+        """Ends the threads, if all went well after what was sent has left or the time is over.
 
-    def _await_answers(self) -> None:
-        copies, self._copies = self._copies, []
-        for answer, message in copies:
-            self._answers.add(answer, message)
+        Returns:
+            Whether nothing is under way any more.
+        """
+        if is_well:
+            for work, message in self._copies:
+                self._answers.add(work, self._limit(), message)
+            self._copies = []
+        waiters = (self._answers, self._coming)
+        return sum([one.close(deadline - time.monotonic()) for one in waiters]) == len(waiters)
 
-
-def _answer(group: Any, rank: int, given: deque[Any], message: Message) -> None:
-    if message.error is None:
+    def _answer(self) -> None:
         with suppress(RuntimeError):
-            given.append(group.send([_EMPTY], rank, _ANSWER))
+            self._given.append(self._group.send([_EMPTY], self._rank, _ANSWER))
+
+    def _parts(self, data: Tensor) -> list[Tensor]:
+        return [data] if data.nbytes <= SHORT_BYTES else [data, _EMPTY]
+
+    def _limit(self) -> timedelta:
+        return timedelta(seconds=_LONGER * self.timeout_seconds)

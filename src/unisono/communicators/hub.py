@@ -1,6 +1,6 @@
 """Where all ranks tell what goes wrong, and where the cause is found.
 
-The hub is a thread of rank 0 with a connection to every rank. It decides between what ranks tell,
+The hub is on rank 0, with a connection to every other rank. It decides between what ranks tell,
 so all of them raise the same error: the cause that came first. Ranks send
 
     here       at the start; on which host they are
@@ -99,22 +99,36 @@ class Hub:
     """Decides for all ranks what has gone wrong.
 
     Args:
-        sockets: A connected socket for each rank, also for rank 0; closed with this object.
+        sockets: A connected socket for each other rank; closed with this object.
+        tell_own: Called with the messages for rank 0.
     """
 
-    def __init__(self, sockets: Mapping[int, socket.socket]) -> None:
-        self._ranks = {rank: _Rank() for rank in sorted(sockets)}
+    def __init__(
+        self, sockets: Mapping[int, socket.socket], tell_own: Callable[[int, list[Any]], None]
+    ) -> None:
+        self._ranks = {rank: _Rank() for rank in range(len(sockets) + 1)}
+        self._tell_own = tell_own
         self._cause: Callable[[], CommunicationError] | None = None
         self._unanswered: set[int] = set()
         self._is_decided = False
-        self._lines = Lines("unisono hub", sockets, self._heard, self._ended)
+        self._lines = Lines(sockets, self._heard, self._ended)
         self._lines.start()
 
+    def hear(self, *message: Any) -> None:
+        """Takes a message of rank 0."""
+        self._lines.call(partial(self._heard, 0, list(message)))
+
     def close(self, sequence: int) -> None:
-        """Tells all ranks that rank 0 closes, after it has begun so many collectives."""
+        """Tells all other ranks that rank 0 closes, after it has begun so many collectives."""
         for rank in self._ranks:
             self._lines.send(rank, "goodbye", sequence)
         self._lines.close()
+
+    def _send(self, rank: int, *message: Any) -> None:
+        if rank == 0:
+            self._tell_own(0, list(message))
+        else:
+            self._lines.send(rank, *message)
 
     def _heard(self, rank: int, message: list[Any]) -> None:
         kind, sequence, collective, *details = message
@@ -164,8 +178,8 @@ class Hub:
             self._unanswered = {
                 rank for rank, one in self._ranks.items() if not one.is_closed and not one.is_gone
             }
-            for rank in self._unanswered:
-                self._lines.send(rank, "tell")
+            for rank in tuple(self._unanswered):
+                self._send(rank, "tell")
             self._lines.call_after(_ANSWER_SECONDS, self._decide)
         if not self._unanswered:
             self._decide()
@@ -181,7 +195,7 @@ class Hub:
         self._is_decided = True
         error = self._cause()
         for rank in self._ranks:
-            self._lines.send(rank, "failure", type(error).__name__, str(error), error.ranks)
+            self._send(rank, "failure", type(error).__name__, str(error), error.ranks)
 
     def _look_for_leavers(self) -> None:
         """Finds ranks that have closed before a collective for which another waits."""
@@ -197,7 +211,7 @@ class Hub:
         if gone:
             self._find(partial(self._lost, gone))
         else:
-            self._lines.send(asker, "well")
+            self._send(asker, "well")
 
     def _late(
         self, asker: int, sequence: int, doing: str, seconds: float, awaited: list[int]

@@ -40,14 +40,14 @@ def check_limits(limits: Sequence[Mapping[str, Any]], choice: Choice) -> None:
     if short := [rank for rank, one in enumerate(limits) if one["files"] < needed]:
         found = ", ".join(str(limits[rank]["files"]) for rank in short)
         raise CommunicationError(
-            f"To connect {len(limits)} ranks takes {needed} more open files, and "
-            f"{ranks_in_words(short)} can have {found}. Raise the limit there (`ulimit -n`).",
+            f"Connecting {len(limits)} ranks needs {needed} more open files, but "
+            f"{ranks_in_words(short)} can have only {found}. Raise the limit there (`ulimit -n`).",
             short,
         )
     short = [rank for rank, one in enumerate(limits) if not one["room"]]
     if short and not is_shared:
         raise CommunicationError(
-            f"To connect {len(limits)} ranks takes threads and {_ROOM_BYTES >> 20} MiB of address "
+            f"Connecting {len(limits)} ranks needs threads and {_ROOM_BYTES >> 20} MiB of address "
             f"space, which {ranks_in_words(short)} cannot have. Raise the limits there "
             "(`ulimit -v`, `ulimit -u`).",
             short,

@@ -1,134 +1,123 @@
-"""Small messages between ranks, which a thread sends and receives."""
+"""Small messages between ranks, which one thread of the process sends and receives."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
+import os
 import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from unisono.communicators.sockets import NOT_NOW
+from unisono.system import after_fork_in_child
 
-# How long messages that were given before the end may take to leave.
+# How long messages that were given before the end may take to leave, and how long to wait for a
+# thread that is busy.
 _FLUSH_SECONDS = 1.0
+_END_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
+_log = logging.getLogger("unisono")
 
 
 class Lines:
     """Connections to ranks, each for messages that are lists of what JSON knows.
 
-    One thread moves all bytes and makes all calls. It sleeps until there is something to do.
+    One thread moves the bytes of all lines of the process and makes all calls. It sleeps until
+    there is something to do, and ends with the last of them.
 
     Args:
-        name: The name of the thread.
         sockets: A connected socket for each rank; closed with this object.
         heard: Called with a rank and a message that has come from it.
         ended: Called with a rank whose connection has ended, and the reason: an error, or None if
             the other end was closed.
+
+    Attributes:
+        lines: The connections that still exist, by rank.
     """
 
     def __init__(
         self,
-        name: str,
         sockets: Mapping[int, socket.socket],
         heard: Callable[[int, list[Any]], None],
         ended: Callable[[int, OSError | None], None],
     ) -> None:
-        self._lines = {rank: _Line(one) for rank, one in sockets.items()}
+        self.lines = {rank: _Line(one) for rank, one in sockets.items()}
         self._heard = heard
         self._ended = ended
-        self._outbox: list[tuple[int, list[Any]]] = []
+        self._calls: deque[Callable[[], None]] = deque()
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._end_by: float | None = None
-        # Held while the bell is rung or closed: a number of a closed socket may be used again for
-        # another one. The garbage collector may close this anywhere, so it can be taken twice.
-        self._bell_lock = threading.RLock()
-        self._wake, self._bell = socket.socketpair()
-        self._wake.settimeout(0)
-        self._bell.settimeout(0)
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._is_over = threading.Event()
+        self._switchboard = _switchboard
 
     def start(self) -> None:
         """Begins to listen, which may call `heard` and `ended` at once."""
-        self._thread.start()
+        self._switchboard.add(self)
 
     def send(self, rank: int, *message: Any) -> None:
         """Sends a message, if the connection still exists. Any thread may call it."""
-        self._outbox.append((rank, list(message)))
-        self._ring()
+        self.call(partial(self._post, rank, message))
+
+    def call(self, callback: Callable[[], None]) -> None:
+        """Lets the thread call `callback` soon. Any thread may call it."""
+        self._calls.append(callback)
+        self._switchboard.ring()
 
     def call_after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` in a while. Only `heard` and `ended` may call it, once at a time."""
+        """Calls `callback` in a while. Only the thread may call it, once at a time."""
         self._alarm = time.monotonic() + seconds, callback
 
     def close(self) -> None:
-        """Sends what is left, and ends connections and the thread."""
+        """Sends what is left, and ends the connections."""
         if self._end_by is None:
             self._end_by = time.monotonic() + _FLUSH_SECONDS
-            self._ring()
-        # The garbage collector may close this from within the thread.
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._switchboard.ring()
+        self._switchboard.await_end(self._is_over)
 
-    def _ring(self) -> None:
-        # A bell that cannot be rung has been rung, or is gone.
-        with self._bell_lock, contextlib.suppress(OSError):
-            self._bell.send(b"!")
+    # What the thread calls.
 
-    def _run(self) -> None:
-        try:
-            while not self._is_over():
-                self._wait()
-                self._post()
-                for rank, line in list(self._lines.items()):
-                    self._serve(rank, line)
-                if self._alarm is not None and time.monotonic() >= self._alarm[0]:
-                    (_, callback), self._alarm = self._alarm, None
-                    callback()
-        finally:
-            for line in self._lines.values():
-                line.close()
-            with self._bell_lock:
-                self._wake.close()
-                self._bell.close()
-
-    def _is_over(self) -> bool:
-        if self._end_by is None:
-            return False
-        is_sent = not self._outbox and not any(line.outgoing for line in self._lines.values())
-        return is_sent or time.monotonic() > self._end_by
-
-    def _wait(self) -> None:
-        poll = select.poll()
-        poll.register(self._wake, select.POLLIN)
-        for line in self._lines.values():
-            poll.register(line.socket, select.POLLIN | (select.POLLOUT if line.outgoing else 0))
+    def next_time(self) -> float | None:
+        """Returns when there is something to do at the latest."""
         times = [self._alarm[0]] if self._alarm else []
         times += [self._end_by] if self._end_by else []
-        left = max(0.0, min(times) - time.monotonic()) if times else None
-        poll.poll(None if left is None else left * 1000 + 1)
-        with contextlib.suppress(BlockingIOError):
-            while self._wake.recv(_CHUNK_BYTES):
-                pass
+        return min(times, default=None)
 
-    def _post(self) -> None:
-        """Takes up messages that threads have given."""
-        while self._outbox:
-            rank, message = self._outbox.pop(0)
-            if rank in self._lines:
-                self._lines[rank].outgoing += json.dumps(message).encode() + b"\n"
+    def turn(self) -> bool:
+        """Does what can be done now, and returns whether that was the last turn."""
+        while self._calls:
+            self._calls.popleft()()
+        for rank, line in list(self.lines.items()):
+            for message in line.move():
+                self._heard(rank, message)
+            if line.has_ended:
+                del self.lines[rank]
+                line.close()
+                self._ended(rank, line.error)
+        if self._alarm is not None and time.monotonic() >= self._alarm[0]:
+            (_, callback), self._alarm = self._alarm, None
+            callback()
+        if self._end_by is None:
+            return False
+        is_sent = not self._calls and not any(line.outgoing for line in self.lines.values())
+        return is_sent or time.monotonic() > self._end_by
 
-    def _serve(self, rank: int, line: _Line) -> None:
-        for message in line.move():
-            self._heard(rank, message)
-        if line.has_ended:
-            del self._lines[rank]
+    def end(self, remove: Callable[[], None]) -> None:
+        """Ends the connections."""
+        for line in self.lines.values():
             line.close()
-            self._ended(rank, line.error)
+        remove()
+        self._is_over.set()
+
+    def _post(self, rank: int, message: Sequence[Any]) -> None:
+        if rank in self.lines:
+            self.lines[rank].outgoing += json.dumps(message).encode() + b"\n"
 
 
 class _Line:
@@ -174,3 +163,119 @@ class _Line:
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
         self.socket.close()
+
+
+class _Bell:
+    """Wakes up the thread."""
+
+    def __init__(self) -> None:
+        if hasattr(os, "eventfd"):
+            self.number = self._other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.number, self._other = os.pipe()
+            os.set_blocking(self.number, False)
+            os.set_blocking(self._other, False)
+
+    def ring(self) -> None:
+        # A bell that cannot be rung has been rung.
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._other, (1).to_bytes(8, "little"))
+
+    def silence(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self.number, _CHUNK_BYTES)
+
+    def close(self) -> None:
+        for number in {self.number, self._other}:
+            os.close(number)
+
+
+class _Switchboard:
+    """The thread that serves all lines of this process, for as long as there are any."""
+
+    def __init__(self) -> None:
+        self._served: list[Lines] = []
+        # Held while the bell is rung or closed: its number may be used again for another file. The
+        # garbage collector may close lines anywhere, so it can be taken twice.
+        self._lock = threading.RLock()
+        self._bell: _Bell | None = None
+        self._thread: threading.Thread | None = None
+
+    def add(self, lines: Lines) -> None:
+        """Serves `lines` from now on."""
+        with self._lock:
+            if self._bell is None:
+                thread = threading.Thread(target=self._run, name="unisono watch", daemon=True)
+                thread.start()
+                self._bell, self._thread = _Bell(), thread
+            self._served.append(lines)
+            self.ring()
+
+    def ring(self) -> None:
+        """Lets the thread take a turn."""
+        with self._lock:
+            if self._bell is not None and self is _switchboard:
+                self._bell.ring()
+
+    def await_end(self, is_over: threading.Event) -> None:
+        """Waits until lines have ended, and the thread if they were the last."""
+        # The garbage collector may come here anywhere: within the thread, or where this thread
+        # keeps the other one from going on. A forked process has no such thread.
+        if self is not _switchboard or threading.current_thread() is self._thread:
+            return
+        is_over.wait(_END_SECONDS)
+        with self._lock:
+            thread = self._thread if self._bell is None else None
+        if thread is not None:
+            thread.join(_END_SECONDS)
+
+    def forget(self) -> None:
+        """Ends what a forked process has of it, which has no thread and must wake no other."""
+        if self._bell is not None:
+            self._bell.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                served, bell = list(self._served), self._bell
+            if bell is None or self._thread is not threading.current_thread():
+                return
+            _wait(bell, served)
+            for lines in served:
+                try:
+                    is_last = lines.turn()
+                except Exception:
+                    _log.exception("A connection that watches over other ranks cannot go on.")
+                    is_last = True
+                if is_last:
+                    lines.end(partial(self._remove, lines))
+
+    def _remove(self, lines: Lines) -> None:
+        with self._lock:
+            self._served.remove(lines)
+            if not self._served and self._bell is not None:
+                self._bell.close()
+                self._bell = None
+
+
+def _wait(bell: _Bell, served: Sequence[Lines]) -> None:
+    poll = select.poll()
+    poll.register(bell.number, select.POLLIN)
+    for lines in served:
+        for line in lines.lines.values():
+            poll.register(line.socket, select.POLLIN | (select.POLLOUT if line.outgoing else 0))
+    times = [one for lines in served if (one := lines.next_time()) is not None]
+    poll.poll(max(0.0, min(times) - time.monotonic()) * 1000 + 1 if times else None)
+    bell.silence()
+
+
+_switchboard = _Switchboard()
+
+
+def _begin_anew() -> None:
+    global _switchboard
+    _switchboard.forget()
+    _switchboard = _Switchboard()
+
+
+after_fork_in_child(_begin_anew)

@@ -21,8 +21,6 @@ from unisono.communicators.transport import BrokenConnectionError, Transport
 from unisono.communicators.watch import Watch
 from unisono.errors import CommunicationError
 
-# What may travel in one message with a header. Up to here a copy costs less than a message.
-_PACKED_BYTES = 512 << 10
 # What the messages with headers of all ranks may take together, but for very many ranks.
 _ALL_PACKED_BYTES = 16 << 20
 _LEAST_PACKED_BYTES = 64 << 10
@@ -57,7 +55,7 @@ class Link:
         self.sequence = 0
         if packed_bytes is None:
             packed_bytes = max(_ALL_PACKED_BYTES // self.size, _LEAST_PACKED_BYTES)
-        self._packed_bytes = min(_PACKED_BYTES, packed_bytes)
+        self._packed_bytes = min(transport.packed_bytes, packed_bytes)
         self._speaks_for = speaks_for or [[one] for one in range(self.size)]
         self._ranks = ranks or range(self.size)
         self._transport = transport

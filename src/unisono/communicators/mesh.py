@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from unisono.communicators.connection import Connection, Message
-from unisono.communicators.transport import BrokenConnectionError
+from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
 
 
 class Mesh:
@@ -29,6 +29,7 @@ class Mesh:
         self.name = "TCP"
         self.rank = rank
         self.size = len(connections) + 1
+        self.packed_bytes = PACKED_BYTES
         self._connections = connections
 
     def send(self, peer: int, data: Tensor) -> Message:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.communicators.mpi import import_mpi
-from unisono.communicators.transport import BrokenConnectionError
+from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
 
 _TAG = 1
 # How long a wait asks without a pause.
@@ -43,6 +43,7 @@ class MpiTransport:
         self.name = "MPI"
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
+        self.packed_bytes = PACKED_BYTES
         self._timeout_seconds = timeout_seconds
         self._mpi = import_mpi()
         self._comm = comm

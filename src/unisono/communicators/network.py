@@ -22,7 +22,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.algorithms import Rounds, exchange
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.executor import Executor, pieces_of
-from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.gloo import GlooMaker, make_gloo_group
 from unisono.communicators.gloo_transport import GlooTransport
 from unisono.communicators.headers import Header
 from unisono.communicators.joining import join_mesh
@@ -57,6 +57,8 @@ class NetworkCommunicator(Communicator):
         packed_bytes: How many bytes may travel with a header; chosen if not given.
         constants: What a message costs, which decides between algorithms.
         joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
+        gloo: Returns a group with Gloo of all ranks of the larger communicator; made if not given.
+            Its argument raises if a rank is lost.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class NetworkCommunicator(Communicator):
         packed_bytes: int | None = None,
         constants: Constants = USUAL_LINK,
         joining_seconds: float | None = None,
+        gloo: GlooMaker | None = None,
     ) -> None:
         super().__init__(rank, size)
         self.timeout_seconds = timeout_seconds
@@ -92,7 +95,11 @@ class NetworkCommunicator(Communicator):
             if watch is None:
                 stack.callback(own_watch.close)
             seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
-            transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
+            transport: Transport
+            if gloo is not None and backend == "gloo":
+                transport = GlooTransport(gloo(own_watch.check_health), timeout_seconds, ranks)
+            else:
+                transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
             stack.pop_all()
         self._link = Link(
             transport,

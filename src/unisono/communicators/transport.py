@@ -7,6 +7,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+PACKED_BYTES = 512 << 10
+
 
 class BrokenConnectionError(Exception):
     """A connection that carries a collective has broken, for a reason that the watch is to find.
@@ -30,18 +32,24 @@ class Transport(Protocol):
         name: In words, what carries the messages.
         rank: Which rank this is.
         size: How many there are.
+        packed_bytes: How many bytes are better sent in one message with a header than in another:
+            up to here a copy costs less than a message.
     """
 
     name: str
     rank: int
     size: int
+    packed_bytes: int
 
     def send(self, peer: int, data: Tensor) -> Any:
         """Begins to send bytes, at least one, and returns the message."""
         ...
 
     def receive(self, peer: int, room: Tensor) -> Any:
-        """Begins to receive a message, which may be shorter than `room`, and returns it."""
+        """Begins to receive a message, and returns it.
+
+        It may be shorter than `room` if that has no more than a header and `packed_bytes`.
+        """
         ...
 
     def progress(self, messages: Sequence[Any], seconds: float) -> bool:

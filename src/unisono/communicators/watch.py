@@ -1,17 +1,17 @@
 """The view of one rank on all others: what each is doing, and what has gone wrong.
 
-Every rank has a connection to the hub, a thread of rank 0, which decides what has gone wrong. Ranks
+Every rank has a connection to the hub on rank 0, which decides what has gone wrong. Ranks
 say nothing on it while all goes well. The first rank that finds something wrong tells the hub, and
 all ranks raise the error that the hub returns.
 """
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -81,13 +81,15 @@ class Watch:
             timeout_seconds=timeout_seconds,
             joining_seconds=timeout_seconds if joining_seconds is None else joining_seconds,
         )
-        self._hub: Hub | None = None
+        self._say: Callable[..., None]
         if rank == 0:
-            own, sockets[0] = socket.socketpair()
-            self._hub = Hub(sockets)
-            sockets = {0: own}
-        self._lines = Lines(f"unisono watch {rank}", sockets, self._heard, self._ended)
-        self._lines.start()
+            hub = Hub(sockets, self._heard)
+            self._say = hub.hear
+            self._end: Callable[[], None] = lambda: hub.close(self.sequence)
+        else:
+            lines = Lines(sockets, self._heard, self._ended)
+            self._say, self._end = partial(lines.send, 0), lines.close
+            lines.start()
         self._tell("here", host_identity())
 
     def wait(
@@ -188,15 +190,13 @@ class Watch:
         raise self._failure
 
     def close(self) -> None:
-        """Says goodbye, and ends connections and threads. May be called twice."""
+        """Says goodbye, and ends the connections. May be called twice."""
         with self._news:
             # Other threads may still wait.
             self._is_closed = True
             self._news.notify_all()
         self._tell("goodbye")
-        self._lines.close()
-        if self._hub is not None:
-            self._hub.close(self.sequence)
+        self._end()
         # An error holds the frames that it went through, and so all that a step has used.
         self._has_failed = self.has_failed
         self._failure = self._end_of_hub = None
@@ -260,7 +260,7 @@ class Watch:
         return None if doing is None else str(doing)
 
     def _tell(self, kind: str, *details: Any) -> None:
-        self._lines.send(0, kind, self.sequence, self._collective(), *details)
+        self._say(kind, self.sequence, self._collective(), *details)
 
     # What the thread calls.
 

@@ -1,4 +1,4 @@
-"""What algorithms cost: constants, what they come to, and the file that keeps them."""
+"""The cost of algorithms: constants of links, predicted times, and the tuning file."""
 
 from unisono.costs.between_workers import (
     SMALL_BYTES,
@@ -15,7 +15,7 @@ from unisono.costs.links import Cluster, Line, Link
 from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
 from unisono.costs.rounds import Phase, busiest_share, line_of, num_steps, seconds_of
 from unisono.costs.schedules import schedule_line, schedule_seconds
-from unisono.costs.tuning import Tuning, current_tuning, read_tuning, tuning_path
+from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning, tuning_path
 
 __all__ = [
     "BYTES_PER_PACK",
@@ -25,6 +25,7 @@ __all__ = [
     "Line",
     "Link",
     "Phase",
+    "Run",
     "Tuning",
     "algorithms_for",
     "best_bytes_per_pack",

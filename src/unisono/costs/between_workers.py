@@ -1,9 +1,9 @@
 """The algorithms between workers, on hosts of several ranks.
 
-Flat ones treat all ranks alike. Those that Unisono has for several hosts add up inside each host
-first: `leaders`, where the first rank of a host carries all of it to the others, and `parts`, where
-each rank of a host carries its part. The sum of a host is a whole branch of the tree of all terms
-only if it has 2, 4, 8, ... ranks. Otherwise its first rank carries all `terms`, one by one.
+Flat algorithms treat all ranks alike. The others sum inside each host first. With `leaders`, the
+first rank of a host sends everything to the other hosts; with `parts`, each rank of a host sends
+its part. The sum of a host is a branch of the tree only if the host has 2, 4, 8, ... ranks.
+Otherwise the first rank sends all `terms`, one by one.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, line_of, seconds_of
 from unisono.errors import UnsupportedError
 
-# A guess where nothing was measured: a step costs as much as 64 KB.
+# A guess, without a measurement: a step costs as much as 64 KB.
 USUAL_LINK = Link(latency=64e-6, bandwidth=1.024e9)
-# Up to here every rank hears from all others in each collective, so an error names those at fault.
+# Up to here every rank receives from all others in each collective, so errors name the right ranks.
 _FEW_RANKS = 8
-# Up to here the first rank of a host carries all: a further copy inside a host costs less than a
-# further step.
+# Up to here the first rank of a host sends everything, because another copy inside the host costs
+# less than another step.
 SMALL_BYTES = 64 << 10
 # Sums are fast beside a link; their rate hardly changes what is best.
 _SUM_RATE = 1e10
@@ -45,8 +45,8 @@ _FLAT = {
     "tree": tree,
 }
 _BY_HOST = ("leaders", "parts", "terms")
-# What ranks run for large tensors, where it is no exchange. Two of them swap all they have: that is
-# as much as parts and sums, in one step.
+# What ranks run for large tensors instead of an exchange. Two ranks swap everything: the same
+# number of bytes, in one step.
 _LARGE = {2: "one step"}
 
 
@@ -56,8 +56,8 @@ def phases_of(algorithm: str, num_hosts: int, ranks_per_host: int) -> tuple[Phas
 
     Args:
         algorithm: Its name, such as "ring" or "parts".
-        num_hosts: How many hosts there are.
-        ranks_per_host: How many ranks each of them has.
+        num_hosts: The number of hosts.
+        ranks_per_host: The number of ranks per host.
 
     Raises:
         UnsupportedError: If there is no algorithm of that name.
@@ -86,10 +86,10 @@ def _by_host_phases(algorithm: str, between: Rounds, ranks_per_host: int) -> tup
 
 
 def running(cluster: Cluster, num_bytes: float) -> tuple[str, tuple[Phase, ...]]:
-    """Returns what Unisono runs for a tensor of so many bytes: its name, and its phases.
+    """Returns the name and the phases of the algorithm that Unisono runs for a tensor of this size.
 
     Args:
-        cluster: The ranks, and the constants by which they choose.
+        cluster: The ranks and the constants of their links.
         num_bytes: The size of one rank's tensor.
     """
     hosts, ranks = cluster.num_hosts, cluster.ranks_per_host
@@ -115,7 +115,7 @@ def algorithms_for(num_hosts: int, ranks_per_host: int) -> list[str]:
 
 
 def hierarchical_for(num_hosts: int, ranks_per_host: int) -> str:
-    """Returns the name of what Unisono does with large tensors by host, and then between hosts."""
+    """Returns the name of the hierarchical algorithm for large tensors."""
     return _by_host(num_hosts, ranks_per_host)[-1]
 
 
@@ -127,18 +127,18 @@ def _by_host(num_hosts: int, ranks_per_host: int) -> list[str]:
 
 
 def rounds_of(algorithm: str, num_ranks: int) -> Rounds:
-    """Returns a flat algorithm among so many ranks."""
+    """Returns a flat algorithm for this number of ranks."""
     return _FLAT[algorithm](num_ranks)
 
 
 def fastest_flat(num_ranks: int, num_bytes: int, link: Link) -> str:
-    """Returns the algorithm that ranks run for a tensor of so many bytes.
+    """Returns the algorithm that ranks run for a tensor of this size.
 
-    All ranks decide alike: the constants of the link are the same on all of them.
+    All ranks choose the same one, because they have the same constants.
     """
     if num_ranks in _LARGE:
         return _LARGE[num_ranks]
-    # The decision changes at few sizes; a power of two stands for all up to the next.
+    # The choice changes at few sizes, so one power of two stands for all sizes up to the next.
     return _fastest_flat(num_ranks, num_bytes.bit_length(), link)
 
 
@@ -154,7 +154,7 @@ def _fastest_flat(num_ranks: int, num_bits: int, link: Link) -> str:
 
 
 def first_bytes_for_parts(cluster: Cluster) -> int:
-    """Returns the size from which on `parts` are faster than `leaders`; 0 if they always are."""
+    """Returns the size from which `parts` is faster than `leaders`; 0 if it always is."""
     shape = cluster.num_hosts, cluster.ranks_per_host
     leaders, parts = (line_of(phases_of(name, *shape), cluster) for name in ("leaders", "parts"))
     saved = leaders.per_byte - parts.per_byte

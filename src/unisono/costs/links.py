@@ -1,4 +1,4 @@
-"""The constants of the model: what a message costs on a link, and a sum in memory.
+"""The constants of the model: the cost of a message on a link, and of a sum in memory.
 
 A link that carries m messages and n bytes at once is busy for
 
@@ -16,13 +16,13 @@ from typing import NamedTuple
 
 from unisono.errors import TuningError
 
-# A guess, where only pairs were measured: a further message costs this part of the first one.
+# A guess, if only pairs were measured: each further message costs this part of the first.
 OVERHEAD_SHARE = 0.2
 
 
 @dataclass(frozen=True)
 class Link:
-    """A way between two memories.
+    """A link between two memories.
 
     Args:
         latency: Seconds from the beginning of a message to its end, if it is empty.
@@ -47,7 +47,7 @@ class Link:
             )
 
     def seconds(self, num_messages: int, num_bytes: float) -> float:
-        """Returns how long the link is busy with messages that go at once."""
+        """Returns how long the link is busy with messages that are sent at the same time."""
         if num_messages == 0:
             return 0.0
         further = (num_messages - 1) * self.overhead
@@ -56,14 +56,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Hosts that are alike, and what their links cost.
+    """Equal hosts, and the costs of their links.
 
     Args:
-        num_hosts: How many hosts there are.
-        ranks_per_host: How many ranks each has.
+        num_hosts: The number of hosts.
+        ranks_per_host: The number of ranks per host.
         inside: The link that each rank has inside its host.
         between: The link that each host has to the others, which its ranks share.
-        memory_rate: Bytes per second that a rank reads and writes when it adds up.
+        memory_rate: Bytes per second that a rank reads and writes in a sum.
     """
 
     num_hosts: int
@@ -81,11 +81,11 @@ class Cluster:
 
 
 class Line(NamedTuple):
-    """Seconds as a straight line over bytes."""
+    """Seconds as a linear function of bytes."""
 
     latency: float
     per_byte: float
 
     def seconds(self, num_bytes: float) -> float:
-        """Returns the seconds for so many bytes."""
+        """Returns the seconds for this number of bytes."""
         return self.latency + self.per_byte * num_bytes

@@ -1,7 +1,7 @@
-"""What rounds of messages cost in a cluster.
+"""The cost of rounds of messages in a cluster.
 
-A round is over when its busiest link is free. Inside a host every rank has its own link; what
-leaves a host goes over the one link that the host has. Both send and receive at the same time.
+A round ends when its busiest link is free. Inside a host, every rank has its own link. Each host
+has one link to other hosts. Links send and receive at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Phase(NamedTuple):
         rounds: What the ranks send each other.
         stride: How far they are apart, counted over all hosts.
         groups: How many groups of such ranks a host takes part in at the same time.
-        share: What part of the tensor each group is concerned with.
+        share: The part of the tensor that each group handles.
     """
 
     rounds: Rounds
@@ -66,7 +66,7 @@ def loads_of(phases: tuple[Phase, ...], ranks_per_host: int) -> tuple[Load, ...]
 
 
 def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) -> float:
-    """Returns how long the `phases` of an algorithm take on a `cluster`, for `num_bytes` a rank."""
+    """Returns how long `phases` take on a `cluster`, for `num_bytes` per rank."""
     return sum(
         load.times * _seconds(load, cluster, num_bytes)
         for load in loads_of(phases, cluster.ranks_per_host)
@@ -74,7 +74,7 @@ def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) ->
 
 
 def line_of(phases: tuple[Phase, ...], cluster: Cluster) -> Line:
-    """Returns what `phases` cost on a `cluster`: a line from an empty tensor to a huge one."""
+    """Returns the cost of `phases` on a `cluster` as a line, from an empty tensor to a huge one."""
     latency = seconds_of(phases, cluster, 0)
     return Line(latency, (seconds_of(phases, cluster, _FAR_BYTES) - latency) / _FAR_BYTES)
 
@@ -121,7 +121,7 @@ def _load(one: Round, phase: Phase, ranks_per_host: int) -> Load:
 def _pairs(send: Send, size: int, hosts: Ranks) -> tuple[Ranks, Ranks]:
     """Returns who sends to whom, message by message.
 
-    Where everybody does the same, the first host stands for all: each gets what it sends.
+    If all hosts do the same, the first host stands for all: each receives what it sends.
     """
     senders = np.asarray(send.senders, dtype=np.int64)
     if len(senders) == size:
@@ -132,7 +132,7 @@ def _pairs(send: Send, size: int, hosts: Ranks) -> tuple[Ranks, Ranks]:
 
 
 class _Traffic:
-    """Messages of one kind, counted where they leave and where they come."""
+    """Messages of one kind, counted at the sender and at the receiver."""
 
     def __init__(self, size: int) -> None:
         self._messages: tuple[npt.NDArray[Any], ...] = tuple(np.zeros((2, size)))
@@ -148,7 +148,7 @@ class _Traffic:
 
     @property
     def most_messages(self) -> int:
-        """The messages of the busiest rank, those that it sends or those that it receives."""
+        """The messages that the busiest rank sends, or receives."""
         return int(max(messages.max() for messages in self._messages))
 
     def most_bytes(self, links: Ranks) -> float:

@@ -1,8 +1,7 @@
-"""What a schedule of moves between the devices of one process costs.
+"""The cost of a schedule of moves between the devices of one process.
 
-A move takes place when its devices are free, so moves between other devices are at the same time.
-All that a root receives or sends goes through its one link. What lies in the root's own memory
-does not travel.
+A move starts when its devices are free, so moves between different devices overlap. Everything that
+a root receives or sends goes through its one link. Values in the root's own memory are not copied.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ def schedule_seconds(
     Args:
         schedule: The moves.
         memories: The memory of each place.
-        link: What a copy between memories costs.
-        memory: What a sum costs: to begin it, and for each byte that is read or written.
+        link: The cost of a copy between memories.
+        memory: The cost of a sum: to begin it, and per byte that is read or written.
         num_bytes: The size of one replica's tensor.
     """
     free: dict[int, float] = {}

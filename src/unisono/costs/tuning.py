@@ -1,4 +1,4 @@
-"""The file that `unisono tune` writes, and that selections read."""
+"""The file that `unisono tune` writes and that Unisono reads to choose algorithms."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from unisono.costs.links import Link
+from unisono.costs.packs import BYTES_PER_PACK
 from unisono.errors import TuningError
 from unisono.system import processor
 
@@ -22,21 +23,48 @@ _FORMAT = 2
 _log = logging.getLogger("unisono")
 
 
+class Run(NamedTuple):
+    """How long the all-reduce that Unisono runs took between all ranks of a cluster.
+
+    Attributes:
+        num_hosts: How many hosts there were.
+        ranks_per_host: How many ranks each of them had.
+        times: Bytes of one rank's tensor, and seconds, in the order of sizes.
+    """
+
+    num_hosts: int
+    ranks_per_host: int
+    times: tuple[tuple[int, float], ...]
+
+    @staticmethod
+    def read(content: Any) -> Run:
+        """Reads what JSON makes of a run."""
+        hosts, ranks, times = content
+        run = Run(int(hosts), int(ranks), tuple((int(size), float(s)) for size, s in times))
+        sizes, seconds = zip(*run.times, strict=True)
+        if min(run[:2]) < 1 or sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
+            raise ValueError(f"the run {content!r}")
+        if not (min(seconds) > 0 and max(seconds) < math.inf):
+            raise ValueError(f"the seconds {seconds!r}")
+        return run
+
+
 @dataclass(frozen=True)
 class Tuning:
     """Constants that were measured, and where.
 
     Attributes:
-        memory: A sum inside one memory: to begin it, and bytes read and written a second.
+        memory: A sum inside one memory: its latency, and bytes read and written per second.
         devices: A copy between the devices of one process.
         inside: Between processes of one host, through shared memory.
         loopback: Between processes of one host, through Gloo.
         between: Between hosts, through Gloo.
-        sum_rate: Bytes per second that a process reads and writes when it adds up for others.
+        sum_rate: Bytes per second that a process reads and writes in a sum for others.
         machine: What was measured.
         date: When.
         version: By which version of Unisono.
-        tcp: Between hosts, through TCP connections of Unisono's own.
+        tcp: Between hosts, through Unisono's own TCP connections.
+        runs: All-reduces of all ranks, on each cluster that was measured.
     """
 
     memory: Link
@@ -49,6 +77,14 @@ class Tuning:
     date: str
     version: str
     tcp: Link | None = None
+    runs: tuple[Run, ...] = ()
+
+    @property
+    def is_tcp_faster(self) -> bool:
+        """Whether TCP connections of Unisono's own were measured to be faster than Gloo."""
+        if self.tcp is None or self.between is None:
+            return False
+        return self.tcp.seconds(1, BYTES_PER_PACK) < self.between.seconds(1, BYTES_PER_PACK)
 
     def to_text(self) -> str:
         """Returns the content of the file."""
@@ -59,7 +95,7 @@ class Tuning:
         """Reads what `to_text` has written.
 
         Raises:
-            TuningError: if it is something else; `where` is what the message calls it.
+            TuningError: If the text is not a tuning file. `where` is its name in the message.
         """
         try:
             content = json.loads(text)
@@ -74,8 +110,9 @@ class Tuning:
                 raise ValueError(f"a rate of sums of {rate!r} B/s")
             if not isinstance(content["machine"], dict):
                 raise ValueError(f"the machine {content['machine']!r}")
+            runs = tuple(map(Run.read, content.pop("runs", ())))
             made = {name: None if one is None else Link(**one) for name, one in links.items()}
-            return Tuning(**made, **content)  # type: ignore[arg-type]
+            return Tuning(**made, runs=runs, **content)  # type: ignore[arg-type]
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise TuningError(
                 f"{where} is not a tuning file of this version ({type(error).__name__}: {error}). "
@@ -87,7 +124,7 @@ LINKS = ("memory", "devices", "inside", "loopback", "between", "tcp")
 
 
 def tuning_path() -> Path:
-    """Returns where the file is: where UNISONO_TUNING says, or in the user's cache.
+    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache.
 
     Raises:
         TuningError: If the user has no home folder.
@@ -106,9 +143,9 @@ def tuning_path() -> Path:
 
 
 def read_tuning(path: Path) -> Tuning:
-    """Reads a file, wherever it was measured."""
+    """Reads a tuning file of any machine."""
     try:
-        # A pipe, for one, would wait for a writer.
+        # Reading a pipe, for example, would wait for a writer.
         if path.exists() and not path.is_file():
             raise OSError("it is not a regular file")
         text = path.read_text()
@@ -123,15 +160,15 @@ def read_tuning(path: Path) -> Tuning:
 def current_tuning() -> Tuning | None:
     """Returns the constants of this machine, or None if it was not tuned.
 
-    A file that UNISONO_TUNING names must be one of this machine. The one in the user's cache never
-    stops a strategy: if it is broken, of another machine or cannot be read, this logs one line.
+    A file that UNISONO_TUNING names must be of this machine. The file in the user's cache never
+    stops a strategy: if it is broken, unreadable or of another machine, this logs one line.
     """
     named = os.environ.get(TUNING)
     if named == "off":
         return None
     try:
         path = tuning_path()
-        # Unlike the method of a path, False also where a folder on the way cannot be read.
+        # Unlike `Path.exists`, also False if a parent folder cannot be read.
         if not named and not os.path.exists(path):
             return None
         tuning = read_tuning(path)
@@ -149,7 +186,7 @@ def current_tuning() -> Tuning | None:
 
 
 def this_machine_in_words() -> dict[str, Any]:
-    """Returns what constants depend on."""
+    """Returns what the constants depend on, as text."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
 

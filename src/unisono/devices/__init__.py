@@ -1,4 +1,4 @@
-"""What can compute: device names, the devices of this host, and which of them are near."""
+"""Device names, the devices of this host, and which of them are near each other."""
 
 from unisono.devices.device import Device, DeviceLike, cpu_slots
 from unisono.devices.groups import Groups, halves, linked_groups, near_groups

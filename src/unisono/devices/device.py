@@ -1,4 +1,4 @@
-"""One type for a device, read from TensorFlow's spellings and torch's."""
+"""One type for a device, which reads the spellings of TensorFlow and torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _EXAMPLES = "'cpu:0', 'cuda:1', '/gpu:0' or '/job:worker/task:1/device:GPU:0'"
 
 
 class Device:
-    """Where a replica computes. Printed as torch does: `cpu:1`, `cuda:0`.
+    """Where a replica computes. It prints as in torch: `cpu:1`, `cuda:0`.
 
     A CPU device is a *replica slot*: every index is valid and all of them share the host's memory.
     Several replicas on one GPU are `cuda:0`, `cuda:0#1`, `cuda:0#2` and so on. Two devices with the

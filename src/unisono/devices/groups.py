@@ -13,10 +13,9 @@ Groups = tuple[tuple[int, ...], ...]
 def near_groups(devices: Sequence[Device]) -> Groups:
     """Groups the positions of `devices` so that the farthest links are between groups.
 
-    Every pair of a group is nearer than a limit: the widest one that parts the devices. So two
-    sockets make two groups, whatever joins the GPUs of each, and one socket parts by its PCIe
-    switches or its NVLinks. Where no limit parts them (one link alike between all) the devices are
-    cut in two halves.
+    The devices of a group are nearer to each other than a limit: the largest one that splits the
+    devices. So two sockets make two groups, and one socket is split by its PCIe switches or
+    NVLinks. If all links are equal, the devices are split into two halves.
     """
     machine = this_machine()
     num_devices = len(devices)
@@ -36,11 +35,10 @@ def near_groups(devices: Sequence[Device]) -> Groups:
 
 
 def linked_groups(num_devices: int, linked: Callable[[int, int], bool]) -> Groups:
-    """Groups devices so that inside a group each is linked to each.
+    """Groups devices so that all devices of a group are linked to each other.
 
-    Devices are taken in order and join the first group they fit, which finds the two quads of a
-    DGX-1 (0-3 and 4-7 fully linked, and i to i + 4). `linked` is asked about a device and one
-    before it.
+    Each device joins the first group that it fits. This finds the two quads of a DGX-1 (0-3 and 4-7
+    fully linked, and i to i + 4). `linked` is called with a device and an earlier one.
     """
     groups: list[list[int]] = []
     for device in range(num_devices):
@@ -54,10 +52,9 @@ def linked_groups(num_devices: int, linked: Callable[[int, int], bool]) -> Group
 
 
 def halves(num_devices: int) -> Groups:
-    """Cuts the devices in two at the largest power of two below their number.
+    """Splits the devices in two at the largest power of two below their number.
 
-    That is where the sum's own tree parts, so each half is one whole partial sum. No device is
-    left out, whatever their number.
+    The tree of the sum splits there, so each half is one partial sum.
     """
     if num_devices < 2:
         return (tuple(range(num_devices)),)

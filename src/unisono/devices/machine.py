@@ -24,8 +24,8 @@ class Machine:
 
     Attributes:
         gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
-        is_host_shared: Whether all CPU devices share one memory, as they really do.
-        recorded: The topology, if it is another one than that of this host.
+        is_host_shared: Whether all CPU devices share one memory, as in reality.
+        recorded: The topology, if it is not that of this host.
     """
 
     gpus: tuple[torch.device, ...]
@@ -45,18 +45,18 @@ class Machine:
         )
 
     def memory(self, device: Device) -> torch.device | Device:
-        """Returns the memory of `device`; between equal memories nothing has to travel."""
+        """Returns the memory of `device`. Devices with equal memories need no copies."""
         if device.type == "cpu" and not self.is_host_shared:
             return device
         return self.torch_device(device)
 
     @property
     def topology(self) -> Topology:
-        """What joins the GPUs, by the index of their torch device."""
+        """The links between the GPUs, by the index of their torch device."""
         return read_topology() if self.recorded is None else self.recorded
 
     def link(self, a: Device, b: Device) -> Link:
-        """Returns what joins two devices."""
+        """Returns the link between two devices."""
         if self.memory(a) == self.memory(b):
             return Link(LinkKind.SAME)
         if a.type != "cuda" or b.type != "cuda":
@@ -66,12 +66,12 @@ class Machine:
 
 _CPU = torch.device("cpu")
 _lock = threading.Lock()
-# Replaced as a whole, while others read it.
+# Replaced as a whole, because other threads read it.
 _pretended: tuple[Machine, ...] = ()
 
 
 def this_machine() -> Machine:
-    """Returns the machine as it is, or as `unisono.testing` pretends it to be."""
+    """Returns this machine, or the one that `unisono.testing` pretends to have."""
     pretended = _pretended
     return pretended[-1] if pretended else _real_machine()
 
@@ -98,9 +98,8 @@ def pretend(**changes: object) -> Iterator[Machine]:
 
 
 def as_recorded(topology: Topology) -> AbstractContextManager[Machine]:
-    """Within the block this process sees the GPUs of a recorded `topology`.
-
-    So it can be asked what would be chosen there.
+    """Within the block, this process sees the GPUs of a recorded `topology`. Use it to ask what
+    Unisono would choose there.
     """
     gpus = tuple(torch.device("cuda", index) for index in range(len(topology.gpus)))
     return pretend(gpus=gpus, recorded=topology)
@@ -115,7 +114,7 @@ def resolve(spec: DeviceLike) -> Device:
 
 
 def replica_devices(devices: Any) -> tuple[Device, ...]:
-    """Reads the devices of the replicas, one per replica; a single device means one replica.
+    """Reads the devices, one per replica. A single device means one replica.
 
     Raises:
         DeviceError: If it cannot be read, or has no device or one of them twice.
@@ -148,7 +147,7 @@ def replica_devices(devices: Any) -> tuple[Device, ...]:
 
 
 def _check_one_meant(device: DeviceLike) -> None:
-    """Refuses `"cuda"`, which torch reads as the current GPU, but which may mean all of them."""
+    """Refuses `"cuda"`: torch reads it as the current GPU, but the caller may mean all GPUs."""
     num_gpus = len(this_machine().gpus)
     if num_gpus > 1 and str(device).strip("/").lower() in ("cuda", "gpu"):
         raise DeviceError(
@@ -158,9 +157,9 @@ def _check_one_meant(device: DeviceLike) -> None:
 
 
 def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]:
-    """Returns a device per replica, where replicas share devices if there are fewer.
+    """Returns one device per replica. If there are fewer devices, replicas share them.
 
-    Neighbors share a device. CPU replicas have their own slots anyway.
+    Neighbors share a device. Each CPU replica has its own slot.
 
     >>> spread((Device("cpu", 0),), 2), spread((Device("cuda", 0), Device("cuda", 1)), 3)
     ((cpu:0, cpu:1), (cuda:0, cuda:0#1, cuda:1))
@@ -178,6 +177,6 @@ def spread(devices: tuple[Device, ...], num_replicas: int) -> tuple[Device, ...]
 
 
 def default_devices() -> tuple[Device, ...]:
-    """Returns all GPUs of this host, or its one CPU."""
+    """Returns all GPUs of this host, or one CPU device."""
     num_gpus = len(this_machine().gpus)
     return tuple(Device("cuda", i) for i in range(num_gpus)) or (Device("cpu", 0),)

@@ -1,4 +1,4 @@
-"""Reading the topology of this host: from NVML, or what torch knows of it."""
+"""Reads the topology of this host, from NVML or from torch."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read_topology() -> Topology:
     else:
         try:
             return read_nvml(pynvml)
-        # An old package does not know all functions, as an old driver does not.
+        # Old packages and old drivers lack some functions.
         except (pynvml.NVMLError, AttributeError) as error:
             why_not = f"NVML fails: {error}"
     _logger.info("The links between GPUs are not known, only peer access (%s).", why_not)
@@ -37,7 +37,7 @@ def read_topology() -> Topology:
 
 
 def read_torch(why_not_nvml: str) -> Topology:
-    """Reads what torch knows: which GPUs there are, and which reach each other's memory."""
+    """Reads what torch knows: the GPUs, and which can access each other's memory."""
     found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     gpus = tuple(
         Gpu(
@@ -58,7 +58,7 @@ def read_torch(why_not_nvml: str) -> Topology:
 def read_nvml(nvml: Any, pci_devices: Path = _PCI_DEVICES) -> Topology:
     """Reads the GPUs that torch sees, in its order, from the module `pynvml`.
 
-    Whether GPUs reach each other's memory is torch's word: it is torch that copies.
+    torch says whether GPUs can access each other's memory, because torch makes the copies.
     """
     nvml.nvmlInit()
     try:
@@ -94,7 +94,7 @@ class _Card:
 
 
 def _end(nvml: Any, handle: Any, link: int) -> str | None:
-    """Returns where an NVLink leads, the bus id of a GPU or a switch, or None if it is not used."""
+    """Returns where an NVLink leads: the bus id of a GPU or a switch, or None if it is not used."""
     try:
         if not nvml.nvmlDeviceGetNvLinkState(handle, link):
             return None
@@ -103,7 +103,7 @@ def _end(nvml: Any, handle: Any, link: int) -> str | None:
             return _SWITCH
         return _bus_id(nvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link))
     except nvml.NVMLError:
-        # So NVML answers when a GPU has no such link.
+        # NVML's answer if a GPU has no such link.
         return None
 
 
@@ -133,7 +133,7 @@ def _kinds(nvml: Any) -> dict[int, LinkKind]:
 
 
 def _bus_id(pci: Any) -> str:
-    """Spells a place on the bus as Linux does: NVML writes eight digits for its domain."""
+    """Writes a bus id as Linux does; NVML uses eight digits for the domain."""
     domain, rest = _text(pci.busId).lower().split(":", 1)
     return f"{domain[-4:]}:{rest}"
 
@@ -143,7 +143,7 @@ def _numa_node(pci_device: Path) -> int | None:
         node = int((pci_device / "numa_node").read_text())
     except (OSError, ValueError):
         return None
-    # Linux says -1 where the firmware says nothing.
+    # Linux reports -1 if the firmware does not say.
     return node if node >= 0 else None
 
 

@@ -1,8 +1,7 @@
 """The order of GPU work that several threads start.
 
-What a thread starts on a GPU waits in the thread's current stream. Replicas may have their own
-streams, so where one goes on with what another has started, its stream must wait for the other's.
-Nothing here waits on the host.
+GPU work runs in the current stream of the thread that starts it. Replicas may use different
+streams, so a stream that uses another's results must wait for that stream. The host never waits.
 """
 
 from __future__ import annotations
@@ -15,23 +14,23 @@ from unisono.torch_private import raw_stream
 
 
 class Trail:
-    """The streams on which work was started that somebody else will go on with.
+    """The streams with work that another thread will continue.
 
-    Several threads may note theirs while another follows.
+    Threads may call `note` and `follow` at the same time.
     """
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
 
     def note(self, place: torch.device) -> None:
-        """Notes the current stream of this thread on a GPU; elsewhere there is none."""
+        """Notes the current stream of this thread, if it is on a GPU."""
         if place.type == "cuda":
             key = place.index, raw_stream(place.index)
             if key not in self._streams:
                 self._streams[key] = torch.cuda.current_stream(place)
 
     def follow(self) -> bool:
-        """Orders what this thread starts from now on after what was noted.
+        """Makes later work of this thread wait for the noted streams.
 
         Returns whether anything was noted on a stream that is not this thread's.
         """
@@ -46,7 +45,7 @@ class Trail:
 
 
 def lend(tensors: Iterable[torch.Tensor]) -> None:
-    """Keeps the memory of tensors that came from another stream until this thread's is done."""
+    """Keeps the memory of tensors of another stream until this thread's stream is done."""
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

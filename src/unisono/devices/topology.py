@@ -1,7 +1,7 @@
-"""How the GPUs of a host are joined: a value that can be recorded and read back.
+"""The links between the GPUs of a host, which can be recorded and read back.
 
-A link is written as `nvidia-smi topo -m` does, with a star where the two GPUs cannot reach each
-other's memory (`SYS*`): CUDA takes a copy between them through the memory of the host.
+Links are written as in `nvidia-smi topo -m`. A star (`SYS*`) means that the two GPUs cannot access
+each other's memory, so CUDA copies through host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from unisono.errors import DeviceError
 
 
 class LinkKind(Enum):
-    """What joins two GPUs, from near to far."""
+    """The kinds of links between two GPUs, from near to far."""
 
     SAME = "X"
     NVSWITCH = "NVS"
@@ -51,7 +51,7 @@ _HOW_TO_RECORD = "`unisono info --json > machine.json` records one."
 
 
 class Link(NamedTuple):
-    """What joins two GPUs, how many NVLinks, and whether they reach each other's memory."""
+    """The link between two GPUs: its kind, the number of NVLinks, and peer access."""
 
     kind: LinkKind
     num_nvlinks: int = 0
@@ -82,14 +82,14 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU, and what joins it to each GPU of its host.
+    """A GPU and its links to the GPUs of its host.
 
     Attributes:
-        name: What its maker calls it.
+        name: The product name.
         num_bytes: The size of its memory.
-        links: By GPU, itself among them.
-        pci_bus_id: Where on the bus it is, if known.
-        numa_node: The NUMA node of the host it is nearest to, if known.
+        links: One per GPU of the host, itself included.
+        pci_bus_id: Its PCI bus id, if known.
+        numa_node: The nearest NUMA node, if known.
     """
 
     name: str
@@ -101,18 +101,18 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Topology:
-    """The GPUs of a host, and what joins them.
+    """The GPUs of a host and the links between them.
 
     Attributes:
         gpus: In the order in which torch counts them.
-        source: In words, who says so.
+        source: Where the information comes from, in words.
     """
 
     gpus: tuple[Gpu, ...]
     source: str
 
     def link(self, a: int, b: int) -> Link:
-        """Returns what joins two GPUs; nobody knows that of a GPU that is not here."""
+        """Returns the link between two GPUs, which is unknown for a GPU that is not here."""
         if a == b:
             return Link(LinkKind.SAME)
         if max(a, b) >= len(self.gpus):
@@ -120,7 +120,7 @@ class Topology:
         return self.gpus[a].links[b]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a recording, made of what JSON knows."""
+        """Returns a recording that can be written as JSON."""
         gpus = [{**vars(gpu), "links": [str(link) for link in gpu.links]} for gpu in self.gpus]
         return {"source": self.source, "gpus": gpus}
 
@@ -129,7 +129,7 @@ class Topology:
         """Reads a `recording`: what `to_json` returned.
 
         Raises:
-            DeviceError: If it is none, or its links do not go together.
+            DeviceError: If it is not a recording, or its links contradict each other.
         """
         try:
             gpus = tuple(

@@ -21,8 +21,8 @@ def reduce_batch(
 ) -> list[tuple[Tensor, ...]]:
     """Combines the tensors of each item, and returns `copies` new tensors with each result.
 
-    The tensors of an item are dense, one per replica, and in one memory. Raises before anything is
-    computed through torch if the tensors of an item do not go together.
+    The tensors of an item are dense, one per replica, and in one memory. If the tensors of an item
+    do not fit together, it raises before torch computes anything.
     """
     results = reduce_fused(op, batch, copies)
     left = [i for i, result in enumerate(results) if result is None]
@@ -36,10 +36,10 @@ def reduce_batch(
 def reduce_fused(
     op: ReduceOp, batch: Sequence[Item], copies: Sequence[int]
 ) -> list[tuple[Tensor, ...] | None]:
-    """Reduces in one pass what our kernels take as it is, and returns None for every other item.
+    """Reduces the items that the fused kernels support, and returns None for the others.
 
-    They take contiguous tensors that go together, so what they take needs no other check. The
-    batch is in one memory: on a GPU it is taken whole or not at all.
+    The kernels support contiguous tensors that fit together, so these items need no other check. On
+    a GPU, they reduce the whole batch or nothing.
     """
     if batch and _is_on_gpu(batch[0]):
         return _reduce_on_gpu(op, batch, copies)
@@ -70,7 +70,7 @@ def _reduce_on_host(
         return [None] * len(batch)
     is_mean = op is ReduceOp.MEAN
     name = "sum" if is_mean else op.value
-    # It would refuse sparse tensors too, but torch takes long to say that they have no storage.
+    # The kernel would refuse sparse tensors too, but asking torch for their storage is slow.
     kept = [i for i, item in enumerate(batch) if not _is_sparse(item)]
     if len(kept) == len(batch):
         return kernel.reduce(name, batch, copies, is_mean, torch.get_num_threads())
@@ -86,10 +86,10 @@ def _is_sparse(item: Item) -> bool:
 
 
 def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
-    """Writes results into tensors that are there, which may be the inputs themselves.
+    """Writes results into existing tensors, which may be the inputs.
 
-    Returns False, with nothing written, if our kernels do not take every item. Tensors that share
-    an unusual order, such as channels_last, they take.
+    Returns False, with nothing written, if the kernels do not support every item. They support
+    tensors with the same unusual memory order, such as channels_last.
     """
     if not batch:
         return True
@@ -116,7 +116,7 @@ def _reduce_into_on_host(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[
 def _reordered(
     batch: Sequence[Item], outputs: Sequence[Item]
 ) -> tuple[list[Item], list[Item]] | None:
-    """Returns views that are contiguous where the tensors are not; None if that changes nothing."""
+    """Returns contiguous views of the tensors, or None if that changes nothing."""
     if any(_is_sparse(item) for item in batch):
         return None
     orders = [_memory_order((*item, *own)) for item, own in zip(batch, outputs, strict=True)]
@@ -136,7 +136,8 @@ def _permuted(batch: Sequence[Item], orders: Sequence[list[int] | None]) -> list
 def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, ...]:
     order = _memory_order(tensors)
     if order is not None:
-        # Dense tensors that share an unusual order, such as channels_last, are plain if permuted.
+        # Dense tensors with the same memory order, such as channels_last, are contiguous if
+        # permuted.
         permuted = [tuple(tensor.permute(order) for tensor in tensors)]
         results = reduce_fused(op, permuted, [num_copies])[0]
         if results is not None:

@@ -1,4 +1,6 @@
-"""Whether the values of the replicas can be combined, and in words why not."""
+"""Checks whether the values of the replicas can be combined, and raises an error that says why
+not.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def check_layout(
     action: str = "reduced",
     layouts: Sequence[torch.layout] = _LAYOUTS,
 ) -> None:
-    """Raises unless `tensor` has one of some layouts, and holds numbers."""
+    """Raises unless `tensor` has one of the given layouts, and holds numbers."""
     if tensor.is_nested:
         raise UnsupportedError(
             f"{what} is a nested tensor, which cannot be {action}. Call `.to_padded_tensor(0.0)` "
@@ -94,7 +96,7 @@ def _check_axis(axis: int, num_dims: int) -> None:
 def check_gather(
     tensors: Sequence[Tensor], axis: int, first_id: int = 0, holder: str = "replica"
 ) -> None:
-    """Raises unless `tensors`, one per `holder`, can be put end to end along `axis`."""
+    """Raises unless `tensors`, one per `holder`, can be concatenated along `axis`."""
     what, action = "The value", "gathered"
     for tensor in tensors:
         check_layout(tensor, what, action, (torch.strided,))

@@ -1,4 +1,4 @@
-"""The native core, where there is one."""
+"""Loads the native core, if there is one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class NativeCore(NamedTuple):
-    """What the native core offers, if it is there, and in words what is used or why nothing is."""
+    """The native core, if it is there, and a text that says what is used, or why it is not."""
 
     status: str
     kernel: HostKernel | None = None

@@ -31,7 +31,7 @@ _WIDE = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
 }
-# torch can neither add nor compare these; a signed view of the same size can stand in.
+# torch can neither add nor compare these dtypes, so signed views of the same size are used.
 _SIGNED = {
     torch.uint16: torch.int16,
     torch.uint32: torch.int32,

@@ -1,4 +1,4 @@
-"""Many tensors, few buffers."""
+"""Packs many tensors into few flat buffers."""
 
 from unisono.packing.grouping import group_by_bytes, group_small, split_evenly
 from unisono.packing.layout import PackLayout, Segment, Spec, by_dtype

@@ -1,6 +1,6 @@
-"""Which tensors go together: the three rules by which a batch is cut into packs.
+"""Which tensors go together: three rules that split a batch into packs.
 
-A rule is a pure function of sizes. It never looks at values, so every replica cuts alike.
+A rule is a pure function of sizes, so every replica makes the same packs.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ def group_by_bytes(sizes: Sequence[int], bytes_per_pack: int) -> list[list[int]]
 
 
 def group_small(is_small: Sequence[bool], max_group: int) -> list[list[int]]:
-    """Groups runs of consecutive small tensors, at most `max_group` to a group.
+    """Groups runs of consecutive small tensors, at most `max_group` per group.
 
-    The groups come first and the tensors that are alone after them, in their order. A group of
-    one is not worth packing and counts as alone.
+    Groups come first, then single tensors, in order. A group of one counts as a single tensor.
 
     >>> group_small([True, True, False, True, True, True], 2)
     [[0, 1], [3, 4], [2], [5]]

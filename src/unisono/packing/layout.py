@@ -43,7 +43,7 @@ class Spec(NamedTuple):
 
 @dataclass(frozen=True)
 class PackLayout:
-    """Where each tensor of a batch lies in which pack.
+    """Where each tensor of a batch is in which pack.
 
     A layout holds no tensor and never changes, so all replicas and threads can share it.
 
@@ -57,8 +57,7 @@ class PackLayout:
 
     @classmethod
     def of_groups(cls, specs: Sequence[Spec], groups: Iterable[Sequence[int]]) -> PackLayout:
-        """Puts the tensors of each group end to end; a group of several dtypes becomes several
-        packs."""
+        """Makes one pack per group, or one per dtype if a group has several dtypes."""
         packs = [
             tuple(Segment(i, 0, specs[i].num_elements) for i in same)
             for group in groups
@@ -70,7 +69,7 @@ class PackLayout:
     def of_splits(
         cls, specs: Sequence[Spec], group: Sequence[int], sizes: Sequence[int]
     ) -> PackLayout:
-        """Puts the tensors of one group end to end and cuts the whole into packs of `sizes`."""
+        """Concatenates the tensors of one group, and splits the result into packs of `sizes`."""
         rest = [Segment(i, 0, specs[i].num_elements) for i in reversed(group)]
         packs = []
         for size in sizes:
@@ -91,7 +90,7 @@ class PackLayout:
         return PackLayout(self.specs, self.packs + other.packs)
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the packs of one replica's tensors. A lone tensor is viewed, not copied."""
+        """Returns the packs of one replica's tensors. A single tensor is viewed, not copied."""
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         return [self._pack(segments, flat) for segments in self.packs]
 
@@ -100,7 +99,7 @@ class PackLayout:
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors that lie in `packs`, each with its own memory.
+        """Returns the tensors in `packs`, each with its own memory.
 
         The packs may have another dtype than what was packed, as after a mean of integers.
         """
@@ -118,7 +117,7 @@ class PackLayout:
 
 
 def by_dtype(specs: Sequence[Spec], group: Sequence[int]) -> list[list[int]]:
-    """Cuts a group into one for each dtype, in the order in which the dtypes appear."""
+    """Splits a group by dtype, in the order in which the dtypes appear."""
     same: dict[torch.dtype, list[int]] = {}
     for index in group:
         same.setdefault(specs[index].dtype, []).append(index)

@@ -23,7 +23,7 @@ class PackingRule(Protocol):
 
 @dataclass(frozen=True)
 class NoPacking:
-    """Each tensor travels on its own."""
+    """Each tensor is sent alone."""
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
         """See `PackingRule.layout`."""
@@ -32,7 +32,7 @@ class NoPacking:
 
 @dataclass(frozen=True)
 class NumPacks:
-    """All tensors of a dtype are put end to end and cut into `num_packs` packs."""
+    """All tensors of a dtype are concatenated and split into `num_packs` packs."""
 
     num_packs: int
 
@@ -51,7 +51,7 @@ class NumPacks:
 
 @dataclass(frozen=True)
 class SmallGroups:
-    """Consecutive float32 tensors of at most `max_bytes` share a pack, `max_group` to a pack."""
+    """Consecutive float32 tensors of at most `max_bytes` share a pack, `max_group` per pack."""
 
     max_bytes: int
     max_group: int

@@ -160,9 +160,8 @@ class CrossDeviceOps:
 
     @property
     def wants_all_gradients(self) -> bool:
-        """Whether the gradients of a backward pass are to come in one batch, when it has ended.
-
-        Otherwise they come in packs, each as soon as all replicas have its gradients.
+        """Whether all gradients of a backward pass come in one batch, when it has ended. Otherwise
+        they come in packs, each as soon as all replicas have its gradients.
         """
         own = type(self).reduce_gradients_implementation
         return own is not CrossDeviceOps.reduce_gradients_implementation
@@ -194,18 +193,17 @@ class CrossDeviceOps:
 
     @property
     def is_tree_sum(self) -> bool:
-        """Whether it adds in the order of the tree, so that other code may add instead."""
+        """Whether it adds in the order of the tree, so that other code may do the sum instead."""
         return self.reads_values
 
     def close(self) -> None:
         """Releases what is kept for the next call, such as NCCL's communicators.
 
-        A strategy that is closed closes its operations; they can be used again. Here nothing is
-        kept.
+        Closing a strategy calls it. The operations can be used again. By default, nothing is kept.
         """
 
     def in_strategy(self) -> CrossDeviceOps:
-        """Returns the operations that a strategy calls when it is given these: itself.
+        """Returns the operations that a strategy calls instead of these; by default, itself.
 
         Operations whose methods have the arguments or results of an older version return an
         adapter.
@@ -241,7 +239,7 @@ class CrossDeviceOps:
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        """Does the work of `batch_reduce`: unless overridden, one `reduce` after the other.
+        """Does the work of `batch_reduce`. By default, it reduces one value after another.
 
         Args:
             reduce_op: How to combine the components of each value.
@@ -264,7 +262,8 @@ class CrossDeviceOps:
     ) -> list[Result]:
         """Reduces all gradients of a backward pass, if it is overridden.
 
-        Unless overridden it is not called: gradients are then reduced in packs, as other batches.
+        If it is not overridden, it is not called: gradients are reduced in packs, like other
+        batches.
 
         Args:
             reduce_op: How gradients become one.
@@ -278,7 +277,7 @@ class CrossDeviceOps:
         return self.batch_reduce_implementation(reduce_op, value_destination_pairs, options)
 
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        """Does the work of `broadcast`: unless overridden, a copy to each device.
+        """Does the work of `broadcast`. By default, it copies to each device.
 
         Args:
             tensor: What to copy.
@@ -299,7 +298,7 @@ class CrossDeviceOps:
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        """All-reduces tensors, one per replica, into themselves where that saves memory and time.
+        """All-reduces tensors in place, one per replica, if that saves memory and time.
 
         Args:
             reduce_op: How to combine them.
@@ -307,7 +306,7 @@ class CrossDeviceOps:
             devices: The device of each replica.
 
         Returns:
-            Whether it was done. If not, nothing was, and `batch_reduce` is the way.
+            Whether it was done. If not, nothing was changed: call `batch_reduce`.
         """
         return False
 
@@ -329,14 +328,14 @@ def check_ops(cross_device_ops: Any) -> None:
 
 
 def mirrored(tensors: tuple[Tensor, ...], destinations: Destinations) -> Result:
-    """Returns one tensor as it is, and several as a `Mirrored` on the destinations."""
+    """Returns a single tensor as it is, and several as a `Mirrored` on the destinations."""
     if len(tensors) == 1:
         return tensors[0]
     return Mirrored.placed(tensors, destinations.devices)
 
 
 def always_mirrored(result: Result, destinations: Destinations) -> Mirrored:
-    """Returns a result as a `Mirrored`, also where there is one destination."""
+    """Returns a result as a `Mirrored`, also for one destination."""
     if isinstance(result, Mirrored):
         return result
     return Mirrored.placed((result,), destinations.devices)

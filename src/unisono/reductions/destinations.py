@@ -1,4 +1,4 @@
-"""What may be a destination, and the devices it means."""
+"""Reads destinations as devices."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.values import DistributedValues
 
 
 class Destinations(NamedTuple):
-    """Where to reduce to. Implementations are given one, whatever the caller wrote.
+    """Where to reduce to, as implementations get it.
 
     Attributes:
         devices: The devices, in the order of the result's components.
@@ -23,15 +23,15 @@ class Destinations(NamedTuple):
     devices: tuple[Device, ...]
 
 
-# CPU devices by name: they are always there, and a batch names the same one again and again.
+# CPU devices by name. They always exist, and a batch names the same ones many times.
 _named: dict[str, Destinations] = {}
 
 
 def destinations_of(destinations: Any) -> Destinations:
     """Returns the devices that `destinations` means, in order.
 
-    A distributed value or variable means the devices of its components, a tensor the device it is
-    on (`cpu:0` for a CPU tensor, which cannot tell its replica), and a name itself.
+    A distributed value or variable means the devices of its components. A tensor means its device,
+    which is `cpu:0` for every CPU tensor. A name means itself.
     """
     if type(destinations) is str and destinations in _named:
         return _named[destinations]

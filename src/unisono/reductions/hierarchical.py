@@ -8,16 +8,15 @@ from unisono.reductions.all_reduce import AllReduce
 
 
 class HierarchicalCopyAllReduce(AllReduce):
-    """All-reduces in two levels, which sends little between groups of devices that are far apart.
+    """All-reduces in two levels, so that little is sent between distant groups of devices.
 
-    The groups follow the links of the machine where they are known (the two quads of a DGX-1) and
-    are two halves where not. Any number of devices is right, odd ones too. Successive packs take
-    successive devices as roots, so that all links are used: as many packs as devices is a good
-    number on several GPUs.
+    The groups follow the links of the machine, such as the two quads of a DGX-1. If the links are
+    unknown, there are two halves. Any number of devices works. Successive packs use successive
+    devices as roots, so on several GPUs, use one pack per device.
 
     Args:
-        num_packs: How many packs the values of a batch are cut into; 0 reduces each on its own.
-            Or a rule of `unisono.packing`.
+        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
+            `unisono.packing`.
     """
 
     def all_reduce_schedule(self, devices: tuple[Device, ...], turn: int) -> Schedule:

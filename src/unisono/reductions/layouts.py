@@ -1,4 +1,4 @@
-"""Which worker has which replicas, and what a worker brings to a sum over all of them."""
+"""Which worker has which replicas, and which terms a worker contributes to a sum."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unisono.options import ReduceOp
 
 
 def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
-    """Returns how many replicas each worker has if they are shared as evenly as possible.
+    """Returns how many replicas each worker has if they are split as evenly as possible.
 
     >>> dealt(8, 3), dealt(4, 4)
     ((3, 3, 2), (1, 1, 1, 1))
@@ -25,13 +25,13 @@ def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What each worker brings to a sum: its replicas, combined as far as the order of sums allows.
+    """What each worker contributes to a sum: its replicas, combined as far as the tree allows.
 
     Attributes:
         by_rank: The replicas of each term of each worker.
         rank: This worker.
         first: The first replica of this worker.
-        are_plain: Whether a communicator adds the terms up as they are. Otherwise each is a node
+        are_plain: Whether a communicator adds the terms as they are. Otherwise each term is a node
             of the tree of all replicas.
     """
 
@@ -42,7 +42,7 @@ class Terms:
 
     @functools.cached_property
     def own(self) -> list[slice]:
-        """The replicas of each term of this worker, counted from its first."""
+        """The replicas of each term of this worker, counted from its first replica."""
         return [slice(a - self.first, b - self.first) for a, b in self.by_rank[self.rank]]
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class ReplicaLayout:
 
     @functools.cached_property
     def terms(self) -> Terms:
-        """What workers bring to a sum that has the order of the whole library."""
+        """What workers contribute to a sum in the order of the tree."""
         together = plain_terms(self.ranges)
         if together is None:
             nodes = [tuple(nodes_of(own.start, own.stop, self.total)) for own in self.ranges]
@@ -124,6 +124,6 @@ class ReplicaLayout:
 
     @functools.cached_property
     def whole(self) -> Terms:
-        """What workers bring if each combines all of its replicas in its own way."""
+        """What workers contribute if each combines all of its replicas itself."""
         nodes = tuple((Node(own.start, own.stop),) for own in self.ranges)
         return Terms(nodes, self.rank, self.own.start, are_plain=True)

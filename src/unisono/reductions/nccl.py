@@ -23,19 +23,19 @@ class NcclAllReduce(AllReduce):
     """All-reduces through NCCL, for values on GPUs that are all different.
 
     NCCL adds in its own order, so results may differ in the last bit from the other
-    reductions. Where NCCL cannot run (values on the CPU, replicas that share a GPU, a torch
-    without NCCL, a dtype it does not know), the values meet on one device instead; the log says so
-    once. Its communicators are kept for each set of GPUs until `close`.
+    reductions. If NCCL cannot run (values on the CPU, replicas that share a GPU, torch without
+    NCCL, an unknown dtype), the values are reduced on one device instead. The log says so once. It
+    keeps its communicators for each set of GPUs until `close`.
 
     Args:
-        num_packs: How many packs the values of a batch are cut into; 0 reduces each on its own.
-            Or a rule of `unisono.packing`.
+        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
+            `unisono.packing`.
     """
 
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False
-        # By the GPUs; None where NCCL has failed to connect them.
+        # By GPUs; None if NCCL could not connect them.
         self._groups: dict[tuple[int, ...], NcclGroup | None] = {}
 
     def reduce_plain(
@@ -66,7 +66,7 @@ class NcclAllReduce(AllReduce):
                 group.close()
 
     def _group(self, gpus: tuple[int, ...]) -> NcclGroup | None:
-        """Returns the communicators of these GPUs, made once; None if NCCL cannot make them."""
+        """Returns the communicators of these GPUs, or None if NCCL cannot make them."""
         with self._lock:
             if gpus in self._groups:
                 return self._groups[gpus]

@@ -1,9 +1,8 @@
-"""NCCL between GPUs of one process: the communicators of a set of GPUs, made and destroyed.
+"""NCCL between GPUs of one process: makes and destroys the communicators of a set of GPUs.
 
-torch has `torch.cuda.nccl`, but keeps every communicator that it makes until the process ends. So
-NCCL is called through ctypes, a handful of functions of the library that torch has loaded. Bindings
-such as CuPy's or nccl4py would load a second NCCL and other CUDA libraries, whose streams and
-versions need not be torch's.
+`torch.cuda.nccl` keeps every communicator until the process ends. So this calls a few functions of
+the library that torch has loaded through ctypes. CuPy or nccl4py would load a second NCCL, and
+other CUDA libraries than torch's.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ _DTYPES = {
 }
 _OPS = {ReduceOp.SUM: 0, ReduceOp.MEAN: 0, ReduceOp.PROD: 1, ReduceOp.MAX: 2, ReduceOp.MIN: 3}
 
-# Two threads that start work on the same GPUs in another order would deadlock.
+# Two threads that start work on the same GPUs in different orders would deadlock.
 _launch_lock = threading.Lock()
 
 
@@ -91,7 +90,7 @@ class NcclGroup:
         self._end.atexit = False
 
     def all_reduce(self, op: ReduceOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-        """Combines contiguous tensors, one per GPU, on the current stream of each; no mean."""
+        """Combines contiguous tensors, one per GPU, on the current streams. It has no mean."""
         library = _library()
         with _launched_together():
             for given, output in zip(inputs, outputs, strict=True):

@@ -24,10 +24,10 @@ class ReductionToOneDevice(ScheduledOps):
 
     Args:
         reduce_to_device: The device to reduce on. None means the first destination.
-        accumulation_fn: Combines the list of the replicas' tensors, in replica order and all on
-            the device to reduce on, to one tensor. It must not change them. None adds them (or
-            takes the minimum, maximum or product). A mean divides what it returns by the number of
-            replicas. It is not used for sparse tensors, which are put end to end.
+        accumulation_fn: Combines a list of tensors, in replica order and all on the device to
+            reduce on, into one tensor. It must not change them. None adds them (or takes the
+            minimum, maximum or product). A mean divides its result by the number of replicas. It is
+            not used for sparse tensors, which are concatenated.
     """
 
     def __init__(

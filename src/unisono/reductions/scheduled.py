@@ -1,4 +1,4 @@
-"""Reductions that follow a schedule: what all of ours have in common."""
+"""The base of all built-in reductions: they follow a schedule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mi
 from unisono.reductions.destinations import Destinations
 from unisono.values import DistributedValues, Mirrored, as_tensor, concatenate, is_sparse
 
-# Stands in a list of results until the result is there.
+# A placeholder for a result that is not there yet.
 NOT_YET: Any = None
 
 
@@ -30,7 +30,7 @@ class Ends(NamedTuple):
 
 
 class Route(NamedTuple):
-    """A schedule worked out for devices: what to do, and where torch keeps each place."""
+    """A schedule planned for devices: what to do, and the torch device of each place."""
 
     plan: Plan
     places: tuple[torch.device, ...]
@@ -48,13 +48,13 @@ class ScheduledOps(CrossDeviceOps):
         self._lock = threading.Lock()
 
     def root(self, ends: Ends) -> Device:
-        """Returns the device on which sparse values, and values that go elsewhere, meet."""
+        """Returns the device that reduces sparse values, and values that go to other devices."""
         return ends.destinations[0]
 
     def schedule(self, ends: Ends, places: Sequence[Device], turn: int) -> Schedule:
         """Returns the schedule over `places`; with each turn another device may be the root.
 
-        Unless overridden, all values meet on the root.
+        By default, the root reduces all values.
         """
         return one_device(
             len(ends.sources),
@@ -80,7 +80,7 @@ class ScheduledOps(CrossDeviceOps):
         options: CommunicationOptions,
     ) -> list[Result]:
         if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
-            # A subclass has a way of its own to reduce one value, and means batches too.
+            # A subclass that reduces one value in its own way means batches too.
             return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
         results: list[Result] = [NOT_YET] * len(value_destination_pairs)
         for ends, indices in _by_ends(value_destination_pairs).items():
@@ -95,7 +95,7 @@ class ScheduledOps(CrossDeviceOps):
         return results
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
-        """Returns the route between `ends`, worked out once."""
+        """Returns the route between `ends`, which is cached."""
         key = ends, turn, this_machine()
         route = self._routes.get(key)
         if route is None:
@@ -125,7 +125,7 @@ class ScheduledOps(CrossDeviceOps):
         return ends.sources + tuple(d for d in others if d not in ends.sources)
 
     def cost(self, ends: Ends, link: Link, memory: Link) -> Line:
-        """Returns what the schedule costs, given copies over `link` and sums in `memory`."""
+        """Returns the cost of the schedule, with copies over `link` and sums in `memory`."""
         places = self._places(ends)
         memories = [this_machine().memory(place) for place in places]
         return schedule_line(self.schedule(ends, places, 0), memories, link, memory)
@@ -164,7 +164,7 @@ class ScheduledOps(CrossDeviceOps):
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...] | None]:
-        """Reduces what the native core takes unread; None stands for what must be read first."""
+        """Reduces the values that the native core supports, and returns None for the others."""
         plan = self.route(ends).plan
         if not plan.is_one_sum:
             return [None] * len(batch)
@@ -183,7 +183,7 @@ class ScheduledOps(CrossDeviceOps):
         ends: Ends,
         options: CommunicationOptions,
     ) -> list[tuple[Tensor, ...]]:
-        """Reduces dense tensors that go together, and returns one per destination of each."""
+        """Reduces dense tensors that fit together, and returns one tensor per destination."""
         route = self.route(ends)
         return run(route.plan, op, batch, route.places)
 
@@ -195,7 +195,7 @@ def _by_ends(pairs: Sequence[Pair]) -> dict[Ends, list[int]]:
     group: list[int] = []
     for index, (value, destinations) in enumerate(pairs):
         sources, targets = value.devices, destinations.devices
-        # Most pairs of a batch are alike, and have the very same tuples of devices.
+        # Most pairs of a batch have the same tuples of devices.
         if sources is not ends.sources or targets is not ends.destinations:
             ends = Ends(sources, targets)
             group = groups.setdefault(ends, [])

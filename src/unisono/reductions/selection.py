@@ -20,7 +20,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """What reduces, and in words why."""
+    """A reduction, and the reason in words."""
 
     ops: CrossDeviceOps
     reason: str
@@ -50,8 +50,8 @@ def choose_cross_device_ops(
 
     Args:
         devices: One per replica.
-        has_nccl: Whether there is NCCL; what this torch has if not given.
-        tuning: What the links were measured to cost; None if they were not.
+        has_nccl: Whether there is NCCL; by default, whether this torch has it.
+        tuning: The measured costs of the links, or None.
     """
     resolved = tuple(map(resolve, devices))
     choice = _by_kind(resolved, has_nccl)
@@ -66,14 +66,14 @@ def choose_cross_device_ops(
 def predicted_cost(
     ops: CrossDeviceOps, devices: tuple[Device, ...], tuning: Tuning | None
 ) -> Line | None:
-    """Returns what an all-reduce between devices costs; None where nothing says so."""
+    """Returns the cost of an all-reduce between devices, or None if it is not known."""
     if tuning is None or isinstance(ops, NcclAllReduce) or not isinstance(ops, ScheduledOps):
         return None
     return ops.cost(Ends(devices, devices), tuning.devices, tuning.memory)
 
 
 def _faster(devices: tuple[Device, ...], tuning: Tuning) -> Choice:
-    """Returns what takes less time by its schedule, for a pack of gradients."""
+    """Returns the reduction whose schedule takes less time for a pack of gradients."""
     candidates = (ReductionToOneDevice(), HierarchicalCopyAllReduce(num_packs=len(devices)))
     ends = Ends(devices, devices)
     costs = [ops.cost(ends, tuning.devices, tuning.memory) for ops in candidates]

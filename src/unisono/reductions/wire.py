@@ -1,9 +1,9 @@
 """Python objects as JSON and tensors, to be sent to other workers.
 
-Nothing that arrives can run code, as a pickle could. Known are plain values, lists, tuples, dicts,
-arrays, tensors, and records: named tuples, dataclasses, classes of attrs, enumerations, and
-subclasses of list and dict. The class of a record is looked up among the modules that are imported
-here, and none of its methods is called.
+Unlike a pickle, what arrives cannot run code. Supported are plain values, lists, tuples, dicts,
+arrays, tensors, and records: named tuples, dataclasses, attrs classes, enumerations, and subclasses
+of list and dict. The class of a record is looked up among the imported modules, and none of its
+methods is called.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _SEQUENCES: dict[str, Any] = {
 
 
 class Writer:
-    """Turns objects into what JSON knows, and collects their tensors.
+    """Turns objects into JSON values, and collects their tensors.
 
     Attributes:
         tensors: The tensors, in the order in which the text counts them.
@@ -38,7 +38,7 @@ class Writer:
         self.tensors: list[Tensor] = []
 
     def write(self, thing: Any) -> Any:
-        """Returns `thing` as JSON knows it."""
+        """Returns `thing` as a JSON value."""
         kind = type(thing)
         if kind in _PLAIN:
             return thing
@@ -74,7 +74,7 @@ class Writer:
     def _array(self, array: Any) -> Any:
         kind = "array" if isinstance(array, np.ndarray) else "scalar"
         if array.dtype.kind in "biufc":
-            # Bytes, because torch lacks some of the types.
+            # As bytes, because torch lacks some dtypes of NumPy.
             data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             content = self._tensor(torch.from_numpy(data.copy()))
         elif array.dtype.kind in "USO":
@@ -177,7 +177,7 @@ _READERS: dict[str, Callable[..., Any]] = {
 
 
 def _base(kind: type) -> Any:
-    """Returns what a record consists of beside its attributes; None if it is no record."""
+    """Returns the content of a record besides its attributes, or None if it is not a record."""
     if hasattr(kind, "__del__"):
         return None
     for base in (OrderedDict, dict, list):

@@ -1,4 +1,4 @@
-"""What the workers of a strategy tell each other beside reductions."""
+"""What the workers of a strategy exchange besides reductions."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from unisono.reductions.layouts import ReplicaLayout
 from unisono.reductions.wire import Reader, Writer
 from unisono.values import is_sparse
 
-# Small and rare, so it travels through the memory that every communicator takes.
+# Small and rare, so it goes through host memory, which every communicator supports.
 _HOST = torch.device("cpu")
 _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 
 
 class Workers:
-    """All workers, of which this is one. Alone it has nobody to tell anything.
+    """All workers of the job, including this one.
 
     Args:
         communicator: Connects the workers; the chief is its rank 0.
@@ -39,7 +39,7 @@ class Workers:
         """Returns which worker has which replicas, where this worker has `num_local`.
 
         Raises:
-            ReplicaMismatchError: If workers have different numbers, and this one another.
+            ReplicaMismatchError: If `num_local` is not the number of replicas of this worker.
         """
         if num_local not in self._layouts:
             rank, size = self.communicator.rank, self.communicator.size
@@ -75,7 +75,7 @@ class Workers:
                 tensor.detach().copy_(part.view(tensor.shape))
 
     def of_chief(self, tensor: Tensor) -> Tensor:
-        """Returns what the chief has where this worker has `tensor`."""
+        """Returns the chief's value of `tensor`."""
         if not self.are_many:
             return tensor
         if is_sparse(tensor):
@@ -89,21 +89,22 @@ class Workers:
         return copy
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
-        """Returns the tensors of all workers, whose shapes may differ, where this one's is."""
+        """Returns the tensors of all workers, on the device of this worker's. Shapes may differ."""
         if not self.are_many:
             return [tensor]
         gathered = self.communicator.all_gather(tensor.detach().to(_HOST))
         return [one.to(tensor.device) for one in gathered]
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> tuple[Tensor, int]:
-        """Puts the tensors of all replicas of all workers end to end along `axis`.
+        """Concatenates the tensors of all replicas of all workers along `axis`.
 
         Args:
-            tensors: Those of this worker's replicas, which may differ in length along `axis`.
-            axis: The dimension along which they are put together.
+            tensors: The tensors of this worker's replicas, which may differ in length along `axis`.
+            axis: The dimension along which to concatenate.
 
         Returns:
-            One tensor, where the first of `tensors` is, and where those of this worker begin in it.
+            One tensor, on the device of the first of `tensors`, and the index at which this
+            worker's part begins.
 
         Raises:
             ReplicaMismatchError: If they differ in anything else. All workers raise it.
@@ -120,7 +121,7 @@ class Workers:
     def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
         """Returns the lists of tensors of all workers, in host memory.
 
-        They may differ in their length, and tensors in their shape and dtype.
+        Lengths, shapes and dtypes may differ.
         """
         kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
         header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
@@ -132,7 +133,7 @@ class Workers:
         return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        """Returns the objects of all workers, of which `wire` knows the classes.
+        """Returns the objects of all workers, which `wire` must support.
 
         Raises:
             UnsupportedError: On all workers, if one has an object that cannot be sent.
@@ -162,7 +163,7 @@ def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:
     sizes = [
         math.prod(kind[1:]) * dtype.itemsize for kind, dtype in zip(kinds, dtypes, strict=True)
     ]
-    # Copied, because a tensor begins where its numbers may.
+    # Copied, for the alignment of the tensor.
     return [
         part.clone().view(dtype).view(kind[1:])
         for part, kind, dtype in zip(pack.split(sizes), kinds, dtypes, strict=True)

@@ -20,9 +20,9 @@ FORMAT = "unisono trace 1"
 
 
 def write(folder: Path, place: Place, clock: Clock, lanes: Iterable[Lane]) -> Path:
-    """Writes the file of this worker, all of it or nothing, and returns where it is."""
+    """Writes the file of this worker atomically, and returns its path."""
     lanes = list(lanes)
-    # First, as a thread that is about to end a span may add to what is kept.
+    # First, because a thread may still end a span and add an event.
     counts = [lane.count for lane in lanes]
     kept = [list(lane.events()) for lane in lanes]
     header = {
@@ -57,7 +57,7 @@ def check_folder(folder: Any) -> Path:
 
 
 def _clock_name(clock: Clock) -> str:
-    """Names a clock so that processes which read the same one give it the same name."""
+    """Returns a name for a clock, the same in all processes that read the same clock."""
     boot, offset = boot_id(), namespace("time")
     if clock is time.perf_counter_ns and boot and offset:
         return f"{boot} {offset}"

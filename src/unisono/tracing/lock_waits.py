@@ -1,8 +1,8 @@
 """How long the replicas of one run wait for Python's interpreter lock.
 
-No clock shows this wait, so it is what remains. At any time a thread runs on a core, or it
-is ready and waits for a core, or it is blocked: Linux counts the first two per thread. A replica
-that is blocked outside of meetings, collectives and reductions waits for the lock, as a rule.
+No clock shows this wait, so it is computed as a remainder. A thread runs on a core, is ready and
+waits for a core, or is blocked. Linux counts the first two per thread. A replica that is blocked
+outside of barriers, collectives and reductions usually waits for the lock.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class Reading(NamedTuple):
 
     @property
     def busy(self) -> int:
-        """The time in which it ran, or would have if there had been a core."""
+        """The time in which it ran, or was ready to run."""
         return self.running + self.queued
 
     @property
     def blocked(self) -> int:
-        """The rest, as far as it may have waited for the lock.
+        """The remaining time, as far as the thread may have waited for the lock.
 
         A thread that waits for the lock wakes up in every interval, to ask for it again.
         """
@@ -54,10 +54,10 @@ class Reading(NamedTuple):
 
 
 class _ThreadClock:
-    """What the current thread does, except while it is paused.
+    """Measures the current thread, except while paused.
 
     Args:
-        late: How long it has been ready and could not begin.
+        late: How long the thread was ready before it could begin.
     """
 
     def __init__(self, late: int) -> None:
@@ -103,7 +103,7 @@ class LockWaits:
             try:
                 clock = _ThreadClock(time.perf_counter_ns() - self._start)
             except OSError:
-                # The process may have no more files to open. That is no reason to fail.
+                # The process may have no file descriptors left, which must not fail a step.
                 return call()
             self._own.clock = clock
             try:
@@ -133,12 +133,12 @@ class LockWaits:
 def lock_share(readings: Sequence[Reading], wall: int) -> float:
     """Returns the part of a run that its replicas spent waiting for the lock, on average.
 
-    Rather too little than too much. Nobody waits for a lock that nobody has: only the time in which
-    another replica ran, or was queued for a core, counts. And where threads queue for cores, the
-    one that has the lock does so too, so that the others wait for a core.
+    The estimate is rather too low than too high. A replica waits for the lock only while another
+    holds it, so only time in which another replica ran or was queued for a core counts. If threads
+    queue for cores, so does the one that holds the lock, and the others really wait for a core.
 
     Args:
-        readings: One of each replica.
+        readings: One per replica.
         wall: How long the run took, in nanoseconds.
     """
     busy = sum(reading.busy for reading in readings)

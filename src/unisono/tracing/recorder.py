@@ -1,4 +1,4 @@
-"""Where events go while a trace is recorded: one lane per thread, so that no thread waits."""
+"""Collects events while a trace is recorded, in one lane per thread, so that no thread waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, TypeAlias
 
-# Nanoseconds from anywhere, which never go back.
+# A monotonic clock, in nanoseconds.
 Clock: TypeAlias = Callable[[], int]
 # Start, end, category, name and arguments of a span.
 RawEvent: TypeAlias = tuple[int, int, str, str, dict[str, Any]]
@@ -18,13 +18,13 @@ _EVENTS_PER_CHUNK = 1024
 class Lane:
     """The last events of one thread, or of several of one name that came one after another.
 
-    They lie end to end in plain lists: start, end, category, name, the number of arguments, their
-    names, their values. An object for each would make Python's garbage collector look at all of
-    them again and again, which takes longer than to record them.
+    Plain lists hold them: start, end, category, name, the number of arguments, their names, their
+    values. With one object per event, the garbage collector would scan all of them again and again,
+    which takes longer than recording.
 
     Args:
-        thread: Whose events they are.
-        max_events: How many are kept; they are dropped by the chunk.
+        thread: The thread of the events.
+        max_events: How many to keep. Old events are dropped in chunks.
     """
 
     def __init__(self, thread: threading.Thread, max_events: int) -> None:
@@ -32,14 +32,14 @@ class Lane:
         self.count = 0
         self._chunk_events = max(1, min(_EVENTS_PER_CHUNK, max_events // 2))
         self._chunk: list[Any] = []
-        # A list, which can be copied in one operation while its thread adds to it.
+        # A list can be copied in one operation while its thread adds to it.
         self._chunks = [self._chunk]
         self._max_chunks = max_events // self._chunk_events
 
     def add(
         self, start: int, end: int, category: str, name: str, arguments: dict[str, Any]
     ) -> None:
-        """Notes an event. In one instruction, as a replica may be stopped between any two."""
+        """Adds an event in one instruction, because a replica may be stopped between any two."""
         self._chunk.extend(
             (start, end, category, name, len(arguments), *arguments, *arguments.values())
         )
@@ -50,8 +50,8 @@ class Lane:
             del self._chunks[: -self._max_chunks]
 
     def events(self) -> Iterator[RawEvent]:
-        """Yields what is kept, in the order in which it ended."""
-        # Copies, each made in one operation: other threads may still be about to end a span.
+        """Yields the events, in the order in which they ended."""
+        # Copies, each made in one operation, because other threads may still end a span.
         for chunk in self._chunks.copy():
             items = iter(chunk.copy())
             for start in items:
@@ -67,11 +67,11 @@ class Lane:
 
 
 class Recorder:
-    """Takes events from all threads. None ever waits for another.
+    """Collects events of all threads. No thread waits for another.
 
     Args:
         clock: What tells the time.
-        max_events: How many events of each thread are kept; the oldest make room.
+        max_events: How many events to keep per thread. The oldest are dropped.
     """
 
     def __init__(self, clock: Clock, max_events: int) -> None:
@@ -82,7 +82,7 @@ class Recorder:
         self._lock = threading.Lock()
 
     def add(self, start: int, category: str, name: str, arguments: dict[str, Any]) -> None:
-        """Notes what has begun at `start` and ends now, on the thread that calls."""
+        """Adds an event of the calling thread that began at `start` and ends now."""
         end = self.clock()
         try:
             lane: Lane = self._own.lane
@@ -91,7 +91,7 @@ class Recorder:
         lane.add(start, end, category, name, arguments)
 
     def _lane(self, thread: threading.Thread) -> Lane:
-        """Returns a lane for a new thread: that of an ended one of its name, if there is one."""
+        """Returns a lane for a new thread, if possible that of an ended thread with its name."""
         lane = self._taken_over(thread)
         if lane is None:
             lane = Lane(thread, self._max_events)
@@ -99,7 +99,7 @@ class Recorder:
         return lane
 
     def _taken_over(self, thread: threading.Thread) -> Lane | None:
-        # Not waited for: a replica may be stopped at any instruction, this lock in its hands.
+        # Does not wait: a replica may have been stopped while it held this lock.
         if not self._lock.acquire(blocking=False):
             return None
         try:

@@ -1,4 +1,4 @@
-"""Recording a trace: for a block, or for the whole program."""
+"""Records a trace, of a block or of the whole program."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from unisono.tracing.recorder import Clock, Recorder
 if TYPE_CHECKING:
     from unisono_tools.traces import Summary, WorkerTrace
 
-# Of each thread: some 10,000 steps, and 40 MB.
+# Per thread: about 10,000 steps, and 40 MB.
 MAX_EVENTS = 100_000
 
 
@@ -36,17 +36,17 @@ class Trace:
         self.folder = check_folder(folder)
 
     def workers(self) -> list[WorkerTrace]:
-        """Returns what each worker has written so far, on one clock."""
+        """Returns the events of each worker so far, on one clock."""
         aligned: list[WorkerTrace] = analysis().align(analysis().read_folder(self.folder))
         return aligned
 
     def summary(self) -> Summary:
-        """Returns where the steps went, and who was waited for."""
+        """Returns where the time of the steps went, and which replica the others waited for."""
         summary: Summary = analysis().summarise(self.workers())
         return summary
 
     def timeline(self) -> dict[str, Any]:
-        """Returns a timeline that Perfetto and chrome://tracing open, once written as JSON."""
+        """Returns a timeline. Perfetto and chrome://tracing open it when it is written as JSON."""
         timeline: dict[str, Any] = analysis().timeline(self.workers())
         return timeline
 
@@ -67,15 +67,15 @@ def record(
 ) -> Iterator[Trace]:
     """Records what all threads of this worker do within the block, also if it fails.
 
-    At its end the worker writes `folder/worker-RANK.jsonl`; all workers may have one folder.
+    At the end, the worker writes `folder/worker-RANK.jsonl`. All workers can use the same folder.
 
     Args:
-        folder: Where the file goes; made if it is not there.
-        max_events: How many events of each thread are kept. The oldest make room, and are counted.
-        clock: What tells the time, in nanoseconds. That of other workers may be another.
+        folder: Where to write the file. It is created if it does not exist.
+        max_events: How many events to keep per thread. The oldest are dropped, and counted.
+        clock: A function that returns the time in nanoseconds. Other workers may use another clock.
 
     Yields:
-        The trace, to be read when the block has ended.
+        The trace. Read it after the block.
 
     Raises:
         UnsupportedError: If `max_events` is less than 1.
@@ -84,7 +84,7 @@ def record(
     check_int("max_events", max_events, least=1)
     check_callable("clock", clock)
     trace = Trace(folder)
-    # Now, because it is the wrong moment to fail when the training has ended.
+    # Now, because failing after the training would be too late.
     try:
         trace.folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -113,7 +113,7 @@ def record_if_asked() -> None:
 
     def end() -> None:
         spans.stop()
-        # A launcher has nothing to tell, and neither has a forked child.
+        # Launchers and forked children do not record.
         if recorder.lanes and os.getpid() == process:
             write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
 

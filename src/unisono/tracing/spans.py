@@ -2,7 +2,7 @@
 
     with span("copy", "fill pack", tensors=gradients, pack=3):
 
-It takes a quarter of a microsecond while nobody records, and one while somebody does.
+It takes a quarter of a microsecond, and one microsecond while a trace is recorded.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _Recorded(Span):
 
 
 class _Within(Span):
-    """A block that lies in another context, beside what else it is."""
+    """A block inside another context manager."""
 
     __slots__ = ("_inner", "_outer")
 
@@ -88,7 +88,7 @@ class _Within(Span):
 
 
 class Place(NamedTuple):
-    """Which worker this process is, of how many."""
+    """The rank of this worker, and the number of workers."""
 
     rank: int
     size: int
@@ -97,7 +97,7 @@ class Place(NamedTuple):
 _NOTHING = Span()
 _recorder: Recorder | None = None
 _waits: LockWaits | None = None
-# What a replica does outside of Python, where it may be blocked by something else than the lock.
+# What a replica does outside of Python, where something other than the lock may block it.
 _OUTSIDE_PYTHON = frozenset(("wait", "collective", "reduce", "copy", "input"))
 _lock = threading.Lock()
 _place = Place(0, 1)
@@ -106,14 +106,15 @@ _place = Place(0, 1)
 def span(
     category: str, name: str, tensors: Iterable[Tensor] | None = None, **arguments: Any
 ) -> Span:
-    """Returns what records a `with` block, if somebody records or profiles.
+    """Returns a context manager that records its block, if a trace or a profiler is active.
 
     Args:
         category: step, replica, merge, wait, reduce, copy, collective or input; compute for blocks
             of a program's own.
         name: What is done.
-        tensors: What is moved, of which the bytes are noted; a generator costs nothing when off.
-        arguments: What else there is to know; nothing that should not be kept alive.
+        tensors: The tensors that are moved, whose bytes are counted. A generator costs nothing if
+            nothing records.
+        arguments: Further information. The trace keeps these objects alive.
     """
     recorder, waits = _recorder, _waits
     made = _NOTHING
@@ -129,7 +130,7 @@ def span(
 
 
 def join_workers(rank: int, size: int) -> None:
-    """Says that this process is worker `rank` of `size`, for the name of its file."""
+    """Sets that this process is worker `rank` of `size`, for the name of its file."""
     global _place
     _place = Place(rank, size)
 
@@ -141,7 +142,7 @@ def place() -> Place:
 
 @contextmanager
 def metered(waits: LockWaits) -> Iterator[bool]:
-    """Pauses `waits` in every span outside of Python; yields False if another run is measured."""
+    """Pauses `waits` in every span outside of Python. Yields False if another run is measured."""
     global _waits
     with _lock:
         is_mine = _waits is None
@@ -162,7 +163,7 @@ def is_recording() -> bool:
 
 
 def start(recorder: Recorder) -> None:
-    """Gives every event to `recorder` from now on."""
+    """Sends every event to `recorder` from now on."""
     global _recorder
     with _lock:
         if _recorder is None:
@@ -175,6 +176,6 @@ def start(recorder: Recorder) -> None:
 
 
 def stop() -> None:
-    """Records no more."""
+    """Stops recording."""
     global _recorder
     _recorder = None

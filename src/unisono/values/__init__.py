@@ -1,4 +1,4 @@
-"""What replicas hold."""
+"""Values with one component per replica."""
 
 from unisono.values.counting import factors_of, weighed, weighed_tensor
 from unisono.values.distributed import DistributedValues, Mirrored, PerReplica

@@ -1,8 +1,7 @@
-"""What the value of each replica counts for when values are combined.
+"""How much each replica's value counts when values are combined.
 
-A mean weighs each replica by its samples, so that the mean of means is the mean over all samples. A
-replica without samples runs with a sample that is not its own, and counts nothing: it gives the
-neutral element of the operation.
+A mean weights each replica by its number of samples, so the mean of means is the mean over all
+samples. A replica without samples counts nothing: it contributes the neutral element.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from unisono.values.tensors import as_tensor
 
 
 def factors_of(op: ReduceOp, counts: Sequence[int]) -> tuple[float, ...]:
-    """Returns what the value of each replica is multiplied by; 0 stands for the neutral element.
+    """Returns the factor of each replica's value; 0 means the neutral element.
 
     >>> factors_of(ReduceOp.MEAN, (2, 1, 1)), factors_of(ReduceOp.SUM, (2, 1, 0))
     ((1.5, 0.75, 0.75), (1.0, 1.0, 0.0))
@@ -33,7 +32,7 @@ def factors_of(op: ReduceOp, counts: Sequence[int]) -> tuple[float, ...]:
 
 
 def weighed(op: ReduceOp, components: Sequence[Any], factors: Sequence[float]) -> tuple[Any, ...]:
-    """Returns the components as they enter a reduction in which they count for their factors."""
+    """Returns the components multiplied by their factors."""
     tensors = [as_tensor(component) for component in components]
     if op is ReduceOp.MEAN:
         tensors = [tensor.to(result_dtype(op, tensor.dtype)) for tensor in tensors]
@@ -44,7 +43,7 @@ def weighed(op: ReduceOp, components: Sequence[Any], factors: Sequence[float]) -
 
 
 def weighed_tensor(op: ReduceOp, tensor: Tensor, factor: float) -> Tensor:
-    """Returns `tensor` times `factor`; times 0, what changes no result, whatever `tensor` holds."""
+    """Returns `tensor` times `factor`; for a factor of 0, the neutral element."""
     if factor:
         return tensor * factor
     if op in (ReduceOp.SUM, ReduceOp.MEAN):

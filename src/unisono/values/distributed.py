@@ -20,10 +20,9 @@ class DistributedValues:
     """One component per replica, by replica id.
 
     Args:
-        values: The components. Anything may be a component; only tensors, and what can be read as
-            a tensor, can be reduced.
-        devices: Where they live, one device a component. Without it a CUDA tensor's own device
-            counts, and the i-th other component sits on `cpu:i`.
+        values: The components, of any type. Only those that can be read as a tensor can be reduced.
+        devices: One device per component. By default, the device of a CUDA tensor, and `cpu:i` for
+            any other component.
     """
 
     __slots__ = ("_devices", "_values")
@@ -36,7 +35,7 @@ class DistributedValues:
 
     @classmethod
     def placed(cls, values: tuple[Any, ...], devices: tuple[Device, ...]) -> Self:
-        """Makes a value from components that are known to be on `devices`, without a check."""
+        """Makes a value of components that are known to be on `devices`, without checking."""
         value = cls.__new__(cls)
         value._values = values
         value._devices = devices
@@ -55,7 +54,7 @@ class DistributedValues:
         return self._devices
 
     def select(self, replica_id: int) -> Any:
-        """Returns what code on a replica sees of this value: its component.
+        """Returns the component of a replica.
 
         Args:
             replica_id: The number of the replica on this worker.
@@ -86,8 +85,8 @@ class DistributedValues:
 class PerReplica(TensorLike, DistributedValues):
     """Values that may differ from replica to replica, such as a loss or a gradient.
 
-    Inside `run`, it can be used as one tensor: each replica sees its own component. Elsewhere it
-    is not one tensor, so its use as one is an `UnsupportedError`.
+    Inside `run`, it can be used as one tensor: each replica sees its own component. Outside `run`,
+    using it as one tensor raises an `UnsupportedError`.
 
     Args:
         values: See `DistributedValues`.
@@ -123,10 +122,10 @@ class PerReplica(TensorLike, DistributedValues):
         return value
 
     def value(self) -> Any:
-        """Returns the component of the replica that the running code is on.
+        """Returns the component of the current replica.
 
         Raises:
-            UnsupportedError: If it is on none.
+            UnsupportedError: If called outside `run`.
         """
         replica_id = replica_seen()
         if replica_id is None:
@@ -149,7 +148,8 @@ class PerReplica(TensorLike, DistributedValues):
 class Mirrored(TensorLike, DistributedValues):
     """Values that are the same on every replica, such as a reduced gradient.
 
-    It can be used as one tensor: code on a replica sees its own component, other code the first.
+    It can be used as one tensor. A replica sees its own component; code outside `run` sees the
+    first.
 
     Args:
         values: See `DistributedValues`.

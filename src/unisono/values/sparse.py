@@ -1,4 +1,4 @@
-"""Sparse COO tensors of several replicas: put end to end, never added up."""
+"""Sparse COO tensors of several replicas: concatenated, never added up."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def is_sparse(tensor: Tensor) -> bool:
 def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     """Returns the sum or mean of sparse tensors that are in one memory.
 
-    Indices and values are put end to end in replica order and duplicates are kept, so the result
-    is not coalesced; made dense, it equals the dense reduction. A mean divides the values.
+    Indices and values are concatenated in replica order, with duplicates, so the result is not
+    coalesced. Made dense, it equals the dense reduction.
     """
     check_sparse_op(op)
     sparse_dims = [tensor.sparse_dim() for tensor in tensors]
@@ -50,15 +50,15 @@ def check_sparse_op(op: ReduceOp) -> None:
 
 
 def with_parts(like: Tensor, indices: Tensor, values: Tensor, *, is_coalesced: bool) -> Tensor:
-    """Returns a sparse tensor of the shape of `like` with valid indices and their values."""
+    """Returns a sparse tensor with the shape of `like`, from valid indices and values."""
     return sparse_of(like.sparse_dim(), like.shape, indices, values, is_coalesced=is_coalesced)
 
 
 def sparse_of(
     sparse_dim: int, shape: torch.Size, indices: Tensor, values: Tensor, *, is_coalesced: bool
 ) -> Tensor:
-    """Returns a sparse tensor with valid indices and their values."""
-    # The parts are valid, so this needs no check; the public function warns that it makes none.
+    """Returns a sparse tensor from valid indices and values."""
+    # The public function would check, or warn that it does not.
     make: Any = torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors
     made: Tensor = make(
         sparse_dim,

@@ -1,7 +1,7 @@
-"""Nested values: taken apart into leaves, and put together again.
+"""Takes nested values apart into leaves, and puts them together again.
 
-Opened are lists, tuples, named tuples, mappings, dataclasses, classes of attrs, and what is
-registered with torch's pytree. Everything else is a leaf, and so is a distributed value.
+Containers are lists, tuples, named tuples, mappings, dataclasses, attrs classes, and types
+registered with torch's pytree. Everything else is a leaf, including distributed values.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.torch_private import pytree
 from unisono.values.distributed import DistributedValues, PerReplica
 
-# What is surely no structure.
+# Types that are never containers.
 _LEAVES = frozenset([Tensor, nn.Parameter, type(None), bool, int, float, str])
-# Registered with torch's pytree, too, but opened here, where leaves get a name.
+# Also registered with torch's pytree, but opened here, which names the leaves.
 _PLAIN = frozenset([list, tuple, dict, OrderedDict, defaultdict])
 
 IsLeaf: TypeAlias = Callable[[Any, int], bool]
 
 
 class Opened(NamedTuple):
-    """A container: what its children are called, the children, and how to make one like it."""
+    """A container: the names of its children, the children, and how to make one like it."""
 
     names: tuple[str, ...]
     children: Sequence[Any]
@@ -37,7 +37,7 @@ class Opened(NamedTuple):
 
 
 def opened(value: Any) -> Opened | None:
-    """Opens one container; None if `value` is a leaf."""
+    """Opens one container. Returns None if `value` is a leaf."""
     kind: Any = type(value)
     if kind in _LEAVES or isinstance(value, (DistributedValues, Tensor, nn.Module, type)):
         return None
@@ -98,7 +98,7 @@ def _record_like(value: Any, fields: Sequence[str], items: list[Any]) -> Any:
         if isinstance(getattr(type(value), name, None), functools.cached_property):
             del clone.__dict__[name]
     for name, item in zip(fields, items, strict=True):
-        # A frozen dataclass lets nothing else write to it.
+        # The only way to write to a frozen dataclass.
         object.__setattr__(clone, name, item)
     return clone
 
@@ -108,7 +108,7 @@ class Tree:
     """A structure without its leaves. Structures of the same containers and names are equal.
 
     Attributes:
-        paths: What each leaf is called, such as `['image']` or `[0].x`.
+        paths: The name of each leaf, such as `['image']` or `[0].x`.
     """
 
     paths: tuple[str, ...]
@@ -120,7 +120,7 @@ class Tree:
         return leaves[0] if self._root is None else self._root.build(iter(leaves))
 
     def leaves_of(self, structure: Any) -> list[Any]:
-        """Returns the leaves of a structure like this one, which is opened no further."""
+        """Returns the parts of a structure at the places of these leaves."""
         return [structure] if self._root is None else self._root.leaves_of(structure)
 
 
@@ -141,11 +141,11 @@ class _Node(NamedTuple):
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:
-    """Returns what `structure` is made of, and its leaves in order.
+    """Returns the tree of `structure`, and its leaves in order.
 
     Args:
         structure: The structure.
-        is_leaf: Says of a container, and how deep it lies, whether it is left whole.
+        is_leaf: Called with a container and its depth; returns whether to treat it as a leaf.
     """
     visitor = _Visitor(is_leaf)
     try:
@@ -156,7 +156,7 @@ def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, lis
 
 
 class _Visitor:
-    """Goes through a structure. A function that calls itself would become garbage afterwards."""
+    """Walks through a structure. A recursive closure would leave a reference cycle."""
 
     def __init__(self, is_leaf: IsLeaf | None) -> None:
         self._is_leaf = is_leaf
@@ -166,7 +166,7 @@ class _Visitor:
 
     def visit(self, value: Any, path: str, above: tuple[int, ...]) -> _Node | None:
         container = None
-        # What contains itself cannot be opened to the end.
+        # A container that contains itself has no end.
         is_leaf = self._is_leaf
         if id(value) not in above and (is_leaf is None or not is_leaf(value, len(above))):
             container = opened(value)
@@ -195,7 +195,8 @@ def regroup(
 ) -> Any:
     """Makes one structure of `PerReplica` values from the structures of the replicas.
 
-    What is the same object on every replica stays as it is, so a single replica is never wrapped.
+    An object that all replicas share stays as it is, so a single replica's values are never
+    wrapped.
 
     Args:
         structures: One per replica.
@@ -217,7 +218,7 @@ def regroup(
 
 
 class _OtherStructure(Exception):
-    """Two replicas have not returned the same structure."""
+    """Two replicas returned different structures."""
 
 
 def _regroup(
@@ -246,9 +247,9 @@ def _regroup(
 def select_replica(replica_id: int, structure: Any) -> Any:
     """Replaces every distributed value in `structure` by its component of one replica.
 
-    A mapping or dataclass without a distributed value in it is the same object on every replica.
+    A mapping or dataclass without a distributed value stays the same object.
     """
-    # A step is given tensors in tuples and dicts, which need not be opened for it.
+    # The common case: tensors, which need no opening.
     kind = type(structure)
     if isinstance(structure, DistributedValues):
         return structure.select(replica_id)
@@ -276,7 +277,7 @@ def map_leaves(fn: Callable[[Any], Any], structure: Any) -> Any:
 
 
 def flatten(structure: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
-    """Returns the leaves of `structure`, and a function that puts others in their place."""
+    """Returns the leaves of `structure`, and a function that rebuilds it with other leaves."""
     tree, leaves = take_apart(structure)
     return leaves, tree.build
 
@@ -295,7 +296,7 @@ def _spelled(structure: Any) -> str:
 
 
 def tensors_of(structure: Any) -> list[Tensor]:
-    """Returns all tensors in a structure, those of distributed values too."""
+    """Returns all tensors in a structure, including those of distributed values."""
     found: list[Tensor] = []
     for leaf in _all(structure):
         if isinstance(leaf, DistributedValues):

@@ -1,7 +1,7 @@
-"""What stands for a tensor without being one: torch functions and operators use its value.
+"""Objects that can be used as a tensor: torch functions and operators use their value.
 
-Code on a replica sees the replica's own component of a distributed value. Which replica that is,
-the contexts know, which are built on values; so they say here how to ask.
+A replica sees its own component of a distributed value. `contexts`, a higher layer, knows the
+current replica and registers a callback here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.errors import UnsupportedAttributeError, UnsupportedError
 from unisono.torch_private import pytree
 
-# Methods that are about the tensor itself, and not about its value.
+# Methods that concern the tensor itself, not its value.
 _OF_THE_LEAF = frozenset(
     ["data_ptr", "register_hook", "register_post_accumulate_grad_hook", "retain_grad"]
 )
@@ -24,14 +24,14 @@ _ask: list[Callable[[], int | None]] = [lambda: None]
 
 
 def set_replica_seen(ask: Callable[[], int | None]) -> None:
-    """Says how to ask for the replica whose components the running code sees, if it is on one."""
+    """Registers the function that returns the current replica, or None."""
     _ask[:] = [ask]
 
 
 def replica_seen() -> int | None:
-    """Returns the replica whose components the running code sees; None if it sees no certain one.
+    """Returns the replica whose components the running code sees, or None.
 
-    It is the replica that runs the code, or the one that `StrategyExtended.update` updates.
+    That is the current replica, or the one that `StrategyExtended.update` updates.
     """
     return _ask[0]()
 
@@ -57,7 +57,7 @@ def _both(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...
 
 
 class TorchArgument:
-    """Can be given to torch functions, which work on what the running code sees of it."""
+    """Can be passed to torch functions, which use what the running code sees of it."""
 
     __slots__ = ()
 
@@ -66,11 +66,11 @@ class TorchArgument:
         raise NotImplementedError
 
     def seen(self) -> Any:
-        """Returns what torch functions work on; other than `value`, it may be written to later."""
+        """Returns what torch functions use. Unlike `value`, it may change later."""
         return self.value()
 
     def apart(self, result: Any) -> Any:
-        """Returns the result of a torch function, as it is now even if this is written to later."""
+        """Returns the result of a torch function, without memory that may change later."""
         return result
 
     def _refuse_change(self, what: str) -> Any:
@@ -82,7 +82,7 @@ class TorchArgument:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets torch functions work on what the running code sees of their arguments."""
+        """Lets torch functions use what the running code sees of their arguments."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
         written = [kwargs.get("out")]
         if name.endswith("_") and not name.endswith("__"):
@@ -110,17 +110,17 @@ def _is_ours(leaf: Any) -> bool:
 
 
 class TensorLike(TorchArgument):
-    """Has the operators, methods and attributes of a tensor, but is not changed in place."""
+    """Has the operators, methods and attributes of a tensor, but cannot be changed in place."""
 
     __slots__ = ()
 
     def numpy(self) -> Any:
-        """Returns a NumPy array, a copy, of what the running code sees."""
+        """Returns a copy of what the running code sees, as a NumPy array."""
         seen = self.seen()
         return seen.detach().cpu().numpy().copy() if isinstance(seen, Tensor) else np.array(seen)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods and attributes of tensors, but for what would change one component only."""
+        """Methods and attributes of tensors, except those that would change only one component."""
         if name.startswith("_") or name.endswith("_") or name == "data":
             raise self._missing(name)
         try:
@@ -133,7 +133,7 @@ class TensorLike(TorchArgument):
         return self.apart(attribute)
 
     def _missing(self, name: str) -> AttributeError:
-        """Returns the error for an attribute that a tensor may have, but this does not."""
+        """Returns the error for an attribute that this value does not have."""
         text = f"A {type(self).__name__} has no attribute {name!r}"
         if name.startswith("_") or not hasattr(Tensor, name):
             return AttributeError(f"{text}.")

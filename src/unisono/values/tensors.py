@@ -1,4 +1,4 @@
-"""Taking in whatever can be read as a tensor, without a copy where that is possible."""
+"""Reads anything that can be a tensor, without a copy where possible."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from unisono.values.tensor_like import TorchArgument
 def as_tensor(value: Any) -> Tensor:
     """Reads a tensor, an array with `__dlpack__` or `__array__`, a number, or a list of numbers.
 
-    Arrays are shared, not copied, where torch can view their memory. Of a distributed value it is
-    the component that the running code sees.
+    Arrays are shared, not copied, if torch can view their memory. For a distributed value, it
+    returns the component that the running code sees.
     """
     if isinstance(value, Tensor):
         return value
@@ -38,7 +38,7 @@ def as_tensor(value: Any) -> Tensor:
 
 
 def _viewable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Copies what torch cannot view, or must not: read-only, odd strides, foreign byte order."""
+    """Copies an array that torch cannot view: read-only, odd strides, foreign byte order."""
     if not array.dtype.isnative:
         return array.astype(array.dtype.newbyteorder("="))
     is_odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)

@@ -144,7 +144,7 @@ class MirroredMetric(NamedTuple):
         own = clone.__dict__
         for name, value in self.fixed.items():
             if own[name] is not value:
-                self._refuse(f"keeps {name!r} between updates, which is none of its states")
+                self._refuse(f"keeps {name!r} between updates, which is not one of its states")
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 

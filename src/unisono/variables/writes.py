@@ -102,7 +102,7 @@ def change_of_rows(
 
 
 def combine_factors(change: Tensor) -> Tensor:
-    """Returns a sparse change with one entry a row: the product of all entries of that row."""
+    """Returns a sparse change with one entry per row: the product of all entries of that row."""
     rows, places = change._indices()[0].unique(return_inverse=True)
     values = change._values()
     if len(rows) < len(places):

@@ -1,7 +1,7 @@
 """The command line: one subcommand per file.
 
-A shell starts the command at every press of TAB. So the modules of this package import click and
-each other; a command imports torch, and with it Unisono, only when it runs.
+A shell starts the command at every press of TAB. So the modules of this package import only click,
+each other and `unisono`, which loads nothing; a command imports torch only when it runs.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+import unisono
 from unisono_tools.cli.bench import bench
 from unisono_tools.cli.completion import completion
 from unisono_tools.cli.demo import demo
@@ -38,7 +39,7 @@ class _Commands(click.Group):
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
-@click.version_option(package_name="unisono")
+@click.version_option(unisono.__version__)
 def main() -> None:
     """Synchronous data-parallel training for PyTorch."""
 

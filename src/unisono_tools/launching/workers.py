@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import secrets
 import signal
@@ -31,6 +32,8 @@ from unisono_tools.launching.local_tasks import LocalTask, local_tasks
 from unisono_tools.launching.worker_output import WorkerOutput
 
 _LAST_LINES = 20
+# It logs each worker that ends, which `_report` says in fewer words.
+_LOG_OF_ENDS = "torch.distributed.elastic.multiprocessing.api"
 
 
 class Job(NamedTuple):
@@ -145,6 +148,8 @@ def _run(
         # An agent that comes later, or comes back, would wait for an address that the others do
         # not tell again.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    if "TORCH_LOGS" not in os.environ:
+        logging.getLogger(_LOG_OF_ENDS).setLevel(logging.CRITICAL)
     names = [task.name for task in tasks]
     with (
         _ctrl_c_heard_while_waiting_for_hosts(),

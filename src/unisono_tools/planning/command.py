@@ -19,10 +19,10 @@ from unisono.costs import (
     line_of,
     read_tuning,
     running,
-    seconds_of,
 )
 from unisono.errors import UnisonoError
 from unisono_tools.planning.constants import Constants, constants_of
+from unisono_tools.planning.model import Model
 from unisono_tools.planning.predictions import crossovers, curves, predictions, sizes_up_to
 from unisono_tools.tables import LINK_NAMES, show_table, spell_bytes, spell_rate, spell_seconds
 from unisono_tools.tuning.command import Extent, measure_here, num_measurements, with_progress
@@ -59,8 +59,8 @@ def show_plan(
         here = current_tuning()
         tuning = here if file is None else read_tuning(file)
         constants = constants_of(given, tuning)
-        cluster = Cluster(num_hosts, gpus, *constants[:3])
-        result = _result(cluster, constants, model_bytes)
+        model = Model(Cluster(num_hosts, gpus, *constants[:3]), constants.runs)
+        result = _result(model, constants, model_bytes)
         if measure and here is None:
             raise click.UsageError("This machine was not tuned yet: run `unisono tune` first.")
         if here is not None and measure is not False:
@@ -70,15 +70,16 @@ def show_plan(
     if picture is not None:
         from unisono_tools.planning.picture import draw
 
-        draw(cluster, model_bytes, picture)
+        draw(model, model_bytes, picture)
     if as_json:
         click.echo(json.dumps(result, indent=1))
     else:
-        _show(cluster, constants, result)
+        _show(model, constants, result)
 
 
-def _result(cluster: Cluster, constants: Constants, model_bytes: float) -> dict[str, Any]:
+def _result(model: Model, constants: Constants, model_bytes: float) -> dict[str, Any]:
     sizes = sizes_up_to(model_bytes)
+    cluster, run = model.cluster, model.run
     return {
         "hosts": cluster.num_hosts,
         "gpus": cluster.ranks_per_host,
@@ -89,18 +90,19 @@ def _result(cluster: Cluster, constants: Constants, model_bytes: float) -> dict[
             "memory_rate": cluster.memory_rate,
             "sources": constants.sources,
         },
-        "algorithms": [row._asdict() for row in predictions(cluster, model_bytes)],
-        "crossovers": [row._asdict() for row in crossovers(curves(cluster, sizes), sizes)],
-        "unisono": _own(cluster, model_bytes),
+        "corrected_by": None if run is None else {"hosts": run[0], "gpus": run[1]},
+        "algorithms": [row._asdict() for row in predictions(model, model_bytes)],
+        "crossovers": [row._asdict() for row in crossovers(curves(model, sizes), sizes)],
+        "unisono": _own(model, model_bytes),
     }
 
 
-def _own(cluster: Cluster, model_bytes: float) -> dict[str, Any]:
+def _own(model: Model, model_bytes: float) -> dict[str, Any]:
     """What Unisono itself runs there, in packs of which size, and how long one pack takes."""
-    _, phases = running(cluster, BYTES_PER_PACK)
-    packs = best_bytes_per_pack(line_of(phases, cluster), int(model_bytes))
-    name, phases = running(cluster, packs)
-    seconds = seconds_of(phases, cluster, packs)
+    _, phases = running(model.cluster, BYTES_PER_PACK)
+    packs = best_bytes_per_pack(line_of(phases, model.cluster), int(model_bytes))
+    name, phases = running(model.cluster, packs)
+    seconds = model.seconds(phases, packs)
     return {"algorithm": name, "bytes_per_pack": packs, "seconds_per_pack": seconds}
 
 
@@ -111,9 +113,16 @@ def _compared(tuning: Tuning) -> list[dict[str, Any]]:
     for one in measured:
         link: Link | None = getattr(tuning, one.link)
         if link is not None:
-            predicted = predicted_seconds(one, link, tuning.sum_rate)
-            rows.append(_comparison(one, predicted))
+            rows.append(_comparison(one, _predicted(one, link, tuning)))
     return sorted(rows, key=lambda row: list(LINK_NAMES).index(row["link"]))
+
+
+def _predicted(one: Measured, link: Link, tuning: Tuning) -> float:
+    if one.link != "inside":
+        return predicted_seconds(one, link, tuning.sum_rate)
+    # That is all that Unisono runs on one host.
+    model = Model(Cluster(1, one.num_ranks, link, link, tuning.sum_rate), tuning.runs)
+    return model.seconds(running(model.cluster, one.num_bytes)[1], one.num_bytes)
 
 
 def _comparison(one: Measured, predicted: float) -> dict[str, Any]:
@@ -121,8 +130,8 @@ def _comparison(one: Measured, predicted: float) -> dict[str, Any]:
     return {**one._asdict(), "predicted_seconds": predicted, "error_percent": 100 * error}
 
 
-def _show(cluster: Cluster, constants: Constants, result: dict[str, Any]) -> None:
-    said = constants.sources
+def _show(model: Model, constants: Constants, result: dict[str, Any]) -> None:
+    said, cluster = constants.sources, model.cluster
     for what, link, prefix in (
         ("inside a host", cluster.inside, "inside_"),
         ("between hosts", cluster.between, ""),
@@ -131,7 +140,11 @@ def _show(cluster: Cluster, constants: Constants, result: dict[str, Any]) -> Non
             f"{what}: {spell_seconds(link.latency)} ({said[prefix + 'latency']}), "
             f"{spell_rate(link.bandwidth)} ({said[prefix + 'bandwidth']})"
         )
-    click.echo(f"sums: {spell_rate(cluster.memory_rate)} ({said['memory_rate']})\n")
+    click.echo(f"sums: {spell_rate(cluster.memory_rate)} ({said['memory_rate']})")
+    if model.run is not None:
+        shape = f"{model.run.num_hosts} x {model.run.ranks_per_host}"
+        click.echo(f"corrected by all-reduces that were measured on {shape} ranks")
+    click.echo()
     size = spell_bytes(result["model_bytes"])
     click.echo(f"All-reduce of {size} on {cluster.num_hosts} x {cluster.ranks_per_host} ranks:")
     show_table(

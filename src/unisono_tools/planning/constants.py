@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from unisono.costs import Link, Tuning
+from unisono.costs import Link, Run, Tuning
 
 # A cluster of today: GPUs with fast links in a host, 400 Gbit/s between hosts.
 _INSIDE = Link(5e-6, 200e9)
@@ -20,12 +20,14 @@ class Constants(NamedTuple):
         between: The link of a host.
         memory_rate: Bytes per second that a sum reads and writes.
         sources: In words where each is from: a file, an option, an assumption.
+        runs: What was measured over these links; nothing, if some are given or assumed.
     """
 
     inside: Link
     between: Link
     memory_rate: float
     sources: dict[str, str]
+    runs: tuple[Run, ...] = ()
 
 
 def constants_of(given: dict[str, float | None], tuning: Tuning | None) -> Constants:
@@ -46,9 +48,26 @@ def constants_of(given: dict[str, float | None], tuning: Tuning | None) -> Const
             constants.append(tuned.overhead)
         return Link(*constants)
 
-    return Constants(
+    between = None
+    if tuning is not None:
+        between = tuning.tcp if tuning.is_tcp_faster else tuning.between
+    constants = Constants(
         link("inside_", None if tuning is None else tuning.inside, _INSIDE),
-        link("", None if tuning is None else tuning.between, _BETWEEN),
+        link("", between, _BETWEEN),
         constant("memory_rate", None if tuning is None else tuning.sum_rate, _MEMORY_RATE),
         sources,
     )
+    if tuning is None:
+        return constants
+    assumed = {
+        name.removesuffix("latency").removesuffix("bandwidth")
+        for name, source in sources.items()
+        if source != "tuned"
+    }
+    # Between hosts, all constants count. On one host, those of links between hosts do not.
+    runs = (
+        tuning.runs
+        if not assumed
+        else [run for run in tuning.runs if run.num_hosts == 1 and assumed == {""}]
+    )
+    return constants._replace(runs=tuple(runs))

@@ -8,15 +8,16 @@ from pathlib import Path
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
-from unisono.costs import Cluster
+from unisono_tools.planning.model import Model
 from unisono_tools.planning.predictions import crossovers, curves, sizes_up_to
 from unisono_tools.tables import spell_bytes, spell_seconds
 
 
-def draw(cluster: Cluster, model_bytes: float, path: Path) -> None:
+def draw(model: Model, model_bytes: float, path: Path) -> None:
     """Draws the predicted times up to `model_bytes`, both axes logarithmic."""
     sizes = sizes_up_to(model_bytes)
-    by_name = curves(cluster, sizes)
+    by_name = curves(model, sizes)
+    cluster = model.cluster
     figure = Figure(figsize=(9, 6), layout="constrained")
     axis = figure.subplots()
     # In the order of their right ends, whose times the legend shows.

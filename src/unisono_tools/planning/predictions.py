@@ -7,14 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unisono.costs import (
-    Cluster,
-    algorithms_for,
-    busiest_share,
-    num_steps,
-    phases_of,
-    seconds_of,
-)
+from unisono.costs import algorithms_for, busiest_share, num_steps, phases_of
+from unisono_tools.planning.model import Model
 
 # Close enough that a crossing between two of them is found to a percent.
 _SIZES_PER_DECADE = 50
@@ -48,8 +42,9 @@ class Crossover(NamedTuple):
     seconds: float
 
 
-def predictions(cluster: Cluster, num_bytes: float) -> list[Prediction]:
+def predictions(model: Model, num_bytes: float) -> list[Prediction]:
     """Returns what each algorithm takes, the fastest first."""
+    cluster = model.cluster
     shape = cluster.num_hosts, cluster.ranks_per_host
     rows = []
     for name in algorithms_for(*shape):
@@ -58,16 +53,16 @@ def predictions(cluster: Cluster, num_bytes: float) -> list[Prediction]:
             busiest_share(phases, cluster.ranks_per_host, between=flag) * num_bytes
             for flag in (False, True)
         )
-        seconds = seconds_of(phases, cluster, num_bytes)
+        seconds = model.seconds(phases, num_bytes)
         rows.append(Prediction(name, num_steps(phases), inside, between, seconds))
     return sorted(rows, key=lambda row: row.seconds)
 
 
-def curves(cluster: Cluster, sizes: Sequence[float]) -> dict[str, list[float]]:
+def curves(model: Model, sizes: Sequence[float]) -> dict[str, list[float]]:
     """Returns the seconds of each algorithm for each size."""
-    shape = cluster.num_hosts, cluster.ranks_per_host
+    shape = model.cluster.num_hosts, model.cluster.ranks_per_host
     return {
-        name: [seconds_of(phases_of(name, *shape), cluster, size) for size in sizes]
+        name: [model.seconds(phases_of(name, *shape), size) for size in sizes]
         for name in algorithms_for(*shape)
     }
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -25,8 +27,8 @@ from unisono_tools.tables import (
     spell_rate,
     spell_seconds,
 )
-from unisono_tools.tuning.measured import Measured, errors_between, fitted
-from unisono_tools.tuning.rank_sweeps import local_rank_sweeps, rank_sweeps
+from unisono_tools.tuning.measured import Measured, errors_between, fitted, runs_of
+from unisono_tools.tuning.rank_sweeps import cluster_sweep, leave, local_rank_sweeps, rank_sweeps
 from unisono_tools.tuning.sweeps import local_sweep
 
 _TIMEOUT_SECONDS = 60.0
@@ -63,11 +65,7 @@ def tune_here_or_cluster(num_ranks: int | None, output: Path | None, *, quick: b
                 f"A launcher has started {membership.size} workers, and the command measures "
                 "between these: leave out -n."
             )
-        measured = _measure_cluster(membership, extent)
-        if membership.rank == 0:
-            _tune(measured, output)
-        else:
-            list(measured)
+        _tune_cluster(membership, extent, output)
     except UnisonoError as error:
         raise click.ClickException(str(error)) from error
 
@@ -107,14 +105,34 @@ def _membership() -> Membership | None:
     return membership if membership is not None and membership.size > 1 else None
 
 
-def _measure_cluster(membership: Membership, extent: Extent) -> Iterator[Measured]:
+def _tune_cluster(membership: Membership, extent: Extent, output: Path | None) -> None:
+    """Measures the links of a cluster, and then all-reduces that run by these measurements."""
     store = open_store(membership, _TIMEOUT_SECONDS)
-    yield from rank_sweeps(store, membership.rank, membership.size, *extent)
+    place = store, membership.rank, membership.size, *extent
+
+    def whole(tuning: Tuning) -> list[Measured]:
+        rows = list(cluster_sweep(*place, tuning))
+        leave(store, membership.rank, membership.size)
+        return rows
+
+    def whole_for_all(tuning: Tuning) -> list[Measured]:
+        store.set("tuning", tuning.to_text())
+        return whole(tuning)
+
+    links = rank_sweeps(*place)
     if membership.rank == 0:
-        yield from local_sweep(*extent)
+        _tune(itertools.chain(links, local_sweep(*extent)), output, whole=whole_for_all)
+    else:
+        list(links)
+        whole(Tuning.from_text(store.get("tuning").decode()))
 
 
-def _tune(measured: Iterable[Measured], output: Path | None, count: int | None = None) -> None:
+def _tune(
+    measured: Iterable[Measured],
+    output: Path | None,
+    count: int | None = None,
+    whole: Callable[[Tuning], Iterable[Measured]] = lambda tuning: (),
+) -> None:
     path = output or tuning_path()
     # Now, because it is the wrong moment to fail when all is measured.
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +148,9 @@ def _tune(measured: Iterable[Measured], output: Path | None, count: int | None =
         date=datetime.date.today().isoformat(),
         version=_version(),
     )
+    runs = {} if before is None else {run[:2]: run for run in before.runs}
+    runs |= {run[:2]: run for run in runs_of([*rows, *whole(tuning)])}
+    tuning = replace(tuning, runs=tuple(runs.values()))
     _write(path, tuning)
     _report(before, tuning, errors_between(rows))
     click.echo(f"Written to {path}.")

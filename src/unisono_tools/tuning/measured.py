@@ -9,6 +9,7 @@ from typing import NamedTuple
 from unisono.costs.between_workers import USUAL_LINK, fastest_flat, phases_of
 from unisono.costs.links import Cluster, Link
 from unisono.costs.rounds import Phase, seconds_of
+from unisono.costs.tuning import Run
 from unisono_tools.tuning.fitting import Sample, fit_link, fit_memory, least_sum_rate, never_less
 
 # A sum of two replicas in place reads and writes each of them.
@@ -23,12 +24,14 @@ class Measured(NamedTuple):
         num_ranks: How many ranks took part.
         num_bytes: The size of one rank's tensor.
         seconds: How long it took, the median of many.
+        num_hosts: How many hosts the ranks of a whole cluster were on; 1 if one link was measured.
     """
 
     link: str
     num_ranks: int
     num_bytes: int
     seconds: float
+    num_hosts: int = 1
 
 
 class Fitted(NamedTuple):
@@ -47,7 +50,8 @@ def fitted(measured: Iterable[Measured]) -> Fitted:
     """Returns the constants that explain what was measured."""
     by_group: dict[tuple[str, int], list[Measured]] = {}
     for one in measured:
-        by_group.setdefault((one.link, one.num_ranks), []).append(one)
+        if one.num_hosts == 1:
+            by_group.setdefault((one.link, one.num_ranks), []).append(one)
     by_link: dict[str, list[Measured]] = {}
     for (name, _), rows in by_group.items():
         by_link.setdefault(name, []).extend(_smoothed(rows))
@@ -65,6 +69,17 @@ def fitted(measured: Iterable[Measured]) -> Fitted:
     return Fitted(links, sum_rate)
 
 
+def runs_of(measured: Iterable[Measured]) -> tuple[Run, ...]:
+    """Returns the all-reduces between all ranks of a cluster that are among the measurements."""
+    by_shape: dict[tuple[int, int], dict[int, float]] = {}
+    for one in measured:
+        # Through shared memory, that is all that Unisono runs on one host.
+        if one.link == "inside" or one.num_hosts > 1:
+            shape = one.num_hosts, one.num_ranks // one.num_hosts
+            by_shape.setdefault(shape, {})[one.num_bytes] = one.seconds
+    return tuple(Run(*shape, tuple(sorted(times.items()))) for shape, times in by_shape.items())
+
+
 def _smoothed(rows: Sequence[Measured]) -> list[Measured]:
     in_order = sorted(rows, key=lambda one: one.num_bytes)
     seconds = never_less([one.seconds for one in in_order])
@@ -80,7 +95,7 @@ def errors_between(measured: Sequence[Measured]) -> dict[str, float]:
     links, sum_rate = fitted(one for one in measured if one.num_bytes in sizes[::2])
     errors: dict[str, list[float]] = {}
     for one in measured:
-        if one.num_bytes in sizes[1::2]:
+        if one.num_bytes in sizes[1::2] and one.num_hosts == 1:
             predicted = predicted_seconds(one, links[one.link], sum_rate)
             errors.setdefault(one.link, []).append(abs(predicted / one.seconds - 1))
     return {name: median(own) for name, own in errors.items()}

@@ -17,6 +17,7 @@ from unisono.communicators import connect
 from unisono.communicators.hosts import Layout, host_identity
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.stores import say_to_all
+from unisono.costs import Tuning
 from unisono.errors import TuningError
 from unisono.kernels import native_core
 from unisono_tools.processes import quick_processes
@@ -35,10 +36,7 @@ def rank_sweeps(
     Inside hosts and between hosts, first two ranks, then all: so it shows what a further message
     costs.
     """
-    said = say_to_all(
-        PrefixStore("hosts", store), rank, size, host_identity(), timeout_seconds=_PATIENCE_SECONDS
-    )
-    layout = Layout.of(said)
+    layout = _layout(store, rank, size)
     number, position = layout.place(rank)
     inside = len(layout.hosts[number])
     if native_core().kernel is not None:
@@ -47,10 +45,36 @@ def rank_sweeps(
     if position == 0:
         for link in ("between", "tcp"):
             yield from _group(f"all/{link}", store, number, len(layout.hosts), sizes, seconds)
-    _leave(store, rank, size)
 
 
-def _leave(store: Store, rank: int, size: int) -> None:
+def cluster_sweep(
+    store: Store, rank: int, size: int, sizes: Sequence[int], seconds: float, tuning: Tuning
+) -> Iterator[Measured]:
+    """Measures all-reduces between all ranks of all hosts, as they run with that tuning.
+
+    Nothing is measured on one host, where `rank_sweeps` has done so, and where the hosts have
+    different numbers of ranks.
+    """
+    layout = _layout(PrefixStore("cluster", store), rank, size)
+    if len(layout.hosts) == 1 or not layout.is_regular:
+        return
+    link = "tcp" if tuning.is_tcp_faster else "between"
+    with connect(
+        PrefixStore("whole", store), rank, size, timeout_seconds=_PATIENCE_SECONDS, tuning=tuning
+    ) as communicator:
+        for one in all_reduce_sweep(link, communicator, sizes, seconds):
+            yield one._replace(num_hosts=len(layout.hosts))
+        communicator.barrier()
+
+
+def _layout(store: Store, rank: int, size: int) -> Layout:
+    said = say_to_all(
+        PrefixStore("hosts", store), rank, size, host_identity(), timeout_seconds=_PATIENCE_SECONDS
+    )
+    return Layout.of(said)
+
+
+def leave(store: Store, rank: int, size: int) -> None:
     """Lets rank 0, who may serve the store, be the last to need it."""
     if rank > 0:
         store.add("left", 1)
@@ -132,6 +156,7 @@ def _run(
         for found in rank_sweeps(store, rank, size, sizes, seconds):
             if pipe is not None:
                 pipe.send(found)
+        leave(store, rank, size)
         if pipe is not None:
             pipe.send(None)
     except Exception:

@@ -42,13 +42,16 @@ def test_what_is_awaited_runs_on_the_thread_that_waits(lane: Lane) -> None:
 
 def test_what_is_not_awaited_runs_on_one_thread_of_its_own(lane: Lane) -> None:
     threads: list[threading.Thread] = []
-    works = [
-        CollectiveWork("probe", lambda: threads.append(threading.current_thread()), [])
-        for _ in range(3)
-    ]
+    are_given = threading.Event()
 
+    def probe() -> None:
+        assert are_given.wait(DEADLINE.total_seconds())
+        threads.append(threading.current_thread())
+
+    works = [CollectiveWork("probe", probe, []) for _ in range(3)]
     for work in works:
         lane.run(work, is_awaited=False)
+    are_given.set()
 
     assert all(work.wait(DEADLINE) for work in works)
     assert len(set(threads)) == 1
@@ -159,3 +162,15 @@ def test_waiting_ends_in_time() -> None:
 
     assert not work.is_completed()
     assert work.exception() is None
+
+
+def test_the_thread_ends_when_there_is_nothing_to_do_and_another_comes(lane: Lane) -> None:
+    threads: list[threading.Thread] = []
+    for _ in range(2):
+        work = CollectiveWork("probe", lambda: threads.append(threading.current_thread()), [])
+        lane.run(work, is_awaited=False)
+        assert work.wait(DEADLINE)
+        threads[-1].join(DEADLINE.total_seconds())
+
+    assert not any(thread.is_alive() for thread in threads)
+    assert threads[0] is not threads[1]

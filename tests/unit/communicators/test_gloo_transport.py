@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -170,3 +171,68 @@ def test_a_transport_that_is_closed_leaves_nothing_of_gloo_behind(three: Three) 
     first.close(has_failed=False)
 
     assert group() is None
+
+
+class Counted:
+    """A group of Gloo that counts what is sent through it."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.num_sent = 0
+        self.rank, self.size, self.recv = group.rank, group.size, group.recv
+
+    def send(self, *args: Any) -> Any:
+        self.num_sent += 1
+        return self.group.send(*args)
+
+
+@pytest.mark.parametrize(("length", "most"), [(64, 68), (65_536, 68), (500_000, 144)])
+def test_messages_that_are_copied_are_seldom_answered(three: Three, length: int, most: int) -> None:
+    counted = [Counted(transport._group) for transport in three[:2]]
+    pair = [GlooTransport(group, SECONDS, [0, 1]) for group in counted]
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(64):
+            list(pool.map(swap, pair, [1, 0], [filled(length, 1)] * 2, [length] * 2))
+        list(pool.map(lambda transport: transport.close(has_failed=False), pair))
+
+    assert [group.num_sent for group in counted] == [most, most]
+
+
+def test_nobody_sends_far_ahead_of_whoever_receives(three: Three) -> None:
+    first, second, _ = three
+    sent = [first.send(1, filled(4, number)) for number in range(200)]
+
+    assert not all(message.is_done for message in sent)
+    for number in range(200):
+        room = filled(4, 0)
+        assert second.progress([second.receive(0, room)], SECONDS)
+        assert room.tolist() == [number] * 4
+    assert first.progress(sent, SECONDS)
+
+
+def test_others_send_through_the_same_group(three: Three) -> None:
+    groups = [transport._group for transport in three]
+    first, last = (GlooTransport(groups[rank], SECONDS, [0, 2]) for rank in (0, 2))
+    theirs = groups[0].send([filled(4, 5)], 2, 0)
+    ours, rooms = first.send(1, filled(4, 6)), [filled(4, 0), filled(4, 0)]
+    assert last.progress([last.receive(0, rooms[0])], SECONDS)
+    groups[2].recv([rooms[1]], 0, 0).wait()
+    theirs.wait()
+
+    assert first.progress([ours], SECONDS)
+    assert [room[0].item() for room in rooms] == [6, 5]
+    for transport in (first, last):
+        transport.close(has_failed=False)
+    # The group lives on.
+    given = groups[0].send([filled(4, 7)], 2, 0)
+    groups[2].recv([rooms[1]], 0, 0).wait()
+    given.wait()
+    assert rooms[1].tolist() == [7] * 4
+
+
+def test_a_thread_ends_when_there_is_nothing_to_wait_for(three: Three) -> None:
+    first, second, _ = three
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(2):
+            list(pool.map(swap, (first, second), [1, 0], [filled(4, 1)] * 2, [4] * 2))
+            assert has_come_true(lambda: not threads())

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import unisono as uo
-from unisono.costs import Link, Tuning, current_tuning, read_tuning, tuning_path
+from unisono.costs import Link, Run, Tuning, current_tuning, read_tuning, tuning_path
 from unisono.costs.tuning import this_machine_in_words
 from unisono.errors import TuningError
 
@@ -26,6 +26,7 @@ HERE = Tuning(
     machine=this_machine_in_words(),
     date="2026-11-15",
     version="0.1.0",
+    runs=(Run(1, 2, ((1024, 2e-5), (4096, 3e-5))),),
 )
 
 
@@ -71,6 +72,10 @@ BROKEN = {
     "no rate": changed(sum_rate=0.0),
     "no machine": changed(machine=["cpu"]),
     "deep": "[" * 100_000,
+    "no run": changed(runs=[[0, 2, [[1024, 1e-5]]]]),
+    "no times": changed(runs=[[1, 2, []]]),
+    "wrong order": changed(runs=[[1, 2, [[4096, 1e-5], [1024, 1e-5]]]]),
+    "no seconds": changed(runs=[[1, 2, [[1024, 0.0]]]]),
     "more": changed(color="red"),
     "foreign": changed(machine={"cpu": "another", "cores": 3, "gpus": []}),
 }

@@ -99,7 +99,7 @@ def test_groups_are_positions_in_the_list_and_not_device_numbers() -> None:
 
 
 def test_two_sockets_make_two_groups_whatever_is_inside_them() -> None:
-    # Pairs on a bridge, two bridges a socket.
+    # Pairs on a bridge, two bridges per socket.
     with joined(
         8, lambda a, b: "PIX" if a // 2 == b // 2 else "PHB" if a // 4 == b // 4 else "SYS"
     ):

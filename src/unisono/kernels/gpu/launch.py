@@ -1,4 +1,4 @@
-"""Starting the kernel."""
+"""Launches the kernel."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _OPERATIONS = {
 }
 _NUM_WARPS = 8
 
-# The tables that were used last, the oldest first, by device, stream and content. On another
-# stream a table might be read before it has arrived.
+# The tables used last, oldest first, by device, stream and content. Another stream could read a
+# table before it has arrived.
 _MAX_TABLES = 256
 _tables: dict[tuple[int, int, bytes], Tensor] = {}
 _tables_lock = threading.Lock()
@@ -41,7 +41,7 @@ _logger = logging.getLogger(__name__)
 
 
 class Triton(NamedTuple):
-    """The kernels, if there is Triton, and in words what is used or why nothing is."""
+    """The kernels, if Triton works, and a text that says what is used, or why nothing is."""
 
     status: str
     sums: ModuleType | None = None
@@ -59,7 +59,7 @@ def triton_status() -> Triton:
     try:
         _try_out(sums)
     except Exception as error:
-        # Most likely there is no C compiler, which Triton needs to start what it has compiled.
+        # Most likely there is no C compiler, which Triton needs.
         _logger.warning("Sums on GPUs go through torch, since Triton does not work here: %s", error)
         return Triton(f"torch: Triton does not work here ({error})")
     return Triton(f"Triton {metadata.version('triton')}", sums)
@@ -68,9 +68,8 @@ def triton_status() -> Triton:
 def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
     """Writes the result of each item into its outputs, which may be inputs.
 
-    Returns False, with nothing written, if not every item is taken as it is, if there is no Triton,
-    or while a CUDA graph is captured that has no arena: its replays would read a table that is no
-    more.
+    Returns False, with nothing written, if an item is not supported, if there is no Triton, or
+    while a CUDA graph without an arena is captured: its replays would read a freed table.
     """
     is_capturing = torch.cuda.is_current_stream_capturing()
     arena = _arenas[-1] if is_capturing and _arenas else None
@@ -117,7 +116,7 @@ class TableArena:
             _arenas.remove(self)
 
     def has_room_for(self, tables: Sequence[Table]) -> bool:
-        """Whether some tables fit in."""
+        """Whether the tables fit in."""
         return self._num_used + sum(len(table.rows) // 8 for table in tables) <= len(self._room)
 
     def put(self, rows: bytes, device: torch.device) -> Tensor:
@@ -130,7 +129,7 @@ class TableArena:
         return pinned.to(device, non_blocking=True)
 
 
-# Those of the steps that are being captured.
+# The arenas of the steps that are being captured.
 _arenas: list[TableArena] = []
 
 
@@ -142,7 +141,7 @@ def _try_out(sums: Any) -> None:
 
 
 def launch(sums: Any, op: ReduceOp, table: Table, rows: Tensor) -> None:
-    """Starts the kernel on a table whose rows are where it runs."""
+    """Launches the kernel on a table whose rows are on its device."""
     dtype: torch.dtype = getattr(torch, table.dtype)
     sums.reduce_table[(table.num_blocks,)](
         rows,
@@ -161,12 +160,13 @@ def launch(sums: Any, op: ReduceOp, table: Table, rows: Tensor) -> None:
 
 
 def _sent(rows: bytes, device: torch.device) -> Tensor:
-    """Returns the rows on the device; most steps of a training have the tables of the last one."""
+    """Returns the rows on the device, which most steps share with the step before."""
     key = device.index, raw_stream(device.index), rows
     with _tables_lock:
         table = _tables.pop(key, None)
         if table is None:
-            # From pinned memory, so that nobody waits; torch keeps that until the copy is over.
+            # From pinned memory, so that the host does not wait. torch keeps it until the copy is
+            # done.
             pinned = torch.frombuffer(bytearray(rows), dtype=torch.int64).pin_memory()
             table = pinned.to(device, non_blocking=True)
         _tables[key] = table

@@ -1,8 +1,8 @@
 """The tree of sums as one kernel over a table of addresses, in Triton.
 
-A table has a row an item: its first block, its length, and the addresses of its inputs and outputs.
-Every program of a launch combines one block of one item: it finds the item, combines the replicas'
-elements in the order of `unisono.kernels.tree`, and writes every output.
+A table has one row per item: its first block, its length, and the addresses of its inputs and
+outputs. Every program of a launch combines one block of one item: it finds the item, combines the
+replicas' elements in the order of `unisono.kernels.tree`, and writes every output.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -92,7 +92,7 @@ def _reduce_block(
                         of_8 = value
                     else:
                         of_16 = _combine(of_8, value, OP)
-    # What has found no neighbor moves up as it is.
+    # A sum without a neighbor moves up unchanged.
     if NUM_INPUTS % 2 == 1:
         total = of_1
     if (NUM_INPUTS // 2) % 2 == 1:

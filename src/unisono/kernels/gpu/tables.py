@@ -1,9 +1,9 @@
-"""Where the tensors of a batch are: the table that the kernel reads.
+"""The table of addresses that the kernel reads.
 
     row   first block, length, address of each input, address of each output
 
 Items of one dtype, device and number of tensors share a table. The native core reads a tensor in a
-twentieth of the time that Python takes, which for many small ones is most of the whole.
+twentieth of the time that Python takes, which matters for many small tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Table(NamedTuple):
     """The items of one launch.
 
     Attributes:
-        dtype: Of what is reduced, as torch names it: the parts of complex numbers.
+        dtype: The dtype of the elements; for complex numbers, of their parts.
         device: The index of their GPU.
         num_inputs: How many tensors each item combines.
         num_outputs: How many tensors each result is written to.
         num_rows: How many items have elements.
         num_blocks: How many blocks they have together.
-        is_aligned: Whether all begin where wide loads can.
+        is_aligned: Whether all tensors are aligned for wide loads.
         rows: The rows, of 64-bit integers.
     """
 
@@ -58,10 +58,10 @@ class Table(NamedTuple):
 def read_tables(
     op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item], block: int
 ) -> list[Table] | None:
-    """Returns the tables of a batch in GPU memory, or None if an item is not taken as it is.
+    """Returns the tables of a batch in GPU memory, or None if an item is not supported.
 
-    Taken are contiguous tensors of one shape and dtype on one GPU. A mean of integers is not: its
-    outputs are of another dtype.
+    Supported are contiguous tensors of one shape and dtype on one GPU, but not a mean of integers,
+    whose outputs have another dtype.
     """
     reader = native_core().gpu_reader
     if reader is None:
@@ -78,7 +78,7 @@ def read_in_python(
     block: int,
     device_type: str = "cuda",
 ) -> list[Table] | None:
-    """Reads what the native core reads, one attribute after another."""
+    """Reads the same in Python, without the native core."""
     drafts: dict[tuple[torch.dtype, int, int, int], _Draft] = {}
     for item, targets in zip(batch, outputs, strict=True):
         first = item[0]
