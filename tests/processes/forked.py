@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +34,10 @@ class ForkedProgram:
         self.stdout, self.stderr = (os.fdopen(os.dup(reader.fileno())) for reader, _ in pipes)
         for reader, _ in pipes:
             reader.close()
+        # What ends the session must find it.
+        with suppress(ProcessLookupError):
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.005)
         self._texts = ["", ""]
         self._readers: list[threading.Thread] = []
 

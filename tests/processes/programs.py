@@ -17,7 +17,7 @@ from processes.forked import ForkedProgram
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 LAUNCHERS = (*TORCHRUN, "TF_CONFIG", "SLURM_", "OMPI_", "PMI", "MPI_", "UNISONO_")
 # Their own start, which imports torch, is not what the tests are about.
-FORKED_MODULES = ("unisono", "torch.distributed.run")
+FORKED = (["-m", "unisono", "launch"], ["-m", "torch.distributed.run"])
 
 Program = subprocess.Popen[str] | ForkedProgram
 
@@ -35,7 +35,7 @@ def program(
     """A process in its own session; what is left of the session is killed at the end."""
     words = [str(part) for part in command]
     variables = clean_environment() if environ is None else dict(environ)
-    is_forked = words[:2] == [sys.executable, "-m"] and words[2] in FORKED_MODULES
+    is_forked = words[0] == sys.executable and any(words[1 : len(one) + 1] == one for one in FORKED)
     with ForkedProgram(words[2:], variables) if is_forked else _popen(words, variables) as process:
         try:
             yield process
