@@ -127,7 +127,7 @@ def test_lines_come_while_the_worker_runs_and_whole(tmp_path: Path) -> None:
 
 def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
     installed = Path(sys.executable).with_name("unisono")
-    command = [installed, "launch", "-n", "2", script(tmp_path, MEETS)]
+    command: list[str | Path] = [installed, "launch", "-n", "2", script(tmp_path, MEETS)]
 
     results = run_together(command, [clean_environment()] * 2)
 
