@@ -71,6 +71,21 @@ def namespace(kind: str) -> str:
         return ""
 
 
+def process_start(process_id: int) -> str | None:
+    """Returns when a process of this machine has started, in Linux's own count.
+
+    None means that it has ended, though its parent may not know yet, or that nothing is known of it
+    because this is not Linux.
+    """
+    try:
+        status = Path(f"/proc/{process_id}/stat").read_text()
+    except OSError:
+        return None
+    # The name of the program stands in brackets and may hold brackets itself.
+    state, *numbers = status.rpartition(")")[2].split()
+    return None if state in "ZX" else numbers[18]
+
+
 def processor() -> str:
     """Returns the name of the processor, as precisely as the system knows it."""
     try:

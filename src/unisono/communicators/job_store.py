@@ -56,6 +56,7 @@ class JobStore(Store):
     Attributes:
         answer_by: When rank 0 must have answered at the latest; None allows it the time that the
             store may wait for a key.
+        before_asking: Called before every question, to raise where no answer can help.
         close: Ends the store, which also happens with its last use.
     """
 
@@ -70,12 +71,15 @@ class JobStore(Store):
         self.host = host
         self.port = port
         self.answer_by: float | None = None
+        self.before_asking: Callable[[], None] | None = None
         self._put = ask
         self._seconds = 300.0
         # Also when nobody uses the store any more, or Python ends.
         self.close = weakref.finalize(self, close)
 
     def _ask(self, *question: Any) -> Any:
+        if self.before_asking is not None:
+            self.before_asking()
         now = time.monotonic()
         by = now + self._seconds if self.answer_by is None else self.answer_by
         return self._put(list(question), max(by, now + _LEAST_SECONDS))
@@ -96,7 +100,12 @@ class JobStore(Store):
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Waits for all keys, and returns their values."""
         self.wait(keys)
-        return [str(value).encode("latin-1") for value in self._ask("get", list(keys))]
+        return [value or b"" for value in self.look(keys)]
+
+    def look(self, keys: Sequence[str]) -> list[bytes | None]:
+        """Returns the values of all keys at one moment, None for those that are not there."""
+        found = self._ask("get", list(keys))
+        return [None if value is None else str(value).encode("latin-1") for value in found]
 
     def add(self, key: str, value: int) -> int:
         """Adds to a number, which is 0 at first, and returns the sum."""
@@ -104,7 +113,7 @@ class JobStore(Store):
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all keys are there."""
-        return None not in self._ask("get", list(keys))
+        return None not in self.look(keys)
 
     def delete_key(self, key: str) -> bool:
         """Removes a key, and returns whether it was there."""

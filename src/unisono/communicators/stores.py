@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
@@ -139,16 +138,8 @@ def connected(
         seconds: How long it may take.
         check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
-    outcome: Future[_T] = Future()
     is_over = threading.Event()
-
-    def connect() -> None:
-        try:
-            outcome.set_result(make(is_over))
-        except Exception as error:
-            outcome.set_exception(error)
-
-    threading.Thread(target=connect, name=f"unisono {engine.lower()}", daemon=True).start()
+    outcome = in_background(lambda: make(is_over), f"unisono {engine.lower()}")
     left, next_check = Countdown(seconds), Countdown(_CHECK_SECONDS)
     with translated_store_errors():
         try:
@@ -248,19 +239,21 @@ def tcp_store(host: str, port: int, seconds: float, **options: Any) -> TCPStore:
 
 def in_thread(call: Callable[[], _T], timeout_seconds: float) -> _T:
     """Makes a call that hears neither Ctrl-C nor deadlines, so that the caller does."""
-    found: queue.Queue[tuple[_T | None, Exception | None]] = queue.Queue()
+    outcome = in_background(call)
+    if not wait([outcome], timeout_seconds).done:
+        raise DistStoreError(f"torch's store has not answered for {timeout_seconds:g} s.")
+    return outcome.result()
+
+
+def in_background(call: Callable[[], _T], name: str = "unisono call") -> Future[_T]:
+    """Makes a call in a thread that nothing waits for when the program ends."""
+    outcome: Future[_T] = Future()
 
     def run() -> None:
         try:
-            found.put((call(), None))
+            outcome.set_result(call())
         except Exception as error:
-            found.put((None, error))
+            outcome.set_exception(error)
 
-    threading.Thread(target=run, name="unisono call", daemon=True).start()
-    try:
-        answer, error = found.get(timeout=timeout_seconds)
-    except queue.Empty:
-        raise DistStoreError(f"torch's store has not answered for {timeout_seconds:g} s.") from None
-    if error is not None:
-        raise error
-    return cast("_T", answer)
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return outcome

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from weakref import WeakSet
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
 from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, was_left
+from unisono.cluster.elastic import ElasticMembers
+from unisono.cluster.elastic.choice import Rules
+from unisono.cluster.elastic.doors import PURPOSE, Contact
+from unisono.cluster.elastic.finding import open_door, running_job
+from unisono.cluster.elastic.gathering import Attendee
+from unisono.cluster.elastic.members import Connect
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,
     Communicator,
@@ -26,11 +35,12 @@ from unisono.communicators import (
     slice_of,
     translated_store_errors,
 )
+from unisono.communicators.addresses import address_towards, reachable
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError, WorkerTimeoutError
 from unisono.options import CommunicationOptions
-from unisono.reductions import dealt
+from unisono.reductions import Workers, dealt
 from unisono.system import check_connections
 from unisono.tracing import join_workers
 
@@ -54,6 +64,7 @@ class Joined:
 # One process may join a job several times: it keeps one store all the while.
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
+_elastic: list[weakref.ref[Workers]] = []
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
 
@@ -82,27 +93,106 @@ def join(
         own = _meeting(joined.store, number)
         cards = meet(_door(own), card, left.seconds())
         tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning, left.seconds())
-        connected = connect(
-            PrefixStore("connect", own),
-            membership.rank,
-            membership.size,
-            timeout_seconds=timeout,
-            implementation=options.implementation,
-            # All have just met, so who does not come now has ended since.
-            joining_seconds=left.seconds(),
-            tuning=tuning,
-            gpus=[
-                gpu_identity(gpu)
-                for gpu in map(this_machine().torch_device, devices)
-                if gpu.type == "cuda"
-            ],
-        )
-    join_workers(membership.rank, membership.size)
+        place = PrefixStore("connect", own), membership.rank, membership.size
+        # All have just met, so who does not come now has ended since.
+        connected = _connected(*place, devices, options, tuning, left.seconds())
     communicator = TracedCommunicator(connected, group=number)
     joined.users.add(communicator)
     _forget_others(joined)
     counts = tuple(one.num_devices for one in cards)
     return communicator, dealt(num_replicas, len(cards)) if num_replicas else counts, tuning
+
+
+def join_elastic(
+    membership: Membership,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    num_replicas: int,
+    min_workers: int = 1,
+) -> tuple[ElasticMembers, Tuning | None]:
+    """Meets all workers of an elastic job, or joins those that train already.
+
+    Returns the workers, and the constants of the first of them. In a job that trains already, `met`
+    says that this worker has no state.
+    """
+    check_connections()
+    timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
+    rules = Rules(min_workers, num_replicas, timeout)
+    # The first workers and those that join have the same key, however they were started.
+    membership = replace(membership, job=PURPOSE, restart_count=0)
+    card = WorkerCard.of(membership, len(devices), num_replicas)
+    while (running := running_job(membership)) is not None:
+        door = open_door(membership, address_towards((running.door.host, running.door.port)))
+        tuning = Tuning.from_text(running.tuning) if running.tuning else None
+        me = Attendee(Contact.of(door), card, door, rules)
+        elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+        if elastic.joined(running.generation):
+            door.set("tuning", running.tuning)
+            return elastic, tuning
+        door.close()
+    communicator, _, tuning = join(membership, devices, options, num_replicas)
+    door, is_first = _first_door(membership, communicator)
+    door.set("tuning", tuning.to_text() if tuning else b"")
+    contact = Contact.of(door)
+    texts = _said_by_all(communicator, json.dumps(contact))
+    me = Attendee(contact, card, door, rules, keeps_door=is_first)
+    elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+    elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
+    return elastic, tuning
+
+
+def _first_door(membership: Membership, communicator: Communicator) -> tuple[JobStore, bool]:
+    """Returns the store at which the others find this worker later, and whether it is the job's."""
+    is_alone = membership.size == 1
+    at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
+    addresses = _said_by_all(communicator, address_towards(at))
+    if not is_alone and membership.rank == membership.coordinator_rank:
+        return _stores[Place(membership.coordinator, membership.restart_count)].store, True
+    return open_door(membership, reachable(addresses[communicator.rank], addresses)), False
+
+
+def _said_by_all(communicator: Communicator, text: str) -> list[str]:
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [bytes(one.tolist()).decode() for one in communicator.all_gather(own)]
+
+
+def _connector(
+    devices: Sequence[Device], options: CommunicationOptions, tuning: Tuning | None
+) -> Connect:
+    """Returns what connects the workers of an elastic job each time that they meet."""
+
+    def connected(store: Store, rank: int, size: int, seconds: float, number: int) -> Communicator:
+        communicator = _connected(store, rank, size, devices, options, tuning, seconds)
+        return TracedCommunicator(communicator, group=number + 1)
+
+    return connected
+
+
+def _connected(
+    store: Store,
+    rank: int,
+    size: int,
+    devices: Sequence[Device],
+    options: CommunicationOptions,
+    tuning: Tuning | None,
+    seconds: float,
+) -> Communicator:
+    communicator = connect(
+        store,
+        rank,
+        size,
+        timeout_seconds=options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS,
+        implementation=options.implementation,
+        joining_seconds=seconds,
+        tuning=tuning,
+        gpus=[
+            gpu_identity(gpu)
+            for gpu in map(this_machine().torch_device, devices)
+            if gpu.type == "cuda"
+        ],
+    )
+    join_workers(rank, size)
+    return communicator
 
 
 def _check_enough(num_replicas: int | None, size: int) -> None:
@@ -155,6 +245,21 @@ def leave(communicator: Communicator) -> None:
     communicator.close()
     for joined in list(_stores.values()):
         joined.users.discard(communicator)
+
+
+def remember_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find the workers of an elastic job, whoever they are by then."""
+    _elastic.append(weakref.ref(workers))
+
+
+def forget_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find them no more: this process has left."""
+    _elastic[:] = [one for one in _elastic if one() not in (workers, None)]
+
+
+def elastic_workers() -> Workers | None:
+    """Returns the workers of the elastic job that this process has joined last, if it has."""
+    return next((found for one in reversed(_elastic) if (found := one()) is not None), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:

@@ -1,4 +1,4 @@
-"""What workers print, line by line, each with the name of its worker before it."""
+"""Prints the lines of all workers, each after the name of its worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Stream:
     rest: bytes = field(default=b"")
 
     def copy_new_lines(self) -> None:
-        """Copies the lines that have become whole since the last time."""
+        """Copies the lines that were completed since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -36,7 +36,7 @@ class _Stream:
         self._write(lines)
 
     def copy_the_rest(self) -> None:
-        """Copies what is left, a last line without an end."""
+        """Copies the rest, a last line without a line end."""
         self.copy_new_lines()
         if self.rest:
             self._write([self.rest])
@@ -71,14 +71,17 @@ class WorkerOutput(DefaultLogsSpecs):
         """See `LogsSpecs.reify`; called each time the workers start."""
         files = super().reify(envs)
         for local_rank, env in envs.items():
-            prefix = f"[{self.name(local_rank, env)}] ".encode()
-            paths = (files.stdouts[local_rank], files.stderrs[local_rank])
-            for path, sink in zip(paths, self._sinks, strict=True):
-                self._streams.append(_Stream(Path(path), prefix, sink))
+            self.follow(local_rank, env, files.stdouts[local_rank], files.stderrs[local_rank])
         return files
 
+    def follow(self, local_rank: int, env: Mapping[str, str], *paths: str) -> None:
+        """Copies what a worker writes into the files of its standard output and its errors."""
+        prefix = f"[{self.name(local_rank, env)}] ".encode()
+        for path, sink in zip(paths, self._sinks, strict=True):
+            self._streams.append(_Stream(Path(path), prefix, sink))
+
     def name(self, local_rank: int, env: Mapping[str, str]) -> str:
-        """Returns how a worker is called."""
+        """Returns the name of a worker."""
         return self._names[local_rank] if self._names else f"worker {env['RANK']}"
 
     def last_lines(self, name: str, count: int) -> list[str]:
@@ -102,3 +105,8 @@ class WorkerOutput(DefaultLogsSpecs):
         while not self._ended.wait(_PAUSE_SECONDS):
             for stream in list(self._streams):
                 stream.copy_new_lines()
+
+
+def in_words(status: int) -> str:
+    """Returns how a worker has ended, given its status as Python counts it."""
+    return f"by signal {-status}" if status < 0 else f"with status {status}"

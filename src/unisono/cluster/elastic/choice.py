@@ -1,0 +1,164 @@
+"""What workers say at a meeting, and what follows from it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from unisono.cluster.card import WorkerCard, differences
+from unisono.cluster.elastic.doors import Contact
+from unisono.cluster.elastic.generation import Generation, Position, Standing
+
+
+@dataclass(frozen=True)
+class Rules:
+    """What all workers of an elastic job have been told alike.
+
+    Attributes:
+        min_workers: With fewer, nobody goes on.
+        max_workers: No more are let in.
+        timeout_seconds: How long to wait for workers that may still come.
+    """
+
+    min_workers: int
+    max_workers: int
+    timeout_seconds: float
+
+
+class Vote(NamedTuple):
+    """What a worker says.
+
+    Attributes:
+        contact: Where it can be reached.
+        attempt: Which of its votes this is.
+        standing: The generations that it knows of; None for a worker that wants to join.
+        position: How far it has come; None if it has no state.
+        dead: Workers that it knows to be dead, or to have left.
+        card: What it says of itself.
+    """
+
+    contact: Contact
+    attempt: int
+    standing: Standing | None
+    position: Position | None
+    dead: list[int]
+    card: WorkerCard
+
+    def to_text(self) -> str:
+        """Returns the vote as it lies in a store."""
+        standing = None if self.standing is None else self.standing.to_texts()
+        return json.dumps([*self[:2], standing, *self[3:5], self.card.to_text()])
+
+    @staticmethod
+    def from_text(text: bytes) -> Vote:
+        """Reads what `to_text` has written."""
+        contact, attempt, standing, position, dead, card = json.loads(text)
+        return Vote(
+            Contact(*contact),
+            attempt,
+            None if standing is None else Standing.from_texts(standing),
+            None if position is None else tuple(position),
+            dead,
+            WorkerCard.from_text(card),
+        )
+
+
+class Choice:
+    """The next generation, as far as the workers that have come tell.
+
+    Args:
+        rules: What the job was told.
+        votes: What they say; the first one is of the worker that holds the meeting.
+        dead: Workers that this worker knows to be dead, or to have left.
+        admits: Whether workers that want to join are let in.
+    """
+
+    def __init__(
+        self, rules: Rules, votes: Sequence[Vote], dead: Collection[int], *, admits: bool
+    ) -> None:
+        standings = [vote.standing for vote in votes if vote.standing is not None]
+        self._rules = rules
+        self._votes = votes
+        self._standing = standings[0].together_with(standings[1:])
+        self._dead = set(dead).union(*(vote.dead for vote in votes))
+        generations = (self._standing.last, *self._standing.accepted)
+        contacts = {number: it for one in generations for number, it in one.contacts.items()}
+        self._contacts = dict(sorted(contacts.items()))
+        came = {vote.contact.process: vote for vote in votes}
+        self._members = {
+            number: came[one.process]
+            for number, one in self._contacts.items()
+            if one.process in came
+        }
+        known = {one.process for one in self._contacts.values()}
+        newcomers = [
+            vote
+            for vote in votes
+            if vote.contact.process not in known and not vote.contact.has_ended()
+        ]
+        room = max(0, rules.max_workers - len(self._members)) if admits else 0
+        first = max(one.next_number for one in generations)
+        self._newcomers = dict(enumerate(newcomers[:room], first))
+
+    def processes(self) -> set[str]:
+        """Returns who has come."""
+        return {vote.contact.process for vote in self._votes}
+
+    def missing(self) -> set[int]:
+        """Returns who has not, and may live."""
+        return set(self._contacts) - set(self._members) - self._dead
+
+    def lacks(self) -> str | None:
+        """Returns why these workers may not go on, in words."""
+        present, num_workers = set(self._members), len(self._members) + len(self._newcomers)
+        generations = (self._standing.last, *self._standing.accepted)
+        missing = sorted(self.missing())
+        told = f"workers {_words(present)} are here, workers {_words(missing)} do not answer"
+        if not all(one.may_go_on(present, self._dead) for one in generations):
+            return (
+                f"An elastic job was cut in two: {told}, and may train on elsewhere. To go on, it "
+                f"takes more than half of the last {len(self._standing.last.contacts)} workers, or "
+                "half with the lowest number. Start the job again from its last checkpoint, and "
+                "check the network between the hosts."
+            )
+        if num_workers < self._rules.min_workers:
+            return (
+                f"An elastic job needs at least {self._rules.min_workers} workers "
+                f"(`min_workers`), and {num_workers} are left: {told}. Start more workers, or "
+                "lower `min_workers`."
+            )
+        if all(vote.position is None for vote in self._members.values()):
+            return (
+                f"Nobody who is left has the state of the job: {told}, and all who had it are "
+                "lost. Start the job again from its last checkpoint."
+            )
+        return None
+
+    def generation(self) -> Generation:
+        """Returns the next generation."""
+        generations = (self._standing.last, *self._standing.accepted)
+        workers = {**self._members, **self._newcomers}
+        return Generation(
+            1 + max(one.number for one in generations),
+            {number: vote.contact for number, vote in workers.items()},
+            {number: vote.position for number, vote in workers.items()},
+            max(one.next_number for one in generations) + len(self._newcomers),
+            {vote.contact.process: vote.attempt for vote in workers.values()},
+        )
+
+
+def misfit(own: WorkerCard, other: WorkerCard) -> str | None:
+    """Returns why a worker that wants to join does not belong to this job, if it does not."""
+    sentences, _ = differences([own, replace(other, size=own.size)])
+    if not sentences:
+        return None
+    return (
+        f"A worker that wants to join a running job differs from it in {'; '.join(sentences)}. "
+        "Start it with the same script, versions and `num_replicas`."
+    )
+
+
+def _words(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"

@@ -1,0 +1,145 @@
+"""Where the workers of an elastic job find each other: every one serves a small store, its door.
+
+In the store of a worker lie:
+
+    generation     the last one that it was in
+    room           how many more workers may join; tuning: the constants of the job
+    knocks         how many have knocked; knock/NUMBER says who
+    open           the token of the meeting that it holds now, if it holds one, and then
+    TOKEN/votes    how many votes it was given; TOKEN/vote/NUMBER holds each
+    TOKEN/proposal the next generation; TOKEN/accept/PROCESS says who has accepted it, and
+                   TOKEN/rejected that somebody has not
+    TOKEN/commit   that all have; or TOKEN/refusal: why there is none
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Sequence
+from concurrent.futures import Future, wait
+from typing import NamedTuple
+
+from unisono.communicators import STORE_ERRORS, JobStore
+from unisono.communicators.greeting import call, job_key
+from unisono.communicators.job_store import serve_store, store_at
+from unisono.communicators.stores import in_background
+from unisono.communicators.tls import encryption
+from unisono.system import boot_id, namespace, process_start
+
+# What jobs that meet by accident are kept apart by is the token, and what workers say when they
+# knock: a cluster spec, as for other jobs, may differ between workers that come and go.
+PURPOSE = "elastic"
+# How long a door may take to answer, how long one look waits for it to open, and how long a door
+# at which nobody answers is left alone.
+_ANSWER_SECONDS = 3.0
+_PATIENCE_SECONDS = 0.2
+_PAUSE_SECONDS = 0.5
+
+
+class Contact(NamedTuple):
+    """Where a worker can be reached, and how to know that it has ended.
+
+    Attributes:
+        host: The address of its door.
+        port: The port of its door.
+        process: An id that no other process has.
+        machine: The same text for processes that see each other; "" if they cannot.
+        process_id: Its number there.
+        started: When it started there.
+    """
+
+    host: str
+    port: int
+    process: str
+    machine: str
+    process_id: int
+    started: str
+
+    @staticmethod
+    def of(door: JobStore) -> Contact:
+        """Returns how this process can be reached that serves a door."""
+        started = process_start(os.getpid())
+        machine = "" if started is None else machine_identity()
+        return Contact(door.host, door.port, uuid.uuid4().hex, machine, os.getpid(), started or "")
+
+    def has_ended(self) -> bool:
+        """Returns whether the process is known to have ended. Silence does not count."""
+        if not self.machine or self.machine != machine_identity():
+            return False
+        return process_start(self.process_id) != self.started
+
+
+def machine_identity() -> str:
+    """Returns a text that two processes share if each sees when the other ends."""
+    return f"{boot_id()} {namespace('pid')}"
+
+
+def serve_door(host: str, listener: socket.socket) -> JobStore:
+    """Returns a store that this process serves for the others."""
+    return serve_store(host, listener, _key(), encryption())
+
+
+def _key() -> bytes:
+    return job_key(f"unisono/{PURPOSE}/0")
+
+
+def call_door(host: str, port: int, seconds: float = _ANSWER_SECONDS) -> JobStore | None:
+    """Returns a connection to a door, or None if nobody answers there who is of the job."""
+    try:
+        greeted = call((host, port), _key(), 0, encryption(), time.monotonic() + seconds)
+    except OSError:
+        return None
+    return store_at((host, port), greeted)
+
+
+class Doors:
+    """Connections to the doors of other workers. One that does not answer is left alone a while."""
+
+    def __init__(self) -> None:
+        self._stores: dict[str, JobStore] = {}
+        self._calls: dict[str, Future[JobStore | None]] = {}
+        self._not_before: dict[str, float] = {}
+
+    def look(
+        self, contact: Contact, keys: Sequence[str]
+    ) -> tuple[JobStore, list[bytes | None]] | None:
+        """Returns what lies in the store of a worker, or None if it does not answer now."""
+        if time.monotonic() < self._not_before.get(contact.process, 0.0):
+            return None
+        store = self._stores.get(contact.process) or self._called(contact)
+        if store is None:
+            return None
+        store.answer_by = time.monotonic() + _ANSWER_SECONDS
+        try:
+            found = store.look(keys)
+        except STORE_ERRORS:
+            self._stores.pop(contact.process, None)
+            self._leave_alone(contact)
+            return None
+        self._stores[contact.process] = store
+        return store, found
+
+    def _called(self, contact: Contact) -> JobStore | None:
+        """Calls in a thread: a worker that is paused or cut off must not keep this one waiting."""
+        call = self._calls.get(contact.process)
+        if call is None:
+            call = self._calls[contact.process] = in_background(
+                lambda: call_door(contact.host, contact.port)
+            )
+        wait([call], _PATIENCE_SECONDS)
+        if not call.done():
+            return None
+        del self._calls[contact.process]
+        if (store := call.result()) is None:
+            self._leave_alone(contact)
+        return store
+
+    def _leave_alone(self, contact: Contact) -> None:
+        self._not_before[contact.process] = time.monotonic() + _PAUSE_SECONDS
+
+    def close(self) -> None:
+        """Ends the connections that nobody else uses."""
+        self._stores.clear()

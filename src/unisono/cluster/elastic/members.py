@@ -1,0 +1,245 @@
+"""The workers of an elastic job, from the view of one of them."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from unisono.cluster.elastic.doors import Contact
+from unisono.cluster.elastic.finding import publish
+from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
+from unisono.cluster.elastic.generation import Generation, Position
+from unisono.cluster.elastic.knocking import let_in
+from unisono.cluster.membership import Membership
+from unisono.communicators import Communicator
+from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
+
+# Connects a rank of so many through a store, in so many seconds, given the generation's number.
+Connect: TypeAlias = Callable[[Store, int, int, float, int], Communicator]
+# What workers that have just agreed need to connect, at most.
+_CONNECT_SECONDS = 30.0
+# Workers may be lost again while they connect, but not for ever.
+_MAX_ATTEMPTS = 10
+_log = logging.getLogger("unisono")
+
+
+@dataclass(frozen=True)
+class Met:
+    """What the workers have agreed on when they met: the same on all of them, but for their rank.
+
+    Attributes:
+        generation: Higher after each meeting; 0 at first.
+        members: The workers, by the numbers that they keep, in the order of their ranks.
+        rank: The rank of this worker.
+        communicator: What connects them until they meet again.
+        positions: How far each had come, by rank; None for those that have no state.
+        lost: Workers that were here before.
+        joined: Workers that were not.
+        seconds: How long it took to meet.
+    """
+
+    generation: int
+    members: tuple[int, ...]
+    rank: int
+    communicator: Communicator
+    positions: tuple[Position | None, ...]
+    lost: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def position(self) -> Position:
+        """How far those had come who had come farthest."""
+        return max(one for one in self.positions if one is not None)
+
+    @property
+    def source(self) -> int:
+        """The lowest of their ranks."""
+        return self.positions.index(self.position)
+
+    @property
+    def stateless(self) -> tuple[int, ...]:
+        """The ranks that have no state. While there are any, all ranks call `share_state`."""
+        return tuple(rank for rank, one in enumerate(self.positions) if one is None)
+
+
+class ElasticMembers:
+    """The workers of an elastic job. Made by `found`, or by `joined` for a job that runs already.
+
+    Args:
+        me: This worker.
+        membership: Its place among the workers that the launcher has started.
+        connect: Makes the communicator of a generation.
+
+    Attributes:
+        met: What came of the last meeting.
+    """
+
+    met: Met
+
+    def __init__(self, me: Attendee, membership: Membership, connect: Connect) -> None:
+        self._me = me
+        self._membership = membership
+        self._connect = connect
+
+    def found(self, communicator: Communicator, contacts: Sequence[Contact]) -> None:
+        """Begins with the first workers of a job, which have met and are connected.
+
+        Args:
+            communicator: What connects them.
+            contacts: Where each can be reached, by rank.
+        """
+        numbered = dict(enumerate(contacts))
+        positions: dict[int, Position | None] = dict.fromkeys(numbered, ())
+        generation = Generation(0, numbered, positions, len(contacts), {})
+        self._begin(generation)
+        self.met = _met(generation, communicator, before=numbered, seconds=0.0)
+
+    def joined(self, running: Generation) -> bool:
+        """Knocks at a job that runs, and returns when its workers have let this one in.
+
+        Args:
+            running: Its workers, as far as is known.
+
+        Returns:
+            Whether it was let in; if not, the job has ended meanwhile.
+
+        Raises:
+            WorkerTimeoutError: If the others do not let it in in time.
+            JobMismatchError: If it does not belong to the job.
+        """
+        start = time.monotonic()
+        agreed, before = let_in(self._me, running)
+        if agreed is not None:
+            self.met = self._settled(agreed, None, before, start)
+        return agreed is not None
+
+    def newcomers(self) -> bool:
+        """Returns whether somebody waits to be let in, as far as this worker knows.
+
+        It takes no message. One worker that knows it has to tell the others, and then all of them
+        meet again at the same step boundary.
+        """
+        return self._me.door.add("knocks", 0) > self._me.num_knocks
+
+    def meet_again(
+        self,
+        position: Position | None,
+        error: CommunicationError | None = None,
+        leaving: Collection[int] = (),
+        *,
+        admits: bool = False,
+    ) -> Met:
+        """Meets all workers that are left.
+
+        All members call it: when a collective has failed, or at the same step boundary because
+        somebody wants to join or to leave. It closes the communicator so far.
+
+        Args:
+            position: How far this worker has come; None if it has no state.
+            error: What the collective has raised, if one has.
+            leaving: The ranks of members that leave now, and do not call this.
+            admits: Whether workers that want to join are let in; the same on all members.
+
+        Returns:
+            What they have agreed on; also in `met`.
+
+        Raises:
+            WorkerLostError: If the others have gone on without this worker, which was paused or cut
+                off for too long.
+            WorkerTimeoutError: If the others do not come to meet.
+            CommunicationError: If fewer than `min_workers` are left, or too few of the last
+                generation, or nobody with its state.
+        """
+        start, before = time.monotonic(), self.met
+        if error is not None:
+            # Others that wait in a collective for this worker find out that it has gone to meet.
+            before.communicator.close()
+        ranks = () if error is None else error.ranks
+        lost = [before.members[rank] for rank in ranks if rank != before.rank]
+        gone = [before.members[rank] for rank in leaving]
+        agreed = Gathering(self._me, position, lost, gone, admits=admits).hold()
+        self.met = self._settled(agreed, position, before.members, start)
+        before.communicator.close()
+        self._me.doors.close()
+        return self.met
+
+    def leave(self) -> None:
+        """Leaves for good. Others that are told meet again without this worker; see `leaving`."""
+        self.met.communicator.close()
+        self._me.door.delete_key("generation")
+        self._me.doors.close()
+        if not self._me.keeps_door:
+            self._me.door.close()
+
+    def _begin(self, generation: Generation) -> None:
+        self._me.begin(generation)
+        if next(iter(generation.contacts.values())) == self._me.contact:
+            publish(self._membership, generation)
+
+    def _settled(
+        self, agreed: Agreed, position: Position | None, before: Collection[int], start: float
+    ) -> Met:
+        """Connects those who have agreed; if some are lost meanwhile, the others meet again."""
+        for _ in range(_MAX_ATTEMPTS):
+            self._begin(agreed.generation)
+            # It may be used as long as the communicator is.
+            self._store = agreed.store
+            try:
+                communicator = self._connected(agreed)
+            except (WorkerLostError, WorkerTimeoutError) as error:
+                failure = error
+            else:
+                seconds = time.monotonic() - start
+                met = _met(agreed.generation, communicator, before, seconds)
+                _log.debug(
+                    "Workers %s train from now on, after a meeting of %.2f s. Lost: %s. New: %s.",
+                    *(met.members, seconds, met.lost, met.joined),
+                )
+                return met
+            members = list(agreed.generation.contacts)
+            lost = [members[rank] for rank in failure.ranks if rank < len(members)]
+            agreed = Gathering(self._me, position, lost).hold()
+        raise failure
+
+    def _connected(self, agreed: Agreed) -> Communicator:
+        contacts = list(agreed.generation.contacts.values())
+        limit = min(self._me.rules.timeout_seconds, _CONNECT_SECONDS)
+
+        def check() -> None:
+            if ended := [rank for rank, one in enumerate(contacts) if one.has_ended()]:
+                raise WorkerLostError("Workers ended while all were connecting.", ended)
+
+        store = agreed.store
+        store.answer_by, store.before_asking = time.monotonic() + limit, check
+        try:
+            return self._connect(
+                PrefixStore(f"{agreed.token}/connect", store),
+                contacts.index(self._me.contact),
+                len(contacts),
+                limit,
+                agreed.generation.number,
+            )
+        finally:
+            store.answer_by = store.before_asking = None
+
+
+def _met(
+    generation: Generation, communicator: Communicator, before: Collection[int], seconds: float
+) -> Met:
+    members = tuple(generation.contacts)
+    return Met(
+        generation.number,
+        members,
+        communicator.rank,
+        communicator,
+        tuple(generation.positions.values()),
+        tuple(one for one in sorted(before) if one not in members),
+        tuple(one for one in members if one not in before),
+        seconds,
+    )
