@@ -229,8 +229,8 @@ if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 
 
 def test_single_workers_of_an_elastic_job_are_started_again(tmp_path: Path) -> None:
-    command = ["-n", "3", "--elastic", "--max-restarts", "1", script(tmp_path, ELASTIC)]
-    status, output, errors = run(launcher(*command))
+    options = ["-n", "3", "--elastic", "--max-restarts", "1"]
+    status, output, errors = run(launcher(*options, script(tmp_path, ELASTIC)))
 
     assert status == 0, errors
     told = [f"[worker {rank}] step 6 workers (1, 2, 3)" for rank in range(3)]
