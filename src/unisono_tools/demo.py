@@ -8,8 +8,8 @@ an epoch has 37 samples.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
+from unisono_tools.processes import one_thread
 
 BATCH_SIZE = 100
 NUM_TRAINING = 1437
@@ -119,26 +120,11 @@ def compare(
 ) -> list[Training]:
     """Trains once on each list of devices; None means all GPUs."""
     trainings = []
-    with one_thread_per_replica(), Progress(console=console, auto_refresh=False) as progress:
+    with one_thread(), Progress(console=console, auto_refresh=False) as progress:
         for devices in device_lists:
             with closing(uo.MirroredStrategy(devices)) as strategy:
                 trainings.append(train(strategy, num_epochs, progress))
     return trainings
-
-
-@contextmanager
-def one_thread_per_replica() -> Iterator[None]:
-    """A CPU replica is one core.
-
-    torch's own threads wait for each other by spinning, which takes ten times as long as soon as
-    another program wants a core too.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def summary(trainings: Sequence[Training]) -> Table:

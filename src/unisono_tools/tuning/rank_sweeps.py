@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -22,6 +20,7 @@ from unisono.communicators.stores import say_to_all
 from unisono.costs import Tuning
 from unisono.errors import TuningError
 from unisono.kernels import native_core
+from unisono_tools.processes import quick_processes
 from unisono_tools.tuning.measured import Measured
 from unisono_tools.tuning.sweeps import all_reduce_sweep
 
@@ -107,10 +106,7 @@ def _group(
 
 def local_rank_sweeps(size: int, sizes: Sequence[int], seconds: float) -> Iterator[Measured]:
     """Measures the links between processes of this host, which end with the iteration."""
-    # A process that has initialized CUDA cannot fork.
-    kind = "spawn" if torch.cuda.is_available() else "forkserver"
-    context: Any = multiprocessing.get_context(kind)
-    context.set_forkserver_preload(["unisono.communicators"])
+    context = quick_processes("unisono.communicators")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     ours, theirs = context.Pipe(duplex=False)

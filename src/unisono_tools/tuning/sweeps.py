@@ -6,7 +6,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from unisono.communicators import Communicator
 from unisono.devices import default_devices, this_machine
 from unisono.kernels import reduce_batch, reduce_into
 from unisono.options import ReduceOp
+from unisono_tools.processes import one_thread
 from unisono_tools.tuning.measured import Measured
 
 Work: TypeAlias = Callable[[], object]
@@ -32,7 +32,7 @@ def local_sweep(sizes: Sequence[int], seconds: float) -> Iterator[Measured]:
     machine = this_machine()
     places = [machine.torch_device(device) for device in default_devices()]
     first, second = places[0], places[1 % len(places)]
-    with _one_thread():
+    with one_thread():
         yield from _local_sweep(first, second, sizes, seconds)
 
 
@@ -70,17 +70,6 @@ def all_reduce_sweep(
         repeats = torch.tensor([_repeats(reduce, seconds)])
         communicator.broadcast(repeats)
         yield Measured(link, communicator.size, num_bytes, _median(reduce, int(repeats.item())))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keeps torch from using several threads, which wait for each other on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _sum_in_place(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
