@@ -147,8 +147,10 @@ def test_an_update_reaches_each_memory_in_one_copy(ops: Callable[[], Any]) -> No
                 nn.Linear(4, 300),
                 nn.Linear(300, 300),
             )
-            last = model[2].weight.detach().contiguous(memory_format=torch.channels_last)
-            model[2].weight = nn.Parameter(last)
+            convolution: Any = model[2]
+            weight = convolution.weight.detach()
+            weight = weight.contiguous(memory_format=torch.channels_last)
+            convolution.weight = nn.Parameter(weight)
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
         def step(x: Tensor) -> Tensor:
