@@ -119,9 +119,7 @@ class GradientReducer:
         return self._across is not None
 
     def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
-        """Before a run: notes the current leaves and the weight of each replica. Replicas may have
-        their own `streams`.
-        """
+        """Before a run: looks at the leaves that there are now, and what each replica counts."""
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
@@ -322,9 +320,8 @@ class GradientReducer:
 
     def _check_capture(self, recorder: Any, leaves: Sequence[nn.Parameter]) -> None:
         """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
-        grads = (leaf.grad for leaf in leaves)
-        has_sparse = any(grad is not None and grad.layout is not torch.strided for grad in grads)
-        if has_sparse or any(isinstance(pack, SparsePack) for pack in self._packs):
+        layouts = {leaf.grad.layout for leaf in leaves if leaf.grad is not None}
+        if layouts - {torch.strided} or any(isinstance(pack, SparsePack) for pack in self._packs):
             recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
         if self._aside.has_any:
             recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
