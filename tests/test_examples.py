@@ -132,6 +132,12 @@ def test_a_preempted_training_resumes_to_the_same_bits(tmp_path: Path) -> None:
     end_replica_threads()
 
 
+def test_survivors_of_killed_workers_have_the_weights_of_an_undisturbed_run() -> None:
+    expected, found = run("elastic", "--workers", 2, "--kill", 0, "--epochs", 2)
+
+    assert found == {expected}
+
+
 def test_the_gan_finds_the_ring() -> None:
     quality = run("gan")
 

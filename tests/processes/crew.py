@@ -65,6 +65,11 @@ class Member:
         """Sends it a signal."""
         os.kill(self.process_id, number)
 
+    def wait_for_its_end(self, timeout: float) -> None:
+        """Waits until it has been killed, or has killed itself."""
+        self._process.join(timeout)
+        assert self._process.exitcode is not None, f"it has not ended within {timeout:g} s"
+
     def end(self) -> None:
         """Kills it, whatever it does."""
         self._process.kill()

@@ -16,7 +16,7 @@ from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.sources import random_state, set_random_state
 from unisono.reductions import Workers
-from unisono.strategies.joining import newest_workers
+from unisono.strategies.joining import elastic_workers, newest_workers
 from unisono.values import flatten
 from unisono.variables import Variable
 
@@ -100,7 +100,10 @@ class Checkpoint:
                 f"{path} holds {sorted(saved)}, but this checkpoint has {sorted(self._objects)}. "
                 "Make the checkpoint with the same names."
             )
-        random = _own(state["random"], these_workers())
+        self._load(state, _own(state["random"], these_workers()))
+
+    def _load(self, state: Mapping[str, Any], random: dict[str, Any]) -> None:
+        saved = state["objects"]
         for name, one in self._objects.items():
             if isinstance(one, Variable):
                 one.load(saved[name])
@@ -114,14 +117,27 @@ class Checkpoint:
 
     def state(self, workers: Workers) -> dict[str, Any]:
         """Returns what to write. All workers call it."""
+        return self.state_of([*_of_all(workers)])
+
+    def state_of(self, random: list[dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Returns the state as this worker has it, with the random generators of workers."""
         return {
             "objects": {
                 name: one.state() if isinstance(one, Variable) else one.state_dict()
                 for name, one in self._objects.items()
             },
-            "random": _of_all(workers),
+            "random": [_random_state()] if random is None else random,
             "total_run_calls": self.total_run_calls,
         }
+
+    def take(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state_of` has returned on another worker."""
+        self._load(state, state["random"][0])
+
+    def holds(self, one: object) -> bool:
+        """Whether it has the state of an input, or of an iterator of it."""
+        held = self._objects.values()
+        return any(own is one or getattr(own, "_dataset", None) is one for own in held)
 
 
 class told_to_all:
@@ -150,14 +166,20 @@ class told_to_all:
 
 def these_workers() -> Workers:
     """Returns the workers that this process trains with; itself alone if there are no others."""
+    if (elastic := elastic_workers()) is not None:
+        return elastic
     found = newest_workers()
     return Workers(IdentityCommunicator() if found is None else found[0])
 
 
+def _random_state() -> dict[str, Any]:
+    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return {**random_state(()), "gpus": of_gpus}
+
+
 def _of_all(workers: Workers) -> list[dict[str, Any]]:
     """Returns the random generators of all workers; only one state if they are equal."""
-    of_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    states = workers.gather_objects({**random_state(()), "gpus": of_gpus})
+    states = workers.gather_objects(_random_state())
     return states if any(_differ(states[0], other) for other in states[1:]) else states[:1]
 
 

@@ -18,7 +18,7 @@ from unisono.checkpoints.notice import Notice, TerminationConfig
 from unisono.cluster import ClusterResolver, Membership
 from unisono.communicators import JobStore, TracedCommunicator
 from unisono.errors import ClusterError, UnsupportedError
-from unisono.strategies.joining import newest_workers
+from unisono.strategies.joining import elastic_workers, newest_workers
 
 T = TypeVar("T")
 _log = logging.getLogger("unisono")
@@ -187,6 +187,12 @@ def _workers_of(
     check_optional(
         "cluster_resolver", resolver, ClusterResolver, "one of `unisono.cluster_resolver`"
     )
+    if elastic_workers() is not None:
+        raise UnsupportedError(
+            "A `PreemptionCheckpointHandler` stops all workers at the same step, but those of a "
+            "strategy with `elastic=True` go on without the one that is ended. Save checkpoints "
+            "with a `CheckpointManager`, or make the strategy without `elastic=True`."
+        )
     joined = newest_workers()
     if resolver is None:
         return joined

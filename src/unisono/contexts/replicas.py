@@ -44,6 +44,8 @@ class Replicas(Protocol):
     mirrors: Mirrors
     gradients: GradientReducer
     current_weights: list[float]
+    # What makes runs that survive the loss of workers, if something does.
+    elastic: Any
 
     @property
     def counting(self) -> SampleCounts:

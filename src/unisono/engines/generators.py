@@ -100,6 +100,11 @@ class RunGenerators:
                 entry.copies[replica] = copy
             return entry.copies[replica]
 
+    def undo(self) -> None:
+        """Sets the generators back that were given to random functions in the run."""
+        for entry in self._given.values():
+            entry.generator.set_state(entry.before)
+
     def settle(self) -> None:
         """After the run: generators that several replicas have used go on as the first one's."""
         for entry in self._given.values():

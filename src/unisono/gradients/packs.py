@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.devices import Device
 from unisono.options import CommunicationOptions, ReduceOp
+from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables import Leaves
@@ -149,6 +150,12 @@ class SparsePack(Pack):
         for leaf, part in zip(self.members[0].leaves, parts, strict=True):
             leaf.grad = part
         return self.members
+
+
+def grouped(owners: Sequence[Leaves], limit: int) -> list[list[Leaves]]:
+    """Groups neighboring parameters, as many as have `limit` bytes together."""
+    sizes = [one.primary.nbytes for one in owners]
+    return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:

@@ -56,6 +56,11 @@ class OwnPass:
         self._versions = [0 if grad is None else grad._version for grad in self._before]
         self._filled: set[int] = set()
 
+    @property
+    def adds(self) -> bool:
+        """Whether a leaf had a gradient before."""
+        return self._before.count(None) < len(self._before)
+
     def new(self) -> list[int]:
         """Returns the numbers of the leaves that have a new gradient."""
         found = [leaf.grad for leaf in self._leaves]

@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -35,13 +36,13 @@ from unisono.gradients.accumulation import (
 )
 from unisono.gradients.aside import Aside
 from unisono.gradients.own_gradients import OwnGradients
-from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of
+from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped
 from unisono.gradients.passes import OwnPass, Pass, watch_backward_passes
 from unisono.gradients.sending import Sender
 from unisono.gradients.worker_packs import HookedPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import Spec, by_dtype, group_by_bytes
+from unisono.packing import Spec, by_dtype
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
@@ -73,7 +74,6 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
-        self._is_on_gpus = any(device.type != "cpu" for device in devices)
         self._ops = cross_device_ops
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
         if self._across is not None and hook is None:
@@ -102,6 +102,8 @@ class GradientReducer:
         self._removals: list[Callable[[], None]] = []
         self._weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        # Whether a pass of this run added to gradients, and whether the last pass reduced none.
+        self.has_added = self.has_unreduced = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
         across = self._across
@@ -120,21 +122,31 @@ class GradientReducer:
         """Whether gradients go to other workers, or through a hook."""
         return self._across is not None
 
-    def begin(self, weights: Sequence[float]) -> None:
-        """Before a run: looks at the leaves that there are now, and what each replica counts."""
+    def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Before a run: looks at the leaves that there are now, and what each replica counts.
+
+        Replicas may have their own `streams`.
+        """
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
+        self.has_added = False
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, self._owners)
+        self._weighting.begin(weights, self._owners, streams)
         self._hooked = [one for one in self._owners if has_hooks(one.primary)]
 
     def close(self) -> None:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
+
+    def retire(self) -> None:
+        """Ends, and takes the hooks away: other replicas come, with another reducer."""
+        self.close()
+        for remove in (*self._removals, *self._weighting.removals):
+            remove()
 
     def _track(self) -> None:
         if self._generation != self._mirrors.generation:
@@ -160,16 +172,18 @@ class GradientReducer:
         """Parts the parameters into packs."""
         trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
         if self._across is None:
-            groups = [trained] if self._ops.wants_all_gradients else self._group(trained)
+            groups = (
+                [trained]
+                if self._ops.wants_all_gradients
+                else grouped(trained, self._bytes_per_pack(trained))
+            )
             self._packs = [LocalPack(group, self._reduction) for group in groups if group]
             num_full = len(self._packs)
         else:
             dense = [one for one in trained if not self._mirrors.is_sparse(one)]
             limit = self._bytes_per_pack(dense)
             alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
-            groups = [
-                group for own in alike for group in self._group([dense[i] for i in own], limit)
-            ]
+            groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
             self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
             num_full = len(self._packs)
             # What has sparse gradients comes last, each on its own.
@@ -185,11 +199,6 @@ class GradientReducer:
             for pack, end in zip(self._packs, ends, strict=False)
         ]
         self._hooked_at = [end - 1 for end in ends]
-
-    def _group(self, owners: Sequence[Leaves], limit: int | None = None) -> list[list[Leaves]]:
-        sizes = [one.primary.nbytes for one in owners]
-        limit = self._bytes_per_pack(owners) if limit is None else limit
-        return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 
     def _bytes_per_pack(self, owners: Sequence[Leaves]) -> int:
         """Returns the size of packs: what the user says, or what is best for these gradients."""
@@ -228,6 +237,8 @@ class GradientReducer:
         with no_torch_function():
             own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
         notes.current_pass = own
+        self.has_added = self.has_added or own.adds
+        self.has_unreduced = notes.is_without_sync
         try:
             result = run()
         finally:
@@ -253,11 +264,12 @@ class GradientReducer:
         own = None if context is None else context.notes.current_pass
         if context is None or own is None or context.notes.is_without_sync:
             return
-        if self._across is not None and context.meeting.recorder is not None:
+        if context.meeting.is_apart:
             # Python sends all packs between two graphs, so none leaves in the middle of one.
             return
         current = own.of_all
-        if self._is_on_gpus:
+        orders_streams = context.meeting.orders_streams
+        if orders_streams:
             current.trail.note(self._leaves[context.local_id][self._hooked_at[pack]].device)
         missing = own.missing(self._numbers[pack])
         if missing:
@@ -265,7 +277,7 @@ class GradientReducer:
         elif own.fills(pack) and current.is_filled_by(pack):
             current.trail.follow()
             self._pack_is_full(current, pack)
-            if self._is_on_gpus:
+            if orders_streams:
                 for leaf in self._packs[pack].members[0].leaves:
                     current.trail.note(leaf.device)
 
@@ -284,14 +296,16 @@ class GradientReducer:
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
         """A replica's backward pass has ended: waits for the others, and reduces what is left."""
         current, replica_id = own.of_all, context.local_id
-        if self._is_on_gpus:
+        if context.meeting.orders_streams:
             for leaf in self._leaves[replica_id][:1]:
                 current.trail.note(leaf.device)
 
         def work(given: list[list[int]]) -> list[None]:
             current.trail.follow()
             with no_torch_function():
-                numbers = given[0] if _are_equal(given) else sorted(set().union(*given))
+                numbers = (
+                    given[0] if given.count(given[0]) == len(given) else sorted(set().union(*given))
+                )
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
                 for one in reduced:
@@ -301,7 +315,8 @@ class GradientReducer:
                 call_hooks(context, [one for one in self._hooked if one in found])
             return [None] * len(self._devices)
 
-        self._check_capture(context.meeting.recorder)
+        if context.meeting.is_apart:
+            self._check_capture(context.meeting.recorder, self._leaves[replica_id])
         number = context.notes.num_passes
         context.notes.num_passes += 1
         with no_torch_function():
@@ -310,14 +325,14 @@ class GradientReducer:
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
 
-    def _check_capture(self, recorder: Any) -> None:
+    def _check_capture(self, recorder: Any, leaves: Sequence[nn.Parameter]) -> None:
         """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
-        if recorder is None or self._across is None:
-            return
-        if any(isinstance(pack, SparsePack) for pack in self._packs):
-            recorder.refuse("workers exchange sparse gradients, whose size changes")
+        grads = (leaf.grad for leaf in leaves)
+        has_sparse = any(grad is not None and grad.layout is not torch.strided for grad in grads)
+        if has_sparse or any(isinstance(pack, SparsePack) for pack in self._packs):
+            recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
         if self._aside.has_any:
-            recorder.refuse("gradients of many workers are summed and added to earlier ones")
+            recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
@@ -387,7 +402,3 @@ class GradientReducer:
                 OwnGradients(self._op, self._mirrors, self._weighting).reduce(
                     own, self._reduction.reduce
                 )
-
-
-def _are_equal(given: Sequence[list[int]]) -> bool:
-    return all(own == given[0] for own in given[1:])

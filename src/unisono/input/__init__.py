@@ -14,6 +14,7 @@ from unisono.input.options import (
     ValueContext,
 )
 from unisono.input.splits import (
+    copied,
     counts_of,
     even_sizes,
     filled_slices,
@@ -34,6 +35,7 @@ __all__ = [
     "OptionalElement",
     "TensorSpec",
     "ValueContext",
+    "copied",
     "counts_of",
     "even_sizes",
     "filled_slices",

@@ -19,9 +19,11 @@ from unisono.input.options import (
     InputReplicationMode,
     check_input_options,
 )
-from unisono.input.placement import Placement
+from unisono.input.placement import MovingPlacement, Placement
 from unisono.input.sources import (
     Epoch,
+    Moving,
+    MovingReaders,
     Progress,
     Readers,
     Source,
@@ -53,6 +55,7 @@ class DistributedInput:
         input_context: Which worker of how many this is.
         options: How batches are fetched.
         readers: Whether all workers read the same.
+        job: The elastic job that this is the input of, if it is one.
     """
 
     def __init__(
@@ -63,22 +66,34 @@ class DistributedInput:
         input_context: InputContext,
         options: InputOptions,
         readers: Readers,
+        job: Moving | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._given = tuple(given)
         self._context = input_context
         self._options = options
         self._readers = readers
-        self._placement = Placement(
-            devices,
-            to_devices=options.experimental_fetch_to_device
-            or options.experimental_place_dataset_on_device,
+        to_devices = (
+            options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         )
+        self.job = job
+        if job is None:
+            self._placement = Placement(devices, to_devices=to_devices)
+        else:
+            self._placement = MovingPlacement(devices, readers.workers, to_devices=to_devices)
+            self._placement.move(devices, job.generation)
+            job.add_input(self)
         self._progress = Progress(
             batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
         )
         self._pending: tuple[Progress, bool] | None = None
         self._latest: weakref.ref[DistributedIterator] | None = None
+
+    def move(self, devices: Sequence[Device], input_context: InputContext, generation: int) -> None:
+        """In an elastic job: this worker has other replicas from now on, among other workers."""
+        assert isinstance(self._placement, MovingPlacement)
+        self._placement.move(devices, generation)
+        self._context = input_context
 
     @property
     def options(self) -> InputOptions:
@@ -258,6 +273,7 @@ class DistributedDataset(DistributedInput):
         options: How batches are fetched.
         input_context: Which worker of how many this is. None means the only one.
         workers: What connects it to the others; None if nothing does.
+        job: The elastic job that this is the input of, if it is one.
     """
 
     def __init__(
@@ -268,6 +284,7 @@ class DistributedDataset(DistributedInput):
         *,
         input_context: InputContext | None = None,
         workers: Workers | None = None,
+        job: Moving | None = None,
     ) -> None:
         options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -289,6 +306,14 @@ class DistributedDataset(DistributedInput):
         else:
             source = of_all_samples(source)
         readers = readers_of(workers, own_data=self._is_fixed)
+        if job is not None:
+            if self._is_fixed:
+                raise UnsupportedError(
+                    f"With `elastic=True`, workers share every batch, but `auto_shard_policy` is "
+                    f"{policy.name}: what a lost worker reads, nobody else can. Use "
+                    "`AutoShardPolicy.DATA`."
+                )
+            readers = MovingReaders(readers.workers, job)
         if self._is_fixed and not readers.workers.layout(len(devices)).are_equal:
             raise UnsupportedError(
                 f"With the policy {policy.name}, each worker splits its batches into the same "
@@ -296,7 +321,7 @@ class DistributedDataset(DistributedInput):
                 "`AutoShardPolicy.DATA`, `distribute_datasets_from_function`, or a `num_replicas` "
                 "that is a multiple of the number of workers."
             )
-        super().__init__([as_source(source)], [given], devices, context, options, readers)
+        super().__init__([as_source(source)], [given], devices, context, options, readers, job)
 
     @property
     def steps_per_batch(self) -> int:
@@ -317,8 +342,9 @@ class DistributedDataset(DistributedInput):
         splitter = Splitter(self.options, epoch.sources[0].batch_size)
         if not self.is_wrapped:
             return WholeBatches(epoch, splitter)
-        kind = OwnBatches if self._is_fixed else SharedBatches
-        return kind(epoch, splitter, self.layout)
+        if self._is_fixed:
+            return OwnBatches(epoch, splitter, self.layout)
+        return SharedBatches(epoch, splitter, self.layout, keeps_all=self.job is not None)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch

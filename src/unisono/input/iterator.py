@@ -85,6 +85,8 @@ class DistributedIterator(Iterator[Any]):
             )
         if self._has_ended:
             raise StopIteration
+        if self._dataset.job is not None:
+            self._dataset.job.at_boundary(self._dataset)
         progress = self._epoch.progress
         self._epoch.note_first_draw()
         try:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from unisono.devices import Device, cpu_slots, this_machine
-from unisono.input.splits import SplitBatch
+from unisono.input.splits import SplitBatch, copied
+from unisono.reductions import Workers
 from unisono.values import map_leaves, tensors_of
 
 
@@ -81,6 +82,45 @@ class Placement:
                     # this one still reads it.
                     tensor.record_stream(current)
         return placed.parts
+
+
+class MovingPlacement(Placement):
+    """Places batches for replicas that may be others when a batch is used than when it was drawn.
+
+    A batch has the parts of all replicas until it is handed out, and keeps them after that: the
+    step may have to be made again by others. Tensors are no copies, which may be at other places in
+    memory, where some libraries compute other bits. torch counts the writes to them.
+
+    Args:
+        devices: The devices of this worker's replicas.
+        workers: All workers.
+        to_devices: Whether parts go to the devices.
+    """
+
+    def __init__(self, devices: Sequence[Device], workers: Workers, *, to_devices: bool) -> None:
+        super().__init__(devices, to_devices=to_devices)
+        self._workers = workers
+        self._is_to_devices = to_devices
+        self._generation = 0
+
+    def move(self, devices: Sequence[Device], generation: int) -> None:
+        """Says which replicas this worker has from now on, among which workers."""
+        Placement.__init__(self, devices, to_devices=self._is_to_devices)
+        self._generation = generation
+
+    def place(self, parts: SplitBatch) -> PlacedBatch:
+        return PlacedBatch(parts, {})
+
+    def hand_out(self, placed: PlacedBatch) -> SplitBatch:
+        parts = placed.parts
+        own = self._workers.layout(len(self.devices)).own
+        mine = [tuple(map(_apart, leaf[own.start : own.stop])) for leaf in parts.leaves]
+        parts = replace(parts, leaves=mine, of_all=parts.leaves, generation=self._generation)
+        return super().hand_out(super().place(parts))
+
+
+def _apart(part: Any) -> Any:
+    return part if isinstance(part, Tensor) else copied(part)
 
 
 def _wait_for_gpu_tensors(stream: torch.cuda.Stream, parts: SplitBatch) -> None:

@@ -31,6 +31,10 @@ class Workers:
     """
 
     def __init__(self, communicator: Communicator, counts: Sequence[int] | None = None) -> None:
+        self.change(communicator, counts)
+
+    def change(self, communicator: Communicator, counts: Sequence[int] | None = None) -> None:
+        """Makes these the workers that there are from now on."""
         self.communicator = communicator
         self._counts = None if counts is None else tuple(counts)
         self._layouts: dict[int, ReplicaLayout] = {}

@@ -35,19 +35,23 @@ class Counting:
     Args:
         devices: The devices of this worker's replicas.
         workers: All workers.
+        is_moving: Whether a worker may get other replicas: it then returns `PerReplica` values,
+            however many replicas it has.
 
     Attributes:
         samples: How many samples each replica of all workers has in the run under way. None if all
             have the same number, or if it is not known.
     """
 
-    def __init__(self, devices: tuple[Device, ...], workers: Workers) -> None:
+    def __init__(
+        self, devices: tuple[Device, ...], workers: Workers, *, is_moving: bool = False
+    ) -> None:
         self._devices = devices
         layout = workers.layout(len(devices))
         self._own = slice(layout.own.start, layout.own.stop)
         self._num_replicas = layout.total
-        self._is_wrapped = layout.are_several
-        self._is_mixed = layout.are_several and 1 in layout.counts
+        self._is_wrapped = layout.are_several or is_moving
+        self._is_mixed = (layout.are_several and 1 in layout.counts) or is_moving
         self.samples: tuple[int, ...] | None = None
         # Of tensors that the only replica of this worker has returned. They come bare, while a
         # `PerReplica` knows its samples by itself.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import check_bool, check_call, check_instance, check_optional, in_words
+import torch
+
+from unisono.arguments import check_bool, check_call, check_instance, check_optional
 from unisono.communicators import Communicator, IdentityCommunicator
 from unisono.contexts import (
     CrossReplicaContext,
@@ -30,21 +32,19 @@ from unisono.reductions import (
     AcrossWorkers,
     CrossDeviceOps,
     Workers,
-    destinations_of,
-    listed_pairs,
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
 from unisono.strategies.own_process import OwnProcess
+from unisono.strategies.reducing import ReduceMethods
 from unisono.strategies.runner import Runner, unpack
 from unisono.strategies.steps import StepMethods
 from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
-from unisono.values import DistributedValues, Mirrored, flatten
+from unisono.values import DistributedValues
 from unisono.variables import (
     Leaves,
     Mirrors,
-    Variable,
     bring_in,
     creating,
     merge,
@@ -53,10 +53,11 @@ from unisono.variables import (
 )
 
 if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
+class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -79,6 +80,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     experimental_should_init = True
     should_checkpoint = True
     should_save_summary = True
+    # What makes runs that survive the loss of workers; None if nothing does.
+    elastic: ElasticJob | None = None
 
     def __init__(
         self,
@@ -114,50 +117,80 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             threads_per_replica=threads_per_replica,
             tuning=tuning,
         )
-        self._devices = devices
         self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
-        # Which replicas each worker has.
-        self.layout = self.workers.layout(len(devices))
         self.reduce_gradients = reduce_gradients
         self.options = options
-        machine = this_machine()
-        places = tuple(machine.torch_device(device) for device in devices)
+        self._is_serial = is_serial
+        self._num_intraop = threads_per_replica
+        self._tuning = tuning
         self.mirrors = Mirrors(
-            tuple(machine.memory(device) for device in devices),
-            places,
+            *_memories(devices),
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
-        cross_device_ops = cross_device_ops.in_strategy()
+        self._lay_out(devices, cross_device_ops)
         # A single replica, too, has its gradients pass through a reduction that wants all of them.
-        self.mirrors.is_single &= not cross_device_ops.wants_all_gradients
+        self.mirrors.is_single &= not self._local_ops.wants_all_gradients
         if not self.mirrors.is_single:
             watch_torch()
-        self.cross_device_ops = self._local_ops = cross_device_ops
-        if self.workers.are_many:
-            self.cross_device_ops = AcrossWorkers(cross_device_ops, self.workers, devices)
-        self.gradients = GradientReducer(
-            self.mirrors,
-            devices,
-            self.cross_device_ops,
-            reduce_gradients,
-            options,
-            predicted_cost(cross_device_ops, devices, tuning),
-        )
         # Whether gradients pass through a communication hook.
         self.has_hook = False
-        self._runner = Runner(
-            devices, self.workers, is_serial=is_serial, num_intraop=threads_per_replica
-        )
-        self.current_weights = [1.0] * len(devices)
-        self.counting = Counting(devices, self.workers)
         self._num_runs = 0
-        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
             nullcontext() if self.mirrors.is_single else threading.Lock()
         )
         self._strategy: Strategy | None = None
+
+    def _lay_out(self, devices: tuple[Device, ...], ops: CrossDeviceOps) -> None:
+        """Makes all that depends on which replicas this worker has, and who the others are."""
+        self._devices = devices
+        # Which replicas each worker has.
+        self.layout = self.workers.layout(len(devices))
+        self.cross_device_ops = self._local_ops = ops = ops.in_strategy()
+        if self.workers.are_many:
+            self.cross_device_ops = AcrossWorkers(ops, self.workers, devices)
+        self.gradients = GradientReducer(
+            self.mirrors,
+            devices,
+            self.cross_device_ops,
+            self.reduce_gradients,
+            self.options,
+            predicted_cost(ops, devices, self._tuning),
+        )
+        self._runner = Runner(
+            devices, self.workers, is_serial=self._is_serial, num_intraop=self._num_intraop
+        )
+        self.current_weights = [1.0] * len(devices)
+        is_moving = self.elastic is not None
+        self.counting = Counting(devices, self.workers, is_moving=is_moving)
+        places = _memories(devices)[1]
+        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
+
+    def relayout(
+        self,
+        devices: tuple[Device, ...],
+        ops: CrossDeviceOps,
+        communicator: Communicator,
+        counts: Sequence[int],
+    ) -> None:
+        """Between two runs: gives this worker other replicas. What the program made stays its own.
+
+        Args:
+            devices: The device of each replica that this worker has from now on.
+            ops: What reduces between them.
+            communicator: Connects the workers that there are now.
+            counts: How many replicas each of them has.
+
+        Raises:
+            UnsupportedError: If a replica has something that only it knows.
+        """
+        self.mirrors.relayout(*_memories(devices))
+        self.gradients.retire()
+        self._captures.close()
+        self._runner.close()
+        self.workers.change(communicator, counts)
+        self._lay_out(devices, ops)
 
     def bind(self, strategy: Strategy) -> None:
         """Says whose extension this is."""
@@ -214,10 +247,20 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
     @functools.cached_property
     def process_group(self) -> WorkersGroup:
         """The workers as a process group of torch."""
+        if self.elastic is not None:
+            raise UnsupportedError(
+                "The workers of a strategy with `elastic=True` change while the program runs, so "
+                "they are no process group. Use `all_reduce` of the replica context."
+            )
         return WorkersGroup(self.workers.communicator)
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
+        if self.elastic is not None:
+            raise UnsupportedError(
+                "A communication hook has a state that only its worker knows, so nobody could go "
+                "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
+            )
         if self.has_hook:
             raise ContextError(
                 "The strategy already has a communication hook. Register one hook that does both."
@@ -275,6 +318,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             before = CallerThread()
             try:
                 with entered(CrossReplicaContext(self)):
+                    if self.elastic is not None:
+                        return self.elastic.run(fn, args, kwargs)
                     return self._run_step(fn, args, kwargs)
             except BaseException:
                 before.restore()
@@ -286,6 +331,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
             weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
             self.current_weights = weights
             if isinstance(fn, Function):
+                if self.elastic is not None:
+                    return self._run(fn.fn, args, kwargs, weights)
                 return self._captures.run(fn, args, kwargs, weights)
             return self._run(fn, args, kwargs, weights)
 
@@ -297,8 +344,10 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
-        self.mirrors.refresh()
-        self.gradients.begin(weights)
+        if recorder is None or not (recorder.is_capturing and recorder.streams):
+            # No graph of one memory can bring something to others.
+            self.mirrors.refresh()
+        self.gradients.begin(weights, () if recorder is None else recorder.streams)
         run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
@@ -317,6 +366,11 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
+    def undo_drawing(self) -> None:
+        """After a run that is undone: random generators of the program are what they were."""
+        if self._runner.of_run is not None:
+            self._runner.of_run.undo()
+
     def merge_call(
         self,
         context: ReplicaContext,
@@ -327,67 +381,14 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods):
         """Does the work of `ReplicaContext.merge_call`."""
         return merge(context, merge_fn, args, kwargs)
 
-    def reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value: Any,
-        destinations: Any,
-        options: CommunicationOptions | None = None,
-    ) -> Any:
-        """Reduces a value, or every distributed value of a nested structure, to devices.
-
-        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
-        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
-        and has no sum: that is an `UnsupportedError`.
-        """
-        self.strategy._check_cross_replica("reduce_to()")
-        op = ReduceOp.read(reduce_op)
-        if not isinstance(value, DistributedValues):
-            leaves, rebuild = flatten(value)
-            if any(isinstance(leaf, DistributedValues) for leaf in leaves):
-                return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
-            if self.layout.are_several:
-                return self._reduce_single(op, value, destinations)
-        if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
-            if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
-                raise UnsupportedError(
-                    "A mirrored value is the same on every replica, so its sum over replicas has "
-                    "no meaning. Use MEAN, or multiply it by the number of replicas."
-                )
-            return self.broadcast_to(value, destinations)
-        value = self.counting.counted(op, value)
-        return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
-
-    def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
-        """Reduces what is not distributed: the same on every replica."""
-        is_zero = isinstance(value, (int, float)) and value == 0
-        if op is ReduceOp.SUM and not is_zero:
-            raise UnsupportedError(
-                f"{in_words(value)} is a single value, not one value per replica, so its sum over "
-                f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
-            )
-        return self.broadcast_to(value, destinations)
-
-    def batch_reduce_to(
-        self,
-        reduce_op: ReduceOp | str,
-        value_destination_pairs: Iterable[tuple[Any, Any]],
-        options: CommunicationOptions | None = None,
-    ) -> list[Any]:
-        """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
-        self.strategy._check_cross_replica("batch_reduce_to()")
-        op = ReduceOp.read(reduce_op)
-        listed = listed_pairs(value_destination_pairs)
-        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
-        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
-
-    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
-        """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""
-        self.strategy._check_cross_replica("broadcast_to()")
-        return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
-
-    def _merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        return self.options.merge(options)
-
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
         return self._duplicate()
+
+
+def _memories(
+    devices: tuple[Device, ...],
+) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
+    """Returns the memory and the torch device of each replica."""
+    machine = this_machine()
+    memories = tuple(machine.memory(device) for device in devices)
+    return memories, tuple(machine.torch_device(device) for device in devices)

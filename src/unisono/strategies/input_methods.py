@@ -64,6 +64,7 @@ class InputMethods:
             options,
             input_context=self._input_context,
             workers=self.extended.workers,
+            job=self.extended.elastic,
         )
 
     def distribute_datasets_from_function(
@@ -80,6 +81,12 @@ class InputMethods:
         Returns:
             An iterable of the inputs of each step.
         """
+        if self.extended.elastic is not None:
+            raise UnsupportedError(
+                "With `elastic=True`, workers share every batch, but each worker would read what "
+                "its own function makes, and nobody could read on for a lost worker. Use "
+                "`experimental_distribute_dataset` with the global batch size."
+            )
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,

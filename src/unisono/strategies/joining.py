@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 import time
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -39,7 +40,7 @@ from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError, WorkerTimeoutError
 from unisono.options import CommunicationOptions
-from unisono.reductions import dealt
+from unisono.reductions import Workers, dealt
 from unisono.system import check_connections
 from unisono.tracing import join_workers
 
@@ -63,6 +64,7 @@ class Joined:
 # One process may join a job several times: it keeps one store all the while.
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
+_elastic: list[weakref.ref[Workers]] = []
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
 
@@ -243,6 +245,21 @@ def leave(communicator: Communicator) -> None:
     communicator.close()
     for joined in list(_stores.values()):
         joined.users.discard(communicator)
+
+
+def remember_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find the workers of an elastic job, whoever they are by then."""
+    _elastic.append(weakref.ref(workers))
+
+
+def forget_elastic(workers: Workers) -> None:
+    """Lets `elastic_workers` find them no more: this process has left."""
+    _elastic[:] = [one for one in _elastic if one() not in (workers, None)]
+
+
+def elastic_workers() -> Workers | None:
+    """Returns the workers of the elastic job that this process has joined last, if it has."""
+    return next((found for one in reversed(_elastic) if (found := one()) is not None), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:

@@ -5,19 +5,30 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_bool, check_int
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
+from unisono.cluster.elastic import ElasticMembers
 from unisono.cluster.rules import collective_leader
 from unisono.devices import Device, DeviceLike, replica_devices, spread
 from unisono.errors import ClusterError, DeviceError, UnsupportedError
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp
-from unisono.reductions import CrossDeviceOps, check_ops, select_cross_device_ops
+from unisono.options import (
+    DEFAULT_OPTIONS,
+    CommunicationImplementation,
+    CommunicationOptions,
+    ReduceOp,
+)
+from unisono.reductions import CrossDeviceOps, check_ops, dealt, select_cross_device_ops
 from unisono.strategies.config import ConfigProto
+from unisono.strategies.counting import Counting
+from unisono.strategies.elastic_job import ElasticJob
 from unisono.strategies.extended import StrategyExtended
-from unisono.strategies.joining import join, leave, led_by, local_devices
+from unisono.strategies.joining import join, join_elastic, leave, led_by, local_devices
 from unisono.strategies.strategy import Strategy, T
+
+if TYPE_CHECKING:
+    from unisono.checkpoints.checkpoint import Checkpoint
 
 
 class MultiWorkerExtended(StrategyExtended):
@@ -38,17 +49,24 @@ class MultiWorkerExtended(StrategyExtended):
         self.resolver = resolver
         self.membership = membership
 
+    def be_elastic(self, job: ElasticJob) -> None:
+        """Before anything is made: lets `job` make the runs."""
+        self.elastic = job
+        job.begin()
+        self.counting = Counting(self.worker_devices, self.workers, is_moving=True)
+
     @property
     def should_checkpoint(self) -> bool:  # type: ignore[override]
-        """Whether this worker writes checkpoints: the chief does."""
+        """Whether this worker writes checkpoints: the chief does; of an elastic job, rank 0."""
+        if self.elastic is not None:
+            return self.workers.communicator.rank == 0
         return self.membership.is_chief
 
-    @property
-    def should_save_summary(self) -> bool:  # type: ignore[override]
-        """Whether this worker writes summaries: the chief does."""
-        return self.membership.is_chief
+    should_save_summary = should_checkpoint
 
     def close(self) -> None:
+        if self.elastic is not None:
+            self.elastic.close()
         leave(self.workers.communicator)
         super().close()
 
@@ -81,6 +99,10 @@ class MultiWorkerMirroredStrategy(Strategy):
         serial: See `MirroredStrategy`.
         reduce_gradients: See `MirroredStrategy`.
         synchronize_batch_norm: See `MirroredStrategy`.
+        elastic: Whether the job goes on when it loses workers, with the bits of a job that loses
+            none. It needs `num_replicas`. The survivors share the replicas of the lost worker,
+            and make the interrupted run again: the Python code of the step runs twice then.
+        min_workers: With `elastic`, how many workers must be left to go on.
     """
 
     def __init__(
@@ -94,6 +116,8 @@ class MultiWorkerMirroredStrategy(Strategy):
         serial: bool = False,
         reduce_gradients: ReduceOp | str = ReduceOp.MEAN,
         synchronize_batch_norm: bool = False,
+        elastic: bool = False,
+        min_workers: int = 1,
     ) -> None:
         if cluster_resolver is not None and not isinstance(cluster_resolver, ClusterResolver):
             raise ClusterError(
@@ -110,10 +134,14 @@ class MultiWorkerMirroredStrategy(Strategy):
         check_ops(cross_device_ops)
         if num_replicas is not None:
             check_int("num_replicas", num_replicas, least=1)
+        check_int("min_workers", min_workers, least=1)
+        if check_bool("elastic", elastic):
+            _check_elastic(num_replicas, options)
         maker = _Maker(
             chosen,
             num_replicas,
             cross_device_ops,
+            min_workers=min_workers if elastic else None,
             is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
             reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
             synchronize_batch_norm=check_bool("synchronize_batch_norm", synchronize_batch_norm),
@@ -125,6 +153,33 @@ class MultiWorkerMirroredStrategy(Strategy):
     def cluster_resolver(self) -> ClusterResolver:
         """The resolver that lists the workers."""
         return self._worker.resolver
+
+    def experimental_admit(self, checkpoint: Checkpoint) -> None:
+        """Lets workers join an elastic job from now on, or takes over the state of one.
+
+        Workers that want to join, such as restarted ones, are let in before a batch of an input of
+        the checkpoint is taken. They run the same program: there, this call gives the objects of
+        the checkpoint the state that they have on the other workers. So the checkpoint must hold
+        all that the loop depends on: models, optimizers, schedulers, the input, and how far the
+        program is.
+
+        Args:
+            checkpoint: A `unisono.experimental.Checkpoint`, the same on all workers. Call this
+                right before the loop.
+
+        Raises:
+            UnsupportedError: If the strategy is not elastic, or `checkpoint` is something else.
+        """
+        if self._worker.elastic is None:
+            raise UnsupportedError(
+                "`experimental_admit()` was called, but workers can only join a job that was made "
+                "with `elastic=True`. Make the strategy with it."
+            )
+        if not callable(getattr(checkpoint, "state_of", None)):
+            raise UnsupportedError(
+                f"`checkpoint` must be `unisono.experimental.Checkpoint`, got {checkpoint!r}."
+            )
+        self._worker.elastic.admit(checkpoint)
 
     def configure(
         self,
@@ -162,6 +217,11 @@ class MultiWorkerMirroredStrategy(Strategy):
         self, spec: ClusterSpec, task_type: str | None, task_id: int | None, config: ConfigProto
     ) -> None:
         before = self._worker
+        if before.elastic is not None:
+            raise UnsupportedError(
+                "`configure()` with a cluster cannot be called with `elastic=True`. Give the "
+                "strategy a `cluster_resolver`, or start it with a launcher."
+            )
         if before.mirrors.is_in_use:
             raise ClusterError(
                 "`configure()` with a cluster was called after something was made in the scope or "
@@ -197,6 +257,19 @@ class MultiWorkerMirroredStrategy(Strategy):
         return f"{type(self).__name__}(worker {membership.rank} of {membership.size}: {devices})"
 
 
+def _check_elastic(num_replicas: int | None, options: CommunicationOptions) -> None:
+    if num_replicas is None:
+        raise UnsupportedError(
+            "With `elastic=True`, the number of replicas must not depend on the workers. Say how "
+            "many there are with `num_replicas`."
+        )
+    if options.implementation is CommunicationImplementation.NCCL:
+        raise UnsupportedError(
+            "With `elastic=True`, gradients cannot travel through NCCL, which does not survive the "
+            "loss of a worker. Leave `implementation` of the options at AUTO."
+        )
+
+
 class _Maker:
     """Makes the extension of a strategy once it is known who the workers are."""
 
@@ -205,8 +278,11 @@ class _Maker:
         devices: tuple[Device, ...] | None,
         num_replicas: int | None,
         cross_device_ops: CrossDeviceOps | None,
+        *,
+        min_workers: int | None,
         **settings: Any,
     ) -> None:
+        self._min_workers = min_workers
         self._devices = devices
         self._num_replicas = num_replicas
         self._ops = cross_device_ops
@@ -219,15 +295,26 @@ class _Maker:
         membership = led_by(membership, config.leader_rank(membership.spec))
         if config.timeout_seconds is not None:
             options = replace(options, timeout_seconds=config.timeout_seconds)
-        devices = self._visible(membership, config)
-        communicator, counts, tuning = join(membership, devices, options, self._num_replicas)
-        devices = spread(devices, counts[communicator.rank])
-        return MultiWorkerExtended(
+        own = self._visible(membership, config)
+        members: ElasticMembers | None = None
+        if self._min_workers is None or self._num_replicas is None:
+            communicator, counts, tuning = join(membership, own, options, self._num_replicas)
+        else:
+            wanted = self._num_replicas, self._min_workers
+            members, tuning = join_elastic(membership, own, options, *wanted)
+            communicator = members.met.communicator
+            counts = dealt(self._num_replicas, communicator.size)
+
+        def make_ops(devices: tuple[Device, ...]) -> CrossDeviceOps:
+            return self._ops or select_cross_device_ops(devices, tuning)
+
+        devices = spread(own, counts[communicator.rank])
+        made = MultiWorkerExtended(
             self,
             resolver,
             membership,
             devices,
-            self._ops or select_cross_device_ops(devices, tuning),
+            make_ops(devices),
             options=options,
             communicator=communicator,
             replicas_per_worker=counts,
@@ -236,6 +323,9 @@ class _Maker:
             tuning=tuning,
             **self._settings,
         )
+        if members is not None:
+            made.be_elastic(ElasticJob(made, members, own, make_ops))
+        return made
 
     def _visible(self, membership: Membership, config: ConfigProto) -> tuple[Device, ...]:
         devices = local_devices(membership) if self._devices is None else self._devices

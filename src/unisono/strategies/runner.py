@@ -63,9 +63,11 @@ class Runner:
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
-            len(devices), can_capture=len(self._gpus) == 1, is_serial=is_serial
+            len(devices), can_capture=bool(self._gpus), is_serial=is_serial
         )
         self._compilations = Compilations()
+        # The random numbers of the last run.
+        self.of_run: RunGenerators | None = None
 
     def run(
         self,
@@ -117,13 +119,14 @@ class Runner:
                 return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators
         if of_run is None:
-            of_run = RunGenerators()
+            of_run = self.of_run = RunGenerators()
             for own in (*self.generators, self._for_all):
                 own.begin(of_run)
         if len(contexts) == 1:
             return (self._run_alone(contexts[0], fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
+        streams = () if meeting.recorder is None else meeting.recorder.streams
 
         def call(context: ReplicaContext) -> Callable[[], Any]:
             replica_id = context.local_id
@@ -135,7 +138,8 @@ class Runner:
 
             def on_device() -> Any:
                 try:
-                    return ambient.call(body, places[replica_id])
+                    stream = streams[replica_id] if streams else None
+                    return ambient.call(body, places[replica_id], stream)
                 except Exception as error:
                     add_note(error, self._origin(context))
                     raise

@@ -175,6 +175,11 @@ class Strategy(InputMethods):
         """
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         check_int("axis", axis)
+        if self._extended.elastic is not None:
+            return self._extended.elastic.gather(value, axis, self._gather)
+        return self._gather(value, axis)
+
+    def _gather(self, value: Any, axis: int) -> Any:
         workers = self._extended.workers
         is_distributed = isinstance(value, DistributedValues)
         components = value.values if is_distributed else (value,)

@@ -1,7 +1,7 @@
 """Values with one component per replica."""
 
 from unisono.values.counting import factors_of, weighed, weighed_tensor
-from unisono.values.distributed import DistributedValues, Mirrored, PerReplica
+from unisono.values.distributed import DistributedValues, Mirrored, Origin, PerReplica
 from unisono.values.sparse import concatenate, is_sparse, sparse_of
 from unisono.values.structure import (
     Tree,
@@ -19,6 +19,7 @@ from unisono.values.tensors import as_tensor
 __all__ = [
     "DistributedValues",
     "Mirrored",
+    "Origin",
     "PerReplica",
     "TensorLike",
     "Tree",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,20 @@ from unisono.values.tensor_like import TensorLike, replica_seen
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class Origin(NamedTuple):
+    """Where a value comes from, in a job whose workers come and go.
+
+    Attributes:
+        generation: Which workers there were.
+        versions: How often each component had been written to.
+        of_all: The components of all replicas of all workers; None if they are not known here.
+    """
+
+    generation: int
+    versions: tuple[int, ...]
+    of_all: tuple[Any, ...] | None
 
 
 class DistributedValues:
@@ -98,14 +112,16 @@ class PerReplica(TensorLike, DistributedValues):
             A component whose replica had none is left out when values are reduced or gathered.
             None if the number of samples is not known, or if all had the same number.
         is_input: Whether this is a part of a batch that was split.
+        origin: In an elastic job, where it comes from; otherwise None.
     """
 
-    __slots__ = ("counts", "is_input")
+    __slots__ = ("counts", "is_input", "origin")
 
     def __init__(self, values: Iterable[Any], devices: Sequence[DeviceLike] | None = None) -> None:
         super().__init__(values, devices)
         self.counts: tuple[int, ...] | None = None
         self.is_input = False
+        self.origin: Origin | None = None
 
     @classmethod
     def placed(
@@ -119,7 +135,19 @@ class PerReplica(TensorLike, DistributedValues):
         value = super().placed(values, devices)
         value.counts = counts
         value.is_input = is_input
+        value.origin = None
         return value
+
+    def note_origin(self, generation: int, of_all: tuple[Any, ...] | None) -> None:
+        """Notes where the value comes from, as it is now."""
+        self.origin = Origin(generation, tuple(map(_writes_to, self._values)), of_all)
+
+    @property
+    def known_everywhere(self) -> tuple[Any, ...] | None:
+        """The components of all replicas, if they are known and nobody has written to these."""
+        if self.origin is None or self.origin.versions != tuple(map(_writes_to, self._values)):
+            return None
+        return self.origin.of_all
 
     def value(self) -> Any:
         """Returns the component of the current replica.
@@ -161,6 +189,11 @@ class Mirrored(TensorLike, DistributedValues):
     def value(self) -> Any:
         """Returns the component that the running code sees."""
         return self.select(replica_seen() or 0)
+
+
+def _writes_to(component: Any) -> int:
+    is_counted = isinstance(component, Tensor) and not component.is_inference()
+    return component._version if is_counted else 0
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:

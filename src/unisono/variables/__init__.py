@@ -12,6 +12,7 @@ from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.settings import Settings
 from unisono.variables.shares import watch_updates
+from unisono.variables.snapshot import Snapshot
 from unisono.variables.undoing import undone
 from unisono.variables.variable import Variable
 
@@ -23,6 +24,7 @@ __all__ = [
     "Mark",
     "Mirrors",
     "Settings",
+    "Snapshot",
     "Variable",
     "VariableSynchronization",
     "bring_in",

@@ -1,4 +1,4 @@
-"""Arguments that `tf.Variable` has and a `Variable` cannot honor, and the shape it is given."""
+"""Refuses arguments of `tf.Variable` that a `Variable` does not support, and wrong shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from unisono.errors import UnsupportedError
 
-# Each argument, the value that changes nothing, and what to write instead of another.
+# Each argument, its default, and what to write instead of another value.
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "validate_shape": (
         True,
@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 
 
 def refuse_arguments(**given: Any) -> None:
-    """Raises if an argument has a value that would have to do something."""
+    """Raises if an argument does not have its default."""
     for name, value in given.items():
         neutral, why = _NEUTRAL[name]
         if value is not neutral:
@@ -38,9 +38,19 @@ def refuse_arguments(**given: Any) -> None:
 
 
 def check_shape(what: str, found: torch.Size, shape: Sequence[int] | None) -> None:
-    """Raises unless `found` is `shape`, or none is asked for."""
+    """Raises unless `found` is `shape`, or `shape` is None."""
     if shape is not None and tuple(shape) != tuple(found):
         raise UnsupportedError(
             f"{what} starts with a value of shape {tuple(found)}, but `shape` is {shape!r}. A "
             "variable has the shape of its value: leave out `shape`, or reshape the value."
+        )
+
+
+def refuse_elastic(job: Any) -> None:
+    """Raises in an elastic job, where a worker may get other replicas while the program runs."""
+    if job is not None:
+        raise UnsupportedError(
+            "A `Variable` cannot be made with `elastic=True`, because its components belong to the "
+            "replicas of one worker. Use a parameter or a buffer of a module, or make the strategy "
+            "without `elastic=True`."
         )

@@ -1,4 +1,4 @@
-"""A module once, and a clone of it for every replica.
+"""Modules, with one clone per replica.
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
@@ -27,11 +26,13 @@ from unisono.variables.buffers import Buffers
 from unisono.variables.captured import CapturedParameters
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
-from unisono.variables.leaves import Leaves, clear, fit_for_training
+from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
-from unisono.variables.mirror import Mirror, mirror_of, remember
+from unisono.variables.mirror import Mirror, bare_clone, mirror_of, remember
+from unisono.variables.names import name_of
 from unisono.variables.parts import Parts
 from unisono.variables.redirect import Redirect
+from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.written import Watch, let_data_be_watched
 
 T = TypeVar("T")
@@ -51,14 +52,10 @@ class Mirrors:
         synchronize_batch_norm: bool = False,
     ) -> None:
         self._workers = self.workers = workers
-        # What every worker has of the chief already.
-        self._shared: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self.shared = SharedTensors(workers)
         self.synchronizes = synchronize_batch_norm
-        self._memories = memories
-        self._places = places
         # By the identity of a primary, in the order of making.
         self._mirrors: dict[int, Mirror] = {}
-        self._attributes = Attributes(len(places), self._stand_in)
         # The parameters, buffers and submodules of all primaries as the clones were given them.
         self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
@@ -67,19 +64,16 @@ class Mirrors:
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
-        self.buffers = Buffers(places, workers)
-        self.metrics = Metrics(places, workers)
+        # The parameters that show a gradient of which the leaves that are made next get copies.
+        self.showing: set[int] = set()
+        self._lay_out(memories, places)
         self.is_stale = False
-        # Whether something belongs to it.
+        # Whether the strategy has any object.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
         # By identity, the modules of a single replica.
         self._singles: dict[int, weakref.ref[nn.Module]] = {}
-        # For each replica, by the identity of a primary parameter or a leaf, its leaf.
-        self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
-        # For each replica, by the identity of a primary module, its clone.
-        self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
         # Changes whenever there are other leaves than before, and which there were then.
         self.generation = 0
         self._of_generation: list[Leaves] = []
@@ -88,6 +82,8 @@ class Mirrors:
         self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
+        # Called before a run writes to the program's own objects. Set by a `Snapshot`.
+        self.before_writes: Callable[[], None] = lambda: None
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)
@@ -98,6 +94,44 @@ class Mirrors:
         # By identity, tensors of no model that a replica uses in this run as if they were its own:
         # running statistics that it writes to, and leaves that it trains. And which replica.
         self.claimed: dict[int, tuple[int, Tensor]] = {}
+
+    def _lay_out(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
+        self.memories = memories
+        self.places = places
+        self._attributes = Attributes(len(places), self._stand_in)
+        self.buffers = Buffers(places, self._workers)
+        self.metrics = Metrics(places, self._workers)
+        # For each replica, by the identity of a primary parameter or a leaf, its leaf.
+        self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
+        # For each replica, by the identity of a primary module, its clone.
+        self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
+
+    def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
+        """Between runs: forgets the replicas of this worker. The next run makes others.
+
+        These get what all share: parameters, buffers and reduced gradients.
+
+        Raises:
+            UnsupportedError: If a replica has gradients that are not reduced: others lack them.
+        """
+        hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
+        if hidden is not None:
+            raise UnsupportedError(
+                f"A gradient of {name_of(self, hidden.primary)} was not reduced in its run, so no "
+                "other worker can take over the replica that has it. Leave `no_sync()` before the "
+                "last backward pass of a run."
+            )
+        for one in self._leaves.values():
+            # It may lie in memory of the workers that were.
+            if one.primary.grad is not None:
+                one.primary.grad = one.primary.grad.detach().clone()
+                if one.is_shown:
+                    self.showing.add(id(one.primary))
+        self._leaves, self._of_generation, self._free = {}, [], []
+        for mirror in self._mirrors.values():
+            mirror.replicas, mirror.given, mirror.buffers = [], {}, {}
+        self._lay_out(memories, places)
+        self.is_stale = True
 
     def adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
@@ -117,7 +151,7 @@ class Mirrors:
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
-        """A primary has ended: lets its parameters and submodules end, too."""
+        """Called when a primary is freed: frees its parameters and submodules, too."""
         self._mirrors.pop(identity, None)
         if not self._workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
@@ -127,27 +161,11 @@ class Mirrors:
     @property
     def has_one_memory(self) -> bool:
         """Whether all replicas of this worker share the storage of every parameter."""
-        return len(set(self._memories)) == 1
+        return len(set(self.memories)) == 1
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
-        if not self._workers.are_many:
-            return
-        held = (
-            tensor
-            for module in self.primaries()
-            for tensor in (*raw(module)["_parameters"].values(), *raw(module)["_buffers"].values())
-        )
-        new = [
-            tensor
-            for tensor in held
-            if tensor is not None
-            and not nn.parameter.is_lazy(tensor)
-            and tensor not in self._shared
-        ]
-        self._workers.share(new)
-        for tensor in new:
-            self._shared[tensor] = True
+        self.shared.share(self.primaries())
 
     def is_sparse(self, leaves: Leaves) -> bool:
         """Whether a parameter has sparse gradients, as far as its modules tell."""
@@ -202,12 +220,13 @@ class Mirrors:
         return list(self._leaves.values())
 
     def refresh(self) -> None:
-        """Before a run: brings the clones up to date with their primaries."""
+        """Before a run: updates the clones from their primaries."""
         if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
                 self._rebuild()
+        spread([one for one in self._leaves.values() if one.is_behind()])
         for leaves in self._leaves.values():
             leaves.catch_up()
         self.buffers.give()
@@ -215,7 +234,7 @@ class Mirrors:
         self.watch.stamp()
 
     def are_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
+        """Whether the clones still match their primaries, by a quick check in C."""
         return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
@@ -295,8 +314,8 @@ class Mirrors:
         for module in primaries:
             mirror = self._mirrors[id(module)]
             cls = self._clone_class(module)
-            while len(mirror.replicas) < len(self._memories):
-                mirror.replicas.append(_bare_clone(cls))
+            while len(mirror.replicas) < len(self.memories):
+                mirror.replicas.append(bare_clone(cls))
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
                 object.__setattr__(clone, "__class__", cls)
@@ -320,7 +339,7 @@ class Mirrors:
                 stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
         self.clones = [
             {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
-            for i in range(len(self._places))
+            for i in range(len(self.places))
         ]
         self.parts.note()
         if self._captured.is_up:
@@ -333,7 +352,7 @@ class Mirrors:
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""
-        place = self._places[0]
+        place = self.places[0]
         if place.type != "cpu":
             nn.Module._apply(module, lambda tensor: tensor.to(place), recurse=False)
 
@@ -348,7 +367,11 @@ class Mirrors:
         before = known.get(id(parameter))
         if before is not None and before.primary is parameter and before.is_current():
             return before
-        return Leaves.made_for(parameter, self._memories, self._places)
+        made = Leaves.made_for(parameter, self.memories, self.places)
+        if id(parameter) in self.showing:
+            self.showing.discard(id(parameter))
+            made.give_gradient()
+        return made
 
     def _stand_in(self, value: Any, replica_id: int) -> Any:
         """Returns what a replica sees in place of a module, a parameter or a method of a module."""
@@ -372,13 +395,5 @@ class Mirrors:
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
-        for parameter in parameters:
-            leaves = self._leaves.get(id(parameter))
-            if leaves is not None and leaves.is_spread:
-                leaves.spread()
-
-
-def _bare_clone(cls: type[nn.Module]) -> nn.Module:
-    clone: nn.Module = object.__new__(cls)
-    clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
-    return clone
+        found = (self._leaves.get(id(parameter)) for parameter in parameters)
+        spread([leaves for leaves in found if leaves is not None])

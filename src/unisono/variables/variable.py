@@ -27,7 +27,7 @@ from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
-from unisono.variables.arguments import check_shape, refuse_arguments
+from unisono.variables.arguments import check_shape, refuse_arguments, refuse_elastic
 from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
@@ -114,6 +114,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             constraint=constraint,
         )
         self._replicas: Replicas = current_context().replicas
+        refuse_elastic(self._replicas.elastic)
         check_optional("name", name, str, "a text or None")
         check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
         check_optional("trainable", trainable, bool, "True, False or None")

@@ -5,7 +5,7 @@ from unisono.input.sources.files import of_own_files
 from unisono.input.sources.kinds import FunctionSource, IterableSource, as_source
 from unisono.input.sources.loaders import LoaderSource
 from unisono.input.sources.random_state import random_state, set_random_state
-from unisono.input.sources.readers import Readers, readers_of
+from unisono.input.sources.readers import Moving, MovingReaders, Readers, readers_of
 from unisono.input.sources.samplers import check_share, of_all_samples
 from unisono.input.sources.source import Source
 
@@ -14,6 +14,8 @@ __all__ = [
     "FunctionSource",
     "IterableSource",
     "LoaderSource",
+    "Moving",
+    "MovingReaders",
     "Progress",
     "Readers",
     "Source",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -10,6 +12,8 @@ from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnsupportedError
 from unisono.input.sources.random_state import RandomState, random_state, set_random_state
 from unisono.reductions import Workers
+
+T = TypeVar("T")
 
 
 class Readers:
@@ -42,6 +46,43 @@ class Readers:
                 "workers read the same data. Resume with the same dataset and policy."
             )
         return states[0]
+
+
+class Moving(Protocol):
+    """An elastic job, in which this worker may get other replicas."""
+
+    generation: int
+    is_arriving: bool
+
+    def at_boundary(self, given: Any) -> None:
+        """Before the next batch of an input is taken: lets workers in that want to join."""
+
+    def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
+        """Does what all workers do together, again if a worker is lost meanwhile."""
+
+    def add_input(self, given: Any) -> None:
+        """Lets an input know when this worker gets other replicas."""
+
+
+class MovingReaders(Readers):
+    """Workers of an elastic job, which all read the same batches.
+
+    Args:
+        workers: All workers.
+        job: The job.
+    """
+
+    def __init__(self, workers: Workers, job: Moving) -> None:
+        super().__init__(workers)
+        self._job = job
+
+    def prepare(self, generators: Sequence[torch.Generator]) -> None:
+        if self._job.is_arriving:
+            # It has got the random generators of the others, in the middle of an epoch.
+            return
+        before = random_state(generators)
+        take_over = functools.partial(super().prepare, generators)
+        self._job.transact(take_over, lambda: set_random_state(before, generators))
 
 
 class ReadersApart(Readers):

@@ -3,7 +3,7 @@
 from unisono.input.splits.counts import counts_of
 from unisono.input.splits.layout import is_column, lay_out
 from unisono.input.splits.sizes import even_sizes, filled_slices, fixed_sizes, tensorflow_sizes
-from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, grouped
+from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied, grouped
 from unisono.input.splits.steps import (
     BatchPerReplica,
     OwnBatches,
@@ -21,6 +21,7 @@ __all__ = [
     "SplitEpoch",
     "Splitter",
     "WholeBatches",
+    "copied",
     "counts_of",
     "even_sizes",
     "filled_slices",

@@ -40,12 +40,16 @@ class SplitBatch:
         counts: How many samples each replica got: of all workers if they share the batch. A
             replica that got none has a part all the same. Empty if they are not counted.
         is_counted: Whether the counts are those of samples; otherwise each part counts as one.
+        of_all: In an elastic job, for each leaf the parts of the replicas of all workers.
+        generation: Which workers there were then.
     """
 
     tree: Tree
     leaves: list[tuple[Any, ...]]
     counts: tuple[int, ...]
     is_counted: bool = True
+    of_all: list[tuple[Any, ...]] | None = None
+    generation: int = 0
 
     def of(self, replicas: slice) -> SplitBatch:
         """Returns what some of the replicas got."""
@@ -60,12 +64,17 @@ class SplitBatch:
     def distributed(self, devices: tuple[Device, ...]) -> Any:
         """Returns the structure with a `PerReplica` for every leaf but None."""
 
-        def joined(part: tuple[Any, ...]) -> Any:
+        def joined(part: tuple[Any, ...], of_all: tuple[Any, ...] | None) -> Any:
             if all(component is None for component in part):
                 return None
-            return PerReplica.placed(part, devices, self.counts or None, is_input=True)
+            value = PerReplica.placed(part, devices, self.counts or None, is_input=True)
+            if of_all is not None:
+                value.note_origin(self.generation, of_all)
+            return value
 
-        return self.tree.build([joined(part) for part in self.leaves])
+        unknown: list[Any] = [None] * len(self.leaves)
+        everywhere = unknown if self.of_all is None else self.of_all
+        return self.tree.build(list(map(joined, self.leaves, everywhere)))
 
 
 class Splitter:
@@ -132,7 +141,7 @@ class Splitter:
     def _part(self, layout: Layout, share: slice) -> list[Any]:
         if share.start < share.stop or self.leaves_empty or not layout.num_samples:
             return layout.part(share)
-        return [_copied(leaf) for leaf in layout.part(slice(0, 1))]
+        return [copied(leaf) for leaf in layout.part(slice(0, 1))]
 
     def _split_by_user(self, made: Any, num_parts: int) -> SplitBatch:
         if not isinstance(made, (list, tuple)) or len(made) != num_parts:
@@ -194,14 +203,14 @@ class Splitter:
         it has to be empty and cannot be, it is `MISSING`.
         """
         if not self.leaves_empty:
-            return _copied(self._reader.some_of(batch, slice(0, 1)))
+            return copied(self._reader.some_of(batch, slice(0, 1)))
         layout = lay_out(batch, self._batch_dim)
         if not layout.sizes:
             return MISSING
-        return _copied(layout.tree.build(layout.part(slice(0, 0))))
+        return copied(layout.tree.build(layout.part(slice(0, 0))))
 
 
-def _copied(structure: Any) -> Any:
+def copied(structure: Any) -> Any:
     """Returns a structure that shares no memory: replicas may change their input in place."""
     return map_leaves(_clone, structure)
 

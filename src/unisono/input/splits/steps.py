@@ -35,11 +35,20 @@ class WholeBatches(SplitEpoch):
 
 
 class SharedBatches(SplitEpoch):
-    """All workers draw the same batches, and each keeps the parts of its replicas."""
+    """All workers draw the same batches, and each keeps the parts of its replicas.
 
-    def __init__(self, epoch: Epoch, splitter: Splitter, layout: ReplicaLayout) -> None:
+    Args:
+        epoch: The epoch.
+        splitter: Makes the parts of the replicas.
+        layout: Which replicas this worker has.
+        keeps_all: Whether it keeps the parts of all, because it may get other replicas.
+    """
+
+    def __init__(
+        self, epoch: Epoch, splitter: Splitter, layout: ReplicaLayout, *, keeps_all: bool = False
+    ) -> None:
         super().__init__(epoch, splitter)
-        self._own = slice(layout.own.start, layout.own.stop)
+        self._own = slice(None) if keeps_all else slice(layout.own.start, layout.own.stop)
         self._num_parts = layout.total
 
     def draw(self) -> SplitBatch:

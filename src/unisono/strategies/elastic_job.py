@@ -1,0 +1,334 @@
+"""A job that goes on with the same bits when it loses workers.
+
+Every run ends with a *commit*: the workers tell each other that they have come to its end, together
+with its small results. Nobody passes the commit before all have entered it. So where a worker is
+lost, either nobody has passed, and all survivors undo the run and make it again, or somebody has,
+and the run is complete everywhere. In both cases the replicas are dealt anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.devices import Device, spread
+from unisono.engines import CallerThread
+from unisono.errors import (
+    CommunicationError,
+    ContextError,
+    JobMismatchError,
+    UnequalCollectivesError,
+    UnsupportedError,
+)
+from unisono.reductions import (
+    CrossDeviceOps,
+    dealt,
+)
+from unisono.strategies.elastic_account import account
+from unisono.strategies.elastic_values import ElasticValues
+from unisono.strategies.joining import forget_elastic, remember_elastic
+from unisono.strategies.known_results import packed, unpacked
+from unisono.values import (
+    PerReplica,
+    flatten,
+    map_leaves,
+)
+from unisono.variables import Snapshot
+
+if TYPE_CHECKING:
+    from unisono.strategies.multi_worker import MultiWorkerExtended
+
+T = TypeVar("T")
+
+_log = logging.getLogger("unisono")
+_FAULTS_OF_THE_PROGRAM = (UnequalCollectivesError, JobMismatchError)
+
+
+class Admission(Protocol):
+    """What a worker that joins needs to know. `Checkpoint` implements it."""
+
+    def state_of(self) -> dict[str, Any]:
+        """Returns the state as this worker has it."""
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_of` has returned on another worker."""
+
+    def holds(self, one: object) -> bool:
+        """Whether it has the state of an input."""
+
+
+class ElasticJob(ElasticValues):
+    """Makes runs that survive the loss of workers.
+
+    Args:
+        extended: The replicas of this worker.
+        members: The workers.
+        devices: The devices of this worker, which its replicas share.
+        make_ops: Returns what reduces between the devices of replicas.
+
+    Attributes:
+        generation: Which workers there are: it changes with them.
+    """
+
+    def __init__(
+        self,
+        extended: MultiWorkerExtended,
+        members: ElasticMembers,
+        devices: tuple[Device, ...],
+        make_ops: Callable[[tuple[Device, ...]], CrossDeviceOps],
+    ) -> None:
+        self._extended = extended
+        self.members = members
+        self._devices = devices
+        self._make_ops = make_ops
+        self.generation = members.met.generation
+        self._numbers = members.met.members
+        self._snapshot = Snapshot(extended.mirrors)
+        extended.mirrors.shared.transact = self.transact
+        self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._num_commits = 0
+        # What was told with the last commit, by rank.
+        self._rows: list[Tensor] = []
+        self._is_busy = False
+        # What is known to those who join. None of them is let in before it is set.
+        self._admission: Admission | None = None
+        # Whether somebody has asked one of the workers to be let in.
+        self._is_asked = False
+        # On a worker that has joined: what it got, and whether it has not trained with it yet.
+        self._arrival: dict[str, Any] | None = None
+        self.is_arriving = bool(members.met.stateless)
+        # By the code of a step, whether it adds to the gradients that earlier runs left.
+        self._adds: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+
+    def add_input(self, given: Any) -> None:
+        """Lets an input know when this worker gets other replicas."""
+        self._inputs.add(given)
+
+    def close(self) -> None:
+        """Leaves the other workers."""
+        forget_elastic(self._extended.workers)
+        self.members.leave()
+
+    def begin(self) -> None:
+        """When the strategy is made. A worker that joins gets what the others have."""
+        remember_elastic(self._extended.workers)
+        if self.is_arriving:
+            met = self.members.met
+            self._arrival = share_state(met.communicator, None, met.source)
+            self._num_commits = self._arrival["num_commits"]
+            self._extended.mirrors.shared.is_silent = True
+
+    def admit(self, admission: Admission) -> None:
+        """Lets workers join from now on; on one that has joined, takes over what it got."""
+        self._admission = admission
+        if self._arrival is not None:
+            admission.take(self._arrival["state"])
+            self._snapshot.take_gradients(self._arrival["gradients"])
+            self._arrival = None
+
+    def at_boundary(self, given: Any) -> None:
+        """Before the next batch of an input is taken: lets workers in that want to join."""
+        if self.is_arriving:
+            self._arrive()
+        if not self._is_asked or self._admission is None or not self._admission.holds(given):
+            return
+        self._is_asked = False
+        start = time.monotonic()
+        met = self.members.meet_again((self._num_commits,), admits=True)
+        if met.stateless:
+            state = {
+                "num_commits": self._num_commits,
+                "state": self._admission.state_of(),
+                "gradients": self._snapshot.gradients(),
+            }
+            try:
+                share_state(met.communicator, state, met.source)
+            except CommunicationError as error:
+                met, _ = self._meet(error)
+        self._move(met, start, is_undone=False)
+
+    def _arrive(self) -> None:
+        """The worker trains with the others from now on."""
+        if self._arrival is not None:
+            raise ContextError(
+                "This worker has joined a job that runs, but the program has not taken over its "
+                "state. Call `strategy.experimental_admit(checkpoint)` before the loop."
+            )
+        self.is_arriving = self._extended.mirrors.shared.is_silent = False
+
+    def run(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Makes a run, if need be more than once; see `Strategy.run`."""
+        if self.is_arriving:
+            self._arrive()
+        given = (tuple(args), kwargs)
+        lost = _lost_arguments(given)
+        code = getattr(fn, "__code__", None)
+        gradients = self._extended.gradients
+        had_unreduced = gradients.has_unreduced
+        keeps = self._adds.get(code, True) if code is not None else True
+        self._snapshot.begin(keep_gradients=keeps)
+        results: list[Any] = []
+
+        def work() -> Tensor:
+            args, kwargs = self._relaid(given)
+            results[:] = [self._extended._run_step(fn, args, kwargs)]
+            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
+
+        def undo() -> None:
+            if not lost and _lost_arguments(given):
+                raise UnsupportedError(
+                    "A worker was lost, and the run cannot be made again, because the step writes "
+                    "to its input. Write to a copy: `x = x.clone()`."
+                )
+            if lost:
+                raise UnsupportedError(
+                    f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
+                    "and only the lost worker had its components. Pass what comes from "
+                    "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
+                    "the step."
+                )
+            if had_unreduced or (self._extended.gradients.has_added and not keeps):
+                raise UnsupportedError(
+                    "A worker was lost, and the run cannot be made again, because it adds to "
+                    "gradients that earlier runs have left and that nobody has kept. Clear and "
+                    "reduce gradients in the run that computes them, or go on from a checkpoint."
+                )
+            self._snapshot.restore()
+            self._extended.undo_drawing()
+
+        try:
+            with _Busy(self):
+                generation, known = self._transact(work, undo)
+        finally:
+            self._snapshot.end()
+        if code is not None:
+            self._adds[code] = self._extended.gradients.has_added
+        leaves = _distributed(results[0])
+        for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
+            leaf.note_origin(generation, of_all)
+        if generation == self.generation:
+            return results[0]
+        return map_leaves(self._relaid_if_known, results[0])
+
+    def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
+        """Does what all workers do together, again if a worker is lost meanwhile.
+
+        Args:
+            work: What they do. Within a run, it is a part of the run.
+            undo: Makes everything what it was before.
+        """
+        if self._is_busy:
+            return work()
+        results: list[T] = []
+
+        def work_once() -> Tensor:
+            results[:] = [work()]
+            return packed(())
+
+        self._extended.mirrors.shared.note()
+        with _Busy(self):
+            self._transact(work_once, undo)
+        return results[0]
+
+    def _transact(
+        self, work: Callable[[], Tensor], undo: Callable[[], None]
+    ) -> tuple[int, list[tuple[Any, ...] | None]]:
+        """Returns the generation in which the work was done, and what all told about it."""
+        caller = CallerThread()
+        while True:
+            generation = self.generation
+            failure: CommunicationError | None = None
+            try:
+                rows = self._extended.workers.gather(work())
+            except CommunicationError as error:
+                if isinstance(error, _FAULTS_OF_THE_PROGRAM):
+                    raise
+                failure = error
+            if failure is None:
+                self._num_commits += 1
+                self._rows = rows
+                return generation, self._heard(rows)
+            caller.restore()
+            start = time.monotonic()
+            try:
+                met, handed = self._meet(failure)
+            except BaseException:
+                undo()
+                raise
+            finally:
+                failure = None
+            if handed is None:
+                undo()
+            self._move(met, start, is_undone=handed is None)
+            if handed is not None:
+                return generation, self._heard(handed)
+
+    def _heard(self, rows: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
+        known, is_asked = unpacked(rows)
+        self._is_asked = self._is_asked or is_asked
+        return known
+
+    def _meet(self, error: CommunicationError) -> tuple[Met, list[Tensor] | None]:
+        """Survivors meet. Returns what was told with the commit, if somebody has passed it."""
+        while True:
+            met = self.members.meet_again((self._num_commits,), error)
+            if len(set(met.positions)) == 1:
+                return met, None
+            try:
+                rows: Any = share_state(met.communicator, list(self._rows), met.source)
+            except CommunicationError as again:
+                error = again
+                continue
+            if met.position == (self._num_commits,):
+                return met, None
+            (self._num_commits,), self._rows = met.position, rows
+            return met, rows
+
+    def _move(self, met: Met, start: float, *, is_undone: bool) -> None:
+        """Takes the replicas that are dealt to this worker now."""
+        extended = self._extended
+        before, numbers = extended.layout, self._numbers
+        counts = dealt(before.total, len(met.members))
+        devices = spread(self._devices, counts[met.rank])
+        extended.relayout(devices, self._make_ops(devices), met.communicator, counts)
+        self.generation = met.generation
+        for one in list(self._inputs):
+            one.move(devices, extended.strategy._input_context, met.generation)
+        _log.warning(
+            "%s %s It took %.1f s.",
+            account(before, numbers, extended.layout, met),
+            "The last run was undone, and is made again." if is_undone else "No run was undone.",
+            time.monotonic() - start,
+        )
+        self._numbers = met.members
+
+
+class _Busy:
+    """In the block, what workers do together is part of one run."""
+
+    def __init__(self, job: ElasticJob) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        self._job._is_busy = True
+
+    def __exit__(self, *error: object) -> None:
+        self._job._is_busy = False
+
+
+def _distributed(structure: Any) -> list[PerReplica]:
+    return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
+
+
+def _lost_arguments(given: Any) -> str:
+    """Names an argument of which this worker does not know the components of all replicas."""
+    for leaf in _distributed(given):
+        if leaf.known_everywhere is None:
+            return f"a `PerReplica` of {len(leaf.values)} values"
+    return ""

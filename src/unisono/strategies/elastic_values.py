@@ -1,0 +1,144 @@
+"""Values of an elastic job, whose workers may get other replicas after a value was made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from unisono.devices import cpu_slots, this_machine
+from unisono.errors import UnsupportedError
+from unisono.input import copied
+from unisono.kernels import check_gather
+from unisono.options import ReduceOp
+from unisono.reductions import Destinations, ReductionToOneDevice
+from unisono.values import (
+    Mirrored,
+    PerReplica,
+    as_tensor,
+    factors_of,
+    flatten,
+    map_leaves,
+    weighed,
+)
+
+if TYPE_CHECKING:
+    from unisono.strategies.multi_worker import MultiWorkerExtended
+
+T = TypeVar("T")
+
+
+class ElasticValues:
+    """The part of an elastic job that is about values with a component per replica."""
+
+    if TYPE_CHECKING:
+        generation: int
+        _extended: MultiWorkerExtended
+        _is_busy: bool
+
+        def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
+            """See `ElasticJob.transact`."""
+
+    def reduce(
+        self, op: ReduceOp, value: Any, destinations: Destinations, reduce: Callable[[], T]
+    ) -> Any:
+        """Reduces a value over all replicas: here, if all workers know the components of all.
+
+        Args:
+            op: How.
+            value: The value.
+            destinations: Where the result goes.
+            reduce: Reduces it together with the other workers.
+        """
+        if not isinstance(value, PerReplica) or self._is_busy:
+            return self.transact(reduce, _nothing)
+        known = value.known_everywhere
+        if known is None:
+            return self.transact(lambda: self._checked(value) and reduce(), _nothing)
+        counts = value.counts
+        if counts is not None and len(set(counts)) > 1:
+            known = weighed(op, known, factors_of(op, counts))
+        everywhere = PerReplica.placed(known, cpu_slots(len(known)))
+        return ReductionToOneDevice().reduce(op, everywhere, destinations)
+
+    def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
+        """Concatenates a value of all replicas: here, if all workers know the components of all.
+
+        Args:
+            value: The value.
+            axis: The dimension along which its components are put together.
+            gather: Does it together with the other workers.
+        """
+        if not isinstance(value, PerReplica) or self._is_busy:
+            return self.transact(lambda: gather(value, axis), _nothing)
+        known = value.known_everywhere
+        if known is None:
+            return self.transact(lambda: self._checked(value) and gather(value, axis), _nothing)
+        counts = value.counts or (1,) * len(known)
+        tensors = [as_tensor(component) for component in known]
+        check_gather(tensors, axis)
+        parts = [
+            tensor if count else tensor.narrow(axis, 0, 0)
+            for tensor, count in zip(tensors, counts, strict=True)
+        ]
+        return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
+
+    def _checked(self, value: PerReplica) -> bool:
+        """Returns True if a value has the components of the replicas that this worker has now."""
+        if value.origin is not None and value.origin.generation != self.generation:
+            raise UnsupportedError(
+                "A worker was lost after the run that returned this value, and the components of "
+                "its replicas with it. Reduce or gather large values in the step, with "
+                "`all_reduce` or `all_gather` of the replica context."
+            )
+        return True
+
+    def _relaid(self, structure: Any) -> Any:
+        """Returns arguments of a run with the components of the replicas that there are now."""
+        leaves, rebuild = flatten(structure)
+        now = [self._relaid_leaf(leaf) for leaf in leaves]
+        if all(one is leaf for one, leaf in zip(now, leaves, strict=True)):
+            return structure
+        return rebuild(now)
+
+    def _relaid_leaf(self, leaf: Any) -> Any:
+        extended = self._extended
+        devices = extended.worker_devices
+        if isinstance(leaf, Mirrored) and len(leaf.values) != len(devices):
+            return Mirrored.placed(self._placed([leaf.values[0]] * len(devices)), devices)
+        if not isinstance(leaf, PerReplica) or leaf.origin is None:
+            return leaf
+        if leaf.origin.generation == self.generation:
+            return leaf
+        of_all = leaf.origin.of_all
+        if of_all is None:
+            self._checked(leaf)
+        assert of_all is not None
+        own = extended.layout.own
+        parts = self._placed(of_all[own.start : own.stop])
+        value = PerReplica.placed(parts, devices, leaf.counts, is_input=leaf.is_input)
+        value.note_origin(self.generation, of_all)
+        return value
+
+    def _relaid_if_known(self, leaf: Any) -> Any:
+        is_known = not isinstance(leaf, PerReplica) or leaf.known_everywhere is not None
+        return self._relaid_leaf(leaf) if is_known else leaf
+
+    def _placed(self, parts: Sequence[Any]) -> tuple[Any, ...]:
+        machine = this_machine()
+        places = map(machine.torch_device, self._extended.worker_devices)
+        return tuple(
+            map_leaves(functools.partial(_to, place), part)
+            for part, place in zip(parts, places, strict=True)
+        )
+
+
+def _to(place: torch.device, leaf: Any) -> Any:
+    return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
+
+
+def _nothing() -> None:
+    """Undoes what has changed nothing."""
