@@ -3,7 +3,7 @@
 Every run ends with a *commit*: the workers tell each other that they have come to its end, together
 with its small results. Nobody passes the commit before all have entered it. So where a worker is
 lost, either nobody has passed, and all survivors undo the run and make it again, or somebody has,
-and the run is complete everywhere. In both cases the replicas are dealt anew.
+and the run is complete everywhere. In both cases the survivors share all replicas.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ElasticJob(ElasticValues):
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
-        # What was told with the last commit, by rank.
+        # What each rank said with the last commit.
         self._rows: list[Tensor] = []
         self._is_busy = False
         # What is known to those who join. None of them is let in before it is set.
@@ -275,7 +275,7 @@ class ElasticJob(ElasticValues):
         return known
 
     def _meet(self, error: CommunicationError) -> tuple[Met, list[Tensor] | None]:
-        """Survivors meet. Returns what was told with the commit, if somebody has passed it."""
+        """Survivors meet. Returns what all said with the commit, if somebody has passed it."""
         while True:
             met = self.members.meet_again((self._num_commits,), error)
             if len(set(met.positions)) == 1:
@@ -291,7 +291,7 @@ class ElasticJob(ElasticValues):
             return met, rows
 
     def _move(self, met: Met, start: float, *, is_undone: bool) -> None:
-        """Takes the replicas that are dealt to this worker now."""
+        """Takes this worker's share of the replicas."""
         extended = self._extended
         before, numbers = extended.layout, self._numbers
         counts = dealt(before.total, len(met.members))
