@@ -29,7 +29,7 @@ REPLICAS = 6
 
 @dataclass(frozen=True)
 class Task:
-    """What a worker is told.
+    """What a worker does.
 
     Attributes:
         addresses: The addresses of all workers.

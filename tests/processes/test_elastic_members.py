@@ -29,7 +29,7 @@ def job(
         count: How many there are at first.
         fates: What happens to them, and to those that join.
         spare: How many may join later.
-        more: What else all are told; see `Task`.
+        more: What else is in their tasks; see `Task`.
 
     Yields:
         Those that were started, to which others may be added, and the tasks of all.

@@ -85,6 +85,41 @@ time.sleep(600)
 """
 
 
+# Worker 0 kills itself in its first life. The others go on, and then all three work together.
+ELASTIC = """
+import os, pathlib, signal, sys
+import torch
+from unisono.cluster import Membership, detect
+from unisono.cluster.elastic import share_state
+from unisono.devices import cpu_slots
+from unisono.errors import CommunicationError
+from unisono.experimental import CommunicationOptions
+from unisono.options import ReduceOp
+from unisono.strategies.joining import join_elastic
+
+options = CommunicationOptions(timeout_seconds=60)
+members, _ = join_elastic(Membership.of(detect()), cpu_slots(1), options, 4)
+step, shared = None if members.met.joined else 0, None
+while step is None or step < 6:
+    met = members.met
+    try:
+        if met.stateless and met is not shared:
+            step, shared = share_state(met.communicator, step, met.source), met
+        if step == 2 and met.members[met.rank] == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        told = torch.tensor([float(members.newcomers())])
+        met.communicator.all_reduce(ReduceOp.SUM, [told])
+    except CommunicationError as error:
+        members.meet_again(None if step is None else (step,), error, admits=True)
+        continue
+    step += len(met.members) == 3
+    if told > 0:
+        members.meet_again((step,), admits=True)
+print("step", step, "workers", members.met.members, flush=True)
+members.leave()
+"""
+
+
 @pytest.fixture(autouse=True)
 def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that is killed cannot remove what its workers have printed."""
@@ -194,6 +229,28 @@ def test_workers_are_started_anew_and_meet_again(tmp_path: Path) -> None:
 
     assert status == 0, errors
     assert "[worker 1] worker 1 of 2 1" in output.splitlines()
+
+
+def test_single_workers_of_an_elastic_job_are_started_again(tmp_path: Path) -> None:
+    command = launcher("-n", "3", "--elastic", "--max-restarts", "1", script(tmp_path, ELASTIC))
+    status, output, errors = run(command)
+
+    assert status == 0, errors
+    told = [f"[worker {rank}] step 6 workers (1, 2, 3)" for rank in range(3)]
+    assert sorted(output.splitlines()) == told
+    assert "worker 0 (process" in errors
+    assert errors.count("is started again") == 1
+
+
+def test_an_elastic_job_goes_on_without_a_worker_that_is_not_started_again(tmp_path: Path) -> None:
+    fails = "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' or 'all' in sys.argv else 0)"
+    command = launcher("-n", "2", "--elastic", script(tmp_path, fails))
+
+    status, _, errors = run(command)
+    assert status == 0, errors
+    assert "the others go on" in errors
+    status, _, errors = run([*command, "all"])
+    assert status == 3, errors
 
 
 def workers_of(process: subprocess.Popen[str], folder: Path, count: int) -> list[int]:

@@ -78,7 +78,13 @@ def read_pairs(context: click.Context, parameter: click.Parameter, text: str) ->
     type=click.IntRange(min=0),
     default=0,
     show_default=True,
-    help="How often to restart all workers after one has failed.",
+    help="How often to restart all workers after one has failed; with --elastic, that one alone.",
+)
+@click.option(
+    "--elastic",
+    "is_elastic",
+    is_flag=True,
+    help="For scripts with elastic=True: if a worker fails, the others go on.",
 )
 @click.option(
     "--grace-period",
@@ -114,9 +120,10 @@ def launch(
     endpoint: str | None,
     rendezvous: dict[str, str],
     max_restarts: int,
+    is_elastic: bool,  # noqa: FBT001 (click gives all options by name)
     grace_seconds: float,
     cluster_file: Path | None,
-    all_local: bool,  # noqa: FBT001 (click gives all options by name)
+    all_local: bool,  # noqa: FBT001
     is_module: bool,  # noqa: FBT001
     script: str,
     arguments: tuple[str, ...],
@@ -127,9 +134,10 @@ def launch(
     worker for each task on this host. Otherwise it starts one worker per GPU of this host.
 
     Each line of output begins with the name of its worker. If a worker fails, all others end, and
-    the exit status is that of the worker. All workers also end at Ctrl-C, and when the launcher is
-    killed. The launcher passes SIGTERM on to its workers, and ends with their exit status if all of
-    them leave with the same one.
+    the exit status is that of the worker. With --elastic, the others go on, and the exit status is
+    0 if one of them finishes. All workers also end at Ctrl-C, and when the launcher is killed. The
+    launcher passes SIGTERM on to its workers, and ends with their exit status if all of them leave
+    with the same one.
     """
     if not is_module and not Path(script).exists():
         raise click.BadParameter(
@@ -146,6 +154,7 @@ def launch(
         endpoint,
         rendezvous,
         max_restarts,
+        is_elastic,
         grace_seconds,
         cluster_file,
         all_local,

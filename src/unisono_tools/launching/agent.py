@@ -12,15 +12,21 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
 from torch.distributed.launcher import api
 
+from unisono_tools.launching.replacements import Replacements
+
 
 class Departure:
     """How the launcher ends the workers of this host, and how they have ended.
 
     Args:
         grace_seconds: How long they may take before they are killed.
+
+    Attributes:
+        replacements: Starts single workers again; None if all of them start again together.
     """
 
     def __init__(self, grace_seconds: float) -> None:
+        self.replacements: Replacements | None = None
         self._grace_seconds = grace_seconds
         self._statuses: set[int] = set()
 
@@ -46,6 +52,17 @@ class Departure:
         departure = self
 
         class Agent(LocalElasticAgent):
+            def _monitor_workers(self, worker_group: Any) -> Any:
+                workers, replacements = self._pcontext, departure.replacements
+                if replacements is not None and isinstance(workers, SubprocessContext):
+                    replacements.look_after(workers, worker_group)
+                return super()._monitor_workers(worker_group)
+
+            def _exit_barrier(self) -> None:
+                # In an elastic job, the launcher of another host may be lost.
+                if departure.replacements is None:
+                    super()._exit_barrier()  # type: ignore[no-untyped-call]
+
             def _shutdown(
                 self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
             ) -> None:

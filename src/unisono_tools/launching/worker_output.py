@@ -71,11 +71,14 @@ class WorkerOutput(DefaultLogsSpecs):
         """See `LogsSpecs.reify`; called each time the workers start."""
         files = super().reify(envs)
         for local_rank, env in envs.items():
-            prefix = f"[{self.name(local_rank, env)}] ".encode()
-            paths = (files.stdouts[local_rank], files.stderrs[local_rank])
-            for path, sink in zip(paths, self._sinks, strict=True):
-                self._streams.append(_Stream(Path(path), prefix, sink))
+            self.follow(local_rank, env, files.stdouts[local_rank], files.stderrs[local_rank])
         return files
+
+    def follow(self, local_rank: int, env: Mapping[str, str], *paths: str) -> None:
+        """Copies what a worker writes into the files of its standard output and its errors."""
+        prefix = f"[{self.name(local_rank, env)}] ".encode()
+        for path, sink in zip(paths, self._sinks, strict=True):
+            self._streams.append(_Stream(Path(path), prefix, sink))
 
     def name(self, local_rank: int, env: Mapping[str, str]) -> str:
         """Returns how a worker is called."""
@@ -102,3 +105,8 @@ class WorkerOutput(DefaultLogsSpecs):
         while not self._ended.wait(_PAUSE_SECONDS):
             for stream in list(self._streams):
                 stream.copy_new_lines()
+
+
+def in_words(status: int) -> str:
+    """Returns how a worker has ended, given its status as Python counts it."""
+    return f"by signal {-status}" if status < 0 else f"with status {status}"

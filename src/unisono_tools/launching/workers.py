@@ -29,7 +29,8 @@ from unisono.errors import ClusterError
 from unisono_tools.launching import worker_start
 from unisono_tools.launching.agent import Departure
 from unisono_tools.launching.local_tasks import LocalTask, local_tasks
-from unisono_tools.launching.worker_output import WorkerOutput
+from unisono_tools.launching.replacements import Replacements
+from unisono_tools.launching.worker_output import WorkerOutput, in_words
 
 _LAST_LINES = 20
 # It logs each worker that ends, which `_report` says in fewer words.
@@ -45,6 +46,7 @@ class Job(NamedTuple):
     endpoint: str | None
     rendezvous: dict[str, str]
     max_restarts: int
+    is_elastic: bool
     grace_seconds: float
     cluster_file: Path | None
     all_local: bool
@@ -56,12 +58,17 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
         tasks = _tasks(job.num_workers, job.cluster_file, all_local=job.all_local)
         if tasks and job.num_hosts != (1, 1):
             raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
+        if job.is_elastic and job.num_hosts[0] != job.num_hosts[1]:
+            raise ClusterError(
+                "--elastic needs a fixed number of hosts, but --nnodes is {}:{}. Give the number "
+                "that the job starts with.".format(*job.num_hosts)
+            )
         num_workers = len(tasks) or job.num_workers or num_gpu_workers()
         config = _config(num_workers, job)
     except ClusterError as error:
         raise click.UsageError(str(error)) from None
-    config.max_restarts = job.max_restarts
-    return _run(config, command, tasks, Departure(job.grace_seconds))
+    config.max_restarts = 0 if job.is_elastic else job.max_restarts
+    return _run(config, command, tasks, job)
 
 
 def _tasks(
@@ -131,10 +138,9 @@ def _config(num_workers: int, job: Job) -> LaunchConfig:
     return config
 
 
-def _run(
-    config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask], departure: Departure
-) -> int:
+def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask], job: Job) -> int:
     """Runs the workers to their end, and returns the exit status of the launcher."""
+    departure = Departure(job.grace_seconds)
     plan = {
         "command": command,
         "tf_configs": [task.tf_config for task in tasks],
@@ -157,6 +163,8 @@ def _run(
     ):
         output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
         config.logs_specs = output
+        if job.is_elastic:
+            departure.replacements = Replacements(job.max_restarts, output)
         try:
             with output, _environment(variables), departure.of_agents():
                 elastic_launch(config, sys.executable)("-I", "-S", worker_start.__file__)
@@ -202,12 +210,11 @@ def _report(error: ChildFailedError, output: WorkerOutput) -> int:
     rank, failure = error.get_first_failure()
     name = output.name(failure.local_rank, {"RANK": str(rank)})
     lines = output.last_lines(name, _LAST_LINES)
-    by_signal = failure.exitcode < 0
-    how = f"by signal {-failure.exitcode}" if by_signal else f"with status {failure.exitcode}"
+    how = in_words(failure.exitcode)
     print(f"{name} (process {failure.pid}) failed first, {how}.", file=sys.stderr)
     if lines:
         print("The last lines of its standard error:", *lines, sep="\n  ", file=sys.stderr)
-    return 128 - failure.exitcode if by_signal else int(failure.exitcode)
+    return 128 - failure.exitcode if failure.exitcode < 0 else int(failure.exitcode)
 
 
 def _thread_limit(num_workers: int) -> dict[str, str]:

@@ -14,7 +14,7 @@ from unisono.cluster.elastic.generation import Generation, Position, Standing
 
 @dataclass(frozen=True)
 class Rules:
-    """What all workers of an elastic job have been told alike.
+    """The limits of an elastic job, the same on all workers.
 
     Attributes:
         min_workers: With fewer, nobody goes on.
@@ -69,7 +69,7 @@ class Choice:
     """The next generation, as far as the workers that have come tell.
 
     Args:
-        rules: What the job was told.
+        rules: The limits of the job.
         votes: What they say; the first one is of the worker that holds the meeting.
         dead: Workers that this worker knows to be dead, or to have left.
         admits: Whether workers that want to join are let in.

@@ -48,7 +48,7 @@ class Attendee:
         contact: Where it can be reached.
         card: What it says of itself.
         door: The store that it serves.
-        rules: What the job was told.
+        rules: The limits of the job.
         standing: The generations that it knows of; None for a worker that wants to join.
         doors: Its connections to other workers.
         num_votes: How often it has voted.

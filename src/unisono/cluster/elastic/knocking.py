@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
@@ -11,6 +12,8 @@ from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.errors import WorkerTimeoutError
 
 _PAUSE_SECONDS = 0.02
+# The workers may have met meanwhile without letting anybody in.
+_AGAIN_SECONDS = 2.0
 
 
 def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int, ...]]:
@@ -24,7 +27,7 @@ def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int,
         What they have agreed on, or None if the job has ended, and who its workers were before.
     """
     known: Generation | None = running
-    left, knocked = Countdown(me.rules.timeout_seconds), set[tuple[str, int]]()
+    left, knocked = Countdown(me.rules.timeout_seconds), dict[tuple[str, int], float]()
     while known is not None:
         newest, agreed = _visited(me, known, knocked)
         if agreed is not None:
@@ -33,7 +36,8 @@ def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int,
             raise WorkerTimeoutError(
                 f"This worker has asked for {me.rules.timeout_seconds:g} s to join an elastic job "
                 f"of {len(known.contacts)} workers, which did not let it in. They let workers in "
-                f"between two steps, and at most {me.rules.max_workers} in all, one per replica."
+                f"between two steps, at most {me.rules.max_workers} in all, one per replica. Check "
+                "that their program lets workers in, or raise `timeout_seconds`."
             )
         known = newest
         time.sleep(_PAUSE_SECONDS)
@@ -41,7 +45,7 @@ def let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int,
 
 
 def _visited(
-    me: Attendee, known: Generation, knocked: set[tuple[str, int]]
+    me: Attendee, known: Generation, knocked: dict[tuple[str, int], float]
 ) -> tuple[Generation | None, Agreed | None]:
     """Goes to the lowest worker that answers: comes to its meeting, or knocks.
 
@@ -61,8 +65,9 @@ def _visited(
             return newest, None
         if token is not None:
             return known, Gathering(me, None).attend(store, token.decode())
-        if int(room or 0) > 0 and (contact.process, known.number) not in knocked:
-            knocked.add((contact.process, known.number))
+        last = knocked.get((contact.process, known.number), -math.inf)
+        if int(room or 0) > 0 and time.monotonic() - last > _AGAIN_SECONDS:
+            knocked[contact.process, known.number] = time.monotonic()
             _knock(me, store)
         return known, None
     return known if is_alive else None, None

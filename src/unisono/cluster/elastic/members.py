@@ -23,7 +23,7 @@ from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutErr
 Connect: TypeAlias = Callable[[Store, int, int, float, int], Communicator]
 # What workers that have just agreed need to connect, at most.
 _CONNECT_SECONDS = 30.0
-# Workers may be lost again while they connect, but not for ever.
+# Workers may be lost again while they connect, but this must end.
 _MAX_ATTEMPTS = 10
 _log = logging.getLogger("unisono")
 
@@ -170,7 +170,7 @@ class ElasticMembers:
         return self.met
 
     def leave(self) -> None:
-        """Leaves for good. Others that are told meet again without this worker; see `leaving`."""
+        """Leaves for good. The others meet again without this worker; see `leaving`."""
         self.met.communicator.close()
         self._me.door.delete_key("generation")
         self._me.doors.close()
@@ -213,7 +213,9 @@ class ElasticMembers:
 
         def check() -> None:
             if ended := [rank for rank, one in enumerate(contacts) if one.has_ended()]:
-                raise WorkerLostError("Workers ended while all were connecting.", ended)
+                raise WorkerLostError(
+                    "Workers ended while all were connecting. Check their logs.", ended
+                )
 
         store = agreed.store
         store.answer_by, store.before_asking = time.monotonic() + limit, check

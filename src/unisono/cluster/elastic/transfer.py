@@ -45,7 +45,7 @@ def share_state(communicator: Communicator, state: Any, root: int) -> Any:
     if not is_good:
         raise CommunicationError(f"The state of rank {root} cannot be sent. {packed}", [root])
     if communicator.rank == root:
-        for tensor in tensors:
+        for tensor in filter(Tensor.numel, tensors):
             communicator.broadcast(_bytes_of(tensor.detach().cpu().contiguous()), root)
         return state
     return _unpacked(packed, communicator, root)
@@ -90,7 +90,7 @@ def _packed(value: Any, tensors: list[Tensor], where: str) -> Any:
         kind = "l" if isinstance(value, list) else "u"
         return {kind: [_packed(one, tensors, f"{where}[{n}]") for n, one in enumerate(value)]}
     raise UnsupportedError(
-        f"{where} is a {type(value).__name__}, which cannot be sent to new workers. Send dicts, "
+        f"{where} is a {type(value).__name__}, which cannot be sent to new workers. Use dicts, "
         "lists, tuples, numbers, texts, bytes and tensors."
     )
 
@@ -103,7 +103,8 @@ def _unpacked(packed: Any, communicator: Communicator, root: int) -> Any:
     if kind == "t":
         name, shape = content
         tensor = torch.empty(shape, dtype=getattr(torch, name))
-        communicator.broadcast(_bytes_of(tensor), root)
+        if tensor.numel():
+            communicator.broadcast(_bytes_of(tensor), root)
         return tensor
     if kind == "f":
         return float.fromhex(content)

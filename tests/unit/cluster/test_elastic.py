@@ -1,0 +1,132 @@
+"""Who may go on when workers of an elastic job are lost, and what state reaches new ones."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from thread_ranks import make_threads
+
+from unisono.cluster.elastic import share_state
+from unisono.cluster.elastic.doors import Contact, machine_identity
+from unisono.cluster.elastic.generation import Generation, Standing
+from unisono.errors import CommunicationError, UnsupportedError
+from unisono.system import process_start
+
+
+def generation(number: int, members: Iterable[int]) -> Generation:
+    contacts = {one: Contact("127.0.0.1", 1, f"process {one}", "", 1, "") for one in members}
+    return Generation(number, contacts, dict.fromkeys(contacts, (number,)), 9, {"process 0": 1})
+
+
+def subsets(members: Iterable[int]) -> list[set[int]]:
+    row = list(members)
+    return [set(one) for n in range(len(row) + 1) for one in itertools.combinations(row, n)]
+
+
+@pytest.mark.parametrize("size", range(1, 6))
+def test_never_two_parts_go_on_and_one_does_where_all_is_known(size: int) -> None:
+    last = generation(3, range(size))
+    for dead in subsets(range(size)):
+        living = set(range(size)) - dead
+        for part in subsets(living):
+            goes_on = any(last.may_go_on(part, known) for known in subsets(dead))
+            others = living - part
+            assert not (goes_on and any(last.may_go_on(others, known) for known in subsets(dead)))
+            if living:
+                assert last.may_go_on(part, dead) != last.may_go_on(others, dead)
+
+
+def test_nobody_goes_on_who_was_not_there() -> None:
+    assert not generation(1, [0, 1]).may_go_on({5}, dead={0, 1})
+    assert not generation(1, [0, 1]).may_go_on({5}, dead=())
+
+
+def test_workers_know_together_what_each_knows() -> None:
+    first, second, third = generation(1, [0, 1, 2]), generation(2, [0, 1]), generation(3, [0])
+    accepted = Standing(first, (second,))
+
+    # One that nobody knows to count may still count.
+    assert accepted.together_with([Standing(first)]) == accepted
+    # One that counts came after it.
+    assert accepted.together_with([Standing(second)]) == Standing(second)
+    assert accepted.together_with([Standing(first, (third,))]).accepted == (second, third)
+    assert accepted.together_with([accepted]) == accepted
+
+
+def test_a_standing_arrives_as_it_was() -> None:
+    standing = Standing(generation(1, [0, 2]), (generation(4, [2]),))
+    assert Standing.from_texts(standing.to_texts()) == standing
+
+
+def test_a_process_that_has_ended_is_known_to_be_dead() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with process:
+        started = process_start(process.pid)
+        if started is None:
+            pytest.skip("this system does not tell when a process has started")
+        contact = Contact("", 0, "", machine_identity(), process.pid, started)
+        assert not contact.has_ended()
+        process.kill()
+        # Also before its parent has asked how.
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert contact.has_ended()
+        assert not contact._replace(machine="another").has_ended()
+    assert contact.has_ended()
+    # Its number may belong to another process by now.
+    mine = contact._replace(process_id=os.getpid())
+    assert mine.has_ended() == (process_start(os.getpid()) != started)
+
+
+def shared(states: list[Any], root: int) -> list[Any]:
+    def share(communicator: Any) -> Any:
+        try:
+            return share_state(communicator, states[communicator.rank], root)
+        except (UnsupportedError, CommunicationError) as error:
+            return type(error), str(error)
+
+    with ThreadPoolExecutor(len(states)) as pool:
+        return list(pool.map(share, make_threads(len(states))))
+
+
+def test_state_arrives_with_the_same_bits() -> None:
+    values = torch.tensor([0.1, math.nan, -0.0, math.inf])
+    state = {
+        "model": {"w": values, "half": values.to(torch.bfloat16), "mask": values > 0},
+        "optimizer": {"state": {0: {"step": torch.tensor(3.0)}}, "groups": [{"lr": 1e-3}]},
+        "empty": torch.empty(0, 3),
+        "other": (1, -0.0, math.inf, None, True, "é", b"\0\xff", [], {(1, "a"): ()}),
+        "view": torch.arange(6).view(2, 3).t(),
+    }
+    root, one, other = shared([None, state, 5], root=1)[1], *shared([None, state, 5], 1)[::2]
+    assert root is state
+    for copy in (one, other):
+        assert copy["other"] == state["other"]
+        assert math.copysign(1, copy["other"][1]) == -1
+        assert copy["optimizer"]["groups"] == [{"lr": 1e-3}]
+        assert copy["optimizer"]["state"][0]["step"].shape == ()
+        assert torch.equal(copy["view"], state["view"])
+        assert copy["empty"].shape == (0, 3)
+        for name, tensor in state["model"].items():
+            found = copy["model"][name]
+            assert found.dtype == tensor.dtype
+            assert bytes(found.view(torch.uint8).tolist()) == bytes(
+                tensor.view(torch.uint8).tolist()
+            )
+
+
+@pytest.mark.parametrize("wrong", [{"a": [object()]}, {"a": [torch.eye(2).to_sparse()]}])
+def test_what_cannot_be_sent_is_named_on_all_ranks(wrong: Any) -> None:
+    first, second = shared([wrong, None], root=0)
+    assert first[0] is UnsupportedError
+    assert second[0] is CommunicationError
+    assert "state['a'][0]" in first[1]
+    assert "state['a'][0]" in second[1]
