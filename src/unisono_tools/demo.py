@@ -1,8 +1,8 @@
 """Trains a small ConvNet on scikit-learn's handwritten digits: what `unisono demo` shows.
 
 Within a minute on two cores it reaches at least 97 % on digits that it has not seen. The final loss
-does not depend on the number of replicas: it has the same digits for 1, 2 and 4, though the last
-batch of an epoch has 37 samples and does not divide.
+does not depend on the number of replicas: it is the same for 1, 2 and 4, although the last batch of
+an epoch has 37 samples.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ConvNet(nn.Sequential):
 def load() -> tuple[TensorDataset, TensorDataset]:
     """Returns the digits to learn from, and those to test with."""
     digits = load_digits()
-    # float64, so that what is left of rounding cannot be seen in the printed digits.
+    # float64, so that rounding does not show in the printed digits.
     images = torch.tensor(digits.images / 16.0, dtype=torch.float64).unsqueeze(1)
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -117,7 +117,7 @@ def spelled(num_replicas: int) -> str:
 def compare(
     device_lists: Iterable[Sequence[str] | None], num_epochs: int, console: Console
 ) -> list[Training]:
-    """Trains once on each list of devices, of which None is all GPUs."""
+    """Trains once on each list of devices; None means all GPUs."""
     trainings = []
     with one_thread_per_replica(), Progress(console=console, auto_refresh=False) as progress:
         for devices in device_lists:
@@ -155,7 +155,7 @@ def summary(trainings: Sequence[Training]) -> Table:
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:
-    """Draws loss and accuracy; later curves are thinner, as they lie on top of the others."""
+    """Draws loss and accuracy. Later curves are thinner, because they cover the others."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

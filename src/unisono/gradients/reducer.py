@@ -21,6 +21,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -73,7 +74,6 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
-        self._is_on_gpus = any(device.type != "cpu" for device in devices)
         self._ops = cross_device_ops
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
         if self._across is not None and hook is None:
@@ -122,8 +122,11 @@ class GradientReducer:
         """Whether gradients go to other workers, or through a hook."""
         return self._across is not None
 
-    def begin(self, weights: Sequence[float]) -> None:
-        """Before a run: looks at the leaves that there are now, and what each replica counts."""
+    def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        """Before a run: looks at the leaves that there are now, and what each replica counts.
+
+        Replicas may have their own `streams`.
+        """
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
@@ -131,7 +134,7 @@ class GradientReducer:
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, self._owners)
+        self._weighting.begin(weights, self._owners, streams)
         self._hooked = [one for one in self._owners if has_hooks(one.primary)]
 
     def close(self) -> None:
@@ -261,11 +264,12 @@ class GradientReducer:
         own = None if context is None else context.notes.current_pass
         if context is None or own is None or context.notes.is_without_sync:
             return
-        if self._across is not None and context.meeting.recorder is not None:
+        if context.meeting.is_apart:
             # Python sends all packs between two graphs, so none leaves in the middle of one.
             return
         current = own.of_all
-        if self._is_on_gpus:
+        orders_streams = context.meeting.orders_streams
+        if orders_streams:
             current.trail.note(self._leaves[context.local_id][self._hooked_at[pack]].device)
         missing = own.missing(self._numbers[pack])
         if missing:
@@ -273,7 +277,7 @@ class GradientReducer:
         elif own.fills(pack) and current.is_filled_by(pack):
             current.trail.follow()
             self._pack_is_full(current, pack)
-            if self._is_on_gpus:
+            if orders_streams:
                 for leaf in self._packs[pack].members[0].leaves:
                     current.trail.note(leaf.device)
 
@@ -292,7 +296,7 @@ class GradientReducer:
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
         """A replica's backward pass has ended: waits for the others, and reduces what is left."""
         current, replica_id = own.of_all, context.local_id
-        if self._is_on_gpus:
+        if context.meeting.orders_streams:
             for leaf in self._leaves[replica_id][:1]:
                 current.trail.note(leaf.device)
 
@@ -311,7 +315,8 @@ class GradientReducer:
                 call_hooks(context, [one for one in self._hooked if one in found])
             return [None] * len(self._devices)
 
-        self._check_capture(context.meeting.recorder)
+        if context.meeting.is_apart:
+            self._check_capture(context.meeting.recorder, self._leaves[replica_id])
         number = context.notes.num_passes
         context.notes.num_passes += 1
         with no_torch_function():
@@ -320,14 +325,14 @@ class GradientReducer:
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
 
-    def _check_capture(self, recorder: Any) -> None:
+    def _check_capture(self, recorder: Any, leaves: Sequence[nn.Parameter]) -> None:
         """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
-        if recorder is None or self._across is None:
-            return
-        if any(isinstance(pack, SparsePack) for pack in self._packs):
-            recorder.refuse("workers exchange sparse gradients, whose size changes")
+        grads = (leaf.grad for leaf in leaves)
+        has_sparse = any(grad is not None and grad.layout is not torch.strided for grad in grads)
+        if has_sparse or any(isinstance(pack, SparsePack) for pack in self._packs):
+            recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
         if self._aside.has_any:
-            recorder.refuse("gradients of many workers are summed and added to earlier ones")
+            recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""

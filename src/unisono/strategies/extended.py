@@ -344,8 +344,10 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
-        self.mirrors.refresh()
-        self.gradients.begin(weights)
+        if recorder is None or not (recorder.is_capturing and recorder.streams):
+            # No graph of one memory can bring something to others.
+            self.mirrors.refresh()
+        self.gradients.begin(weights, () if recorder is None else recorder.streams)
         run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)

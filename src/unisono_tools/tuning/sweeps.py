@@ -1,4 +1,4 @@
-"""Times of copies, sums and all-reduces over a row of sizes."""
+"""Measures copies, sums and all-reduces of several sizes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def all_reduce_sweep(
     """Measures sums between all ranks, each of which calls this.
 
     Args:
-        link: What the measurements are called.
+        link: The name of the link.
         communicator: Connects the ranks.
         sizes: How many bytes a tensor has.
         seconds: How long to measure each size.
@@ -66,7 +66,7 @@ def all_reduce_sweep(
         def reduce(tensor: torch.Tensor = tensor) -> None:
             communicator.all_reduce(ReduceOp.SUM, [tensor])
 
-        # All ranks must call as often; the first one says how often.
+        # All ranks must make the same number of calls; the first rank decides.
         repeats = torch.tensor([_repeats(reduce, seconds)])
         communicator.broadcast(repeats)
         yield Measured(link, communicator.size, num_bytes, _median(reduce, int(repeats.item())))
@@ -74,7 +74,7 @@ def all_reduce_sweep(
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keeps torch from sharing copies out: on a busy machine its threads wait for each other."""
+    """Keeps torch from using several threads, which wait for each other on a busy machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -89,7 +89,7 @@ def _sum_in_place(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def _settled(work: Work, place: torch.device) -> Work:
-    """Returns work that is over when it returns, on a GPU too."""
+    """Returns work that has finished when it returns, also on a GPU."""
     if place.type != "cuda":
         return work
 
