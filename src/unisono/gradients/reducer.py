@@ -105,13 +105,8 @@ class GradientReducer:
         across = self._across
         self._sender = Sender(across.communicator.close if across is not None else lambda: None)
         watch_backward_passes()
-        reducer = weakref.ref(self)
-
-        def reduce_rest(owners: Iterable[Leaves]) -> None:
-            if (found := reducer()) is not None:
-                found.reduce_rest(owners)
-
-        mirrors.reduce_rest = reduce_rest
+        rest = weakref.WeakMethod(self.reduce_rest)
+        mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
 
     @property
     def has_workers(self) -> bool:
