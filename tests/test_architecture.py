@@ -42,7 +42,7 @@ LAYERS = [
 TOOL_LAYERS = [
     ["tables", "traces", "namespaces"],
     ["benchmarks", "demo", "launching"],
-    ["hosts", "tuning"],
+    ["hosts", "tuning", "elastic_demo"],
     ["planning"],
     ["cli"],
 ]

@@ -36,7 +36,7 @@ class Member:
     """
 
     def __init__(self, port: int, neighbor: int | None = None) -> None:
-        self._pipe, theirs = PROCESSES.Pipe()
+        self.pipe, theirs = PROCESSES.Pipe()
         arguments = (theirs, port, neighbor)
         self._process = PROCESSES.Process(target=work, args=arguments, daemon=True)
         self._process.start()
@@ -49,13 +49,13 @@ class Member:
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Lets it call `function(desk, *args)`."""
-        self._pipe.send((function, args))
+        self.pipe.send((function, args))
 
     def hear(self, timeout: float) -> Any:
         """Returns what it tells next, or what its function returned."""
-        if not self._pipe.poll(timeout):
+        if not self.pipe.poll(timeout):
             raise AssertionError(f"process {self.process_id} said nothing for {timeout:g} s")
-        is_well, value = self._pipe.recv()
+        is_well, value = self.pipe.recv()
         assert is_well, value
         return value
 
@@ -73,7 +73,7 @@ class Member:
         self._process.kill()
         self._process.join()
         self._process.close()
-        self._pipe.close()
+        self.pipe.close()
 
 
 class Crew:

@@ -174,6 +174,7 @@ class Report(NamedTuple):
 
 
 _allowed: dict[str, Holdings] = {}
+_USUAL_GROWTH = Holdings(descriptors=4, threads=2, segments=0, ports=0)
 
 
 def reported(
@@ -197,16 +198,24 @@ def reported(
     at = time.monotonic()
     close()
     assert time.monotonic() - at < SLACK_SECONDS, "close took long"
-    left = None if limits is None else _left(limits)
+    left = None if limits is None else left_over(limits)
     return None if told is None else Report(*told, at, left)
 
 
-def _left(limits: Holdings) -> str | None:
+def left_over(limits: Holdings, more: Holdings = _USUAL_GROWTH) -> str | None:
+    """Returns what this process holds beyond what it may, in words.
+
+    Args:
+        limits: Of segments and ports, what may always be held; the rest must not grow.
+        more: By how much the rest may grow.
+    """
     allowed = _allowed.get("", limits)
     now = settled(allowed)
     # Libraries keep some threads and files from their first use on, and who serves others has a
     # connection for each that lives. What every failure leaves behind is soon more than these.
-    margin = Holdings(now.descriptors + 4, now.threads + 2, limits.segments, limits.ports)
+    margin = limits._replace(
+        descriptors=now.descriptors + more.descriptors, threads=now.threads + more.threads
+    )
     _allowed.setdefault("", margin)
     return None if now.is_within(allowed) else f"{now}, allowed are {allowed}"
 

@@ -98,6 +98,8 @@ class ElasticJob(ElasticValues):
         self._is_busy = False
         # What is known to those who join. None of them is let in before it is set.
         self._admission: Admission | None = None
+        # What they get: the state before the run that comes next, until that is complete.
+        self._boundary: Any = None
         # Whether somebody has asked one of the workers to be let in.
         self._is_asked = False
         # On a worker that has joined: what it got, and whether it has not trained with it yet.
@@ -119,10 +121,16 @@ class ElasticJob(ElasticValues):
         """When the strategy is made. A worker that joins gets what the others have."""
         remember_elastic(self._extended.workers)
         if self.is_arriving:
-            met = self.members.met
-            self._arrival = share_state(met.communicator, None, met.source)
-            self._num_commits = self._arrival["num_commits"]
+            start, met = time.monotonic(), self.members.met
+            while self._arrival is None:
+                try:
+                    self._arrival = share_state(met.communicator, None, met.source)["state"]
+                except CommunicationError as error:
+                    met = self.members.meet_again(None, error)
+            (self._num_commits,) = met.position
             self._extended.mirrors.shared.is_silent = True
+            if met.generation != self.generation:
+                self._move(met, start, is_undone=False)
 
     def admit(self, admission: Admission) -> None:
         """Lets workers join from now on; on one that has joined, takes over what it got."""
@@ -140,17 +148,10 @@ class ElasticJob(ElasticValues):
             return
         self._is_asked = False
         start = time.monotonic()
-        met = self.members.meet_again((self._num_commits,), admits=True)
-        if met.stateless:
-            state = {
-                "num_commits": self._num_commits,
-                "state": self._admission.state_of(),
-                "gradients": self._snapshot.gradients(),
-            }
-            try:
-                share_state(met.communicator, state, met.source)
-            except CommunicationError as error:
-                met, _ = self._meet(error)
+        state = {"state": self._admission.state_of(), "gradients": self._snapshot.gradients()}
+        # If a worker is lost meanwhile, those who join may need it when others run already.
+        self._boundary = map_leaves(_kept, state)
+        met, _ = self._meet(None, admits=True)
         self._move(met, start, is_undone=False)
 
     def _arrive(self) -> None:
@@ -252,8 +253,10 @@ class ElasticJob(ElasticValues):
                 failure = error
             if failure is None:
                 self._num_commits += 1
-                self._rows = rows
-                return generation, self._heard(rows)
+                self._rows, self._boundary = rows, None
+                known, is_asked = unpacked(rows)
+                self._is_asked = self._is_asked or is_asked
+                return generation, known
             caller.restore()
             start = time.monotonic()
             try:
@@ -267,28 +270,36 @@ class ElasticJob(ElasticValues):
                 undo()
             self._move(met, start, is_undone=handed is None)
             if handed is not None:
-                return generation, self._heard(handed)
+                return generation, unpacked(handed)[0]
 
-    def _heard(self, rows: Sequence[Tensor]) -> list[tuple[Any, ...] | None]:
-        known, is_asked = unpacked(rows)
-        self._is_asked = self._is_asked or is_asked
-        return known
+    def _meet(
+        self, error: CommunicationError | None, *, admits: bool = False
+    ) -> tuple[Met, list[Tensor] | None]:
+        """Survivors meet, and tell those who lack something.
 
-    def _meet(self, error: CommunicationError) -> tuple[Met, list[Tensor] | None]:
-        """Survivors meet. Returns what came with the commit, if a worker has passed it."""
+        Args:
+            error: What has happened, if it has.
+            admits: Whether workers are let in that want to join.
+
+        Returns:
+            What they have agreed on. What all said with the last commit, if this worker has not
+            passed it and another one has.
+        """
         while True:
-            met = self.members.meet_again((self._num_commits,), error)
+            met = self.members.meet_again((self._num_commits,), error, admits=admits)
             if len(set(met.positions)) == 1:
                 return met, None
+            given = {"rows": self._rows, "is_asked": self._is_asked, "state": self._boundary}
             try:
-                rows: Any = share_state(met.communicator, list(self._rows), met.source)
+                told: Any = share_state(met.communicator, given, met.source)
             except CommunicationError as again:
-                error = again
+                error, admits = again, False
                 continue
+            self._is_asked = told["is_asked"]
             if met.position == (self._num_commits,):
                 return met, None
-            (self._num_commits,), self._rows = met.position, rows
-            return met, rows
+            (self._num_commits,), self._rows = met.position, told["rows"]
+            return met, told["rows"]
 
     def _move(self, met: Met, start: float, *, is_undone: bool) -> None:
         """Takes the replicas that this worker has now."""
@@ -320,6 +331,10 @@ class _Busy:
 
     def __exit__(self, *error: object) -> None:
         self._job._is_busy = False
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _distributed(structure: Any) -> list[PerReplica]:

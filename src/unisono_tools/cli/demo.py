@@ -1,4 +1,4 @@
-"""`unisono demo`: trains on digits, with the same loss for any number of replicas."""
+"""`unisono demo`: trains on digits, with the same loss for any number of replicas and workers."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from unisono_tools.cli.parameters import ListCommand, OutputPath
 
 if TYPE_CHECKING:
     from unisono_tools.demo import Training
+    from unisono_tools.elastic_demo import Elastic
 
 
 @click.command(cls=ListCommand)
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     metavar="R...",
     type=click.IntRange(min=1),
     multiple=True,
-    default=(1, 2, 4),
     show_default="1 2 4",
     help="Numbers of CPU replicas to compare.",
 )
@@ -34,9 +34,13 @@ if TYPE_CHECKING:
     "--epochs",
     metavar="N",
     type=click.IntRange(min=1),
-    default=15,
-    show_default=True,
+    show_default="15; 6 with --elastic",
     help="Number of epochs.",
+)
+@click.option(
+    "--elastic",
+    is_flag=True,
+    help="Train in several workers instead, which are killed and started meanwhile.",
 )
 @click.option(
     "--plot",
@@ -47,15 +51,25 @@ if TYPE_CHECKING:
     help="Draw the curves into FILE.",
 )
 def demo(
-    *, replicas: tuple[int, ...], all_devices: bool, epochs: int, plot: Path
-) -> list[Training]:
+    *, replicas: tuple[int, ...], all_devices: bool, epochs: int | None, elastic: bool, plot: Path
+) -> list[Training] | Elastic:
     """Trains on the handwritten digits of scikit-learn.
 
     Trains a small ConvNet with 1, 2 and 4 replicas in turn, each within a minute on two cores. It
-    reaches 97 % accuracy on unseen digits, with the same final loss every time. The exit status is
-    1 if the losses differ, and 3 if a package is missing.
+    reaches 97 % accuracy on unseen digits, with the same final loss every time.
+
+    With --elastic, three workers share six replicas. Two of them are killed while they train, and
+    two others join. The weights equal those of an undisturbed run to the bit.
+
+    The exit status is 1 if something differs, and 3 if a package is missing.
     """
     require("demo", "rich", "sklearn", "matplotlib")
+    if elastic and (replicas or all_devices):
+        raise click.UsageError(
+            "--elastic has its own replicas. Leave out --replicas, --all-devices."
+        )
+    if elastic:
+        return _lose_workers(epochs or 6, plot)
     import torch
     from rich.console import Console
 
@@ -63,12 +77,33 @@ def demo(
 
     console = Console()
     every = [None if torch.cuda.is_available() else _cpus(os.cpu_count() or 1)]
-    trainings = compare(every if all_devices else map(_cpus, replicas), epochs, console)
+    device_lists = every if all_devices else map(_cpus, replicas or (1, 2, 4))
+    trainings = compare(device_lists, epochs or 15, console)
     console.print(summary(trainings))
     draw(trainings, plot)
     console.print(f"The curves are in {plot}.")
     _check(trainings)
     return trainings
+
+
+def _lose_workers(num_epochs: int, plot: Path) -> Elastic:
+    from rich.console import Console
+
+    from unisono_tools.elastic_demo import Show, draw_elastic
+
+    console = Console()
+    found = Show(num_epochs, console).play()
+    if found.failed:
+        raise click.ClickException(f"Worker {found.failed[0]} has failed. Its error is above.")
+    draw_elastic(found, plot)
+    console.print(f"The losses, and who ran which replica, are in {plot}.")
+    if not found.are_equal:
+        raise click.ClickException(
+            "The weights or losses should equal those of the undisturbed run, but they differ. "
+            "Please report this."
+        )
+    console.print("The weights equal those of the undisturbed run to the bit.")
+    return found
 
 
 def _cpus(num_replicas: int) -> list[str]:
