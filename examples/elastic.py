@@ -3,8 +3,8 @@
     python examples/elastic.py                                # three workers, of which one is left
     python examples/elastic.py --workers 4 --kill 3 --kill 0  # the killed ones, in this order
 
-It starts workers on this host, and kills one after the other with SIGKILL. Whoever is left takes
-over the replicas of those who are lost. At the end, it trains again in one process that nobody
+It starts workers on this host, and kills one after the other with SIGKILL. The survivors take
+over the replicas of the lost workers. At the end, it trains again in one process that nobody
 disturbs, and compares the weights.
 """
 

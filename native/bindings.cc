@@ -4,6 +4,7 @@
 #include <nanobind/stl/string_view.h>
 
 #include "bell.h"
+#include "contents.h"
 #include "gpu_reader.h"
 #include "host_kernel.h"
 #include "instruction_set.h"
@@ -31,6 +32,9 @@ NB_MODULE(_native, m) {
         return nb::make_tuple(use.used_bytes, use.kept_bytes);
       },
       "The bytes in use by results, and the bytes kept for later ones.");
+
+  m.def("hold_same", &unisono::holdSame, "containers"_a, "lengths"_a, "held"_a,
+        "Whether containers hold the objects `held`, one after another; of dicts the values.");
 
   nb::class_<unisono::HostKernel>(m, "HostKernel",
                                   "Reduces contiguous CPU tensors in one pass over memory.")

@@ -67,9 +67,10 @@ def shared_memory_files() -> set[str]:
 
 
 def environment_now() -> dict[str, str]:
-    # pytest keeps the name of the running test there, and torch's compiler its folder once loaded.
-    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")
-    return {name: text for name, text in os.environ.items() if name not in others}
+    # pytest keeps the name of the running test there, torch's compiler its folder once loaded, and
+    # scikit-learn the settings of OpenMP.
+    others = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "KMP_")
+    return {name: text for name, text in os.environ.items() if not name.startswith(others)}
 
 
 @pytest.fixture(params=["native", "torch"])

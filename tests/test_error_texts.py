@@ -34,10 +34,10 @@ HABITS = {
 }
 
 ORDERS = (
-    "add|allocate|ask|assign|bring|call|change|check|compute|convert|distribute|do|drop|encrypt|enter|expand|"
+    "add|allocate|ask|assign|bring|call|change|check|clear|compute|convert|distribute|do|drop|encrypt|enter|expand|"
     "flatten|fork|gather|give|import|"
     "install|iterate|keep|leave|let|list|load|look|lower|make|measure|mirror|move|name|override|pass|raise|"
-    "read|record|reduce|register|remove|report|restore|resume|return|run|seed|set|split|start|take|train|try|"
+    "read|record|reduce|register|remove|report|restore|resume|return|run|save|seed|send|set|split|start|take|train|try|"
     "unset|update|use|wait|wrap|write"
 )
 

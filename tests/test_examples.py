@@ -8,7 +8,6 @@ import re
 import runpy
 import signal
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,22 @@ import torch
 from worker_threads import end_replica_threads
 
 from unisono_tools.cli import main as unisono
-
-# Sets environment variables when it is first imported, which must not happen within a test.
-with suppress(ImportError):
-    import sklearn  # type: ignore[import-untyped]  # noqa: F401
+from unisono_tools.processes import one_thread
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 @pytest.fixture(autouse=True)
-def one_thread_a_replica() -> Iterator[None]:
-    # torch's own threads spin while they wait, which takes forever on a busy machine.
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-
-    yield
-
-    torch.set_num_threads(before)
+def one_thread_per_replica() -> Iterator[None]:
+    with one_thread():
+        yield
 
 
-def run(name: str, *arguments: object) -> Any:
+def run(name: str, *arguments: object, **constants: object) -> Any:
     """Runs an example as its command line would, and returns what its `main` does."""
     main = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"]
+    assert constants.keys() <= main.__globals__.keys()
+    main.__globals__.update(constants)
     return main([str(argument) for argument in arguments])
 
 
@@ -131,7 +124,7 @@ def test_characters_need_fewer_bits_than_their_frequencies() -> None:
 def test_characters_are_the_same_in_two_runs(capsys: pytest.CaptureFixture[str]) -> None:
     outputs = []
     for _ in range(2):
-        run("characters", "--replicas", 2, "--epochs", 1)
+        run("characters", "--replicas", 2, "--epochs", 1, NUM_LETTERS=20_000)
         outputs.append(capsys.readouterr().out)
 
     assert outputs[0] == outputs[1]
@@ -160,7 +153,7 @@ def test_survivors_of_killed_workers_have_the_weights_of_an_undisturbed_run() ->
 
 
 def test_the_gan_finds_the_ring() -> None:
-    quality = run("gan")
+    quality = run("gan", "--epochs", 7)
 
     assert quality.near >= 0.8
     assert quality.num_modes >= 5

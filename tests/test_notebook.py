@@ -187,22 +187,16 @@ def test_ctrl_c_ends_a_training_script(is_serial: str) -> None:
     assert "end" not in output
 
 
-def test_a_script_ends_without_being_told_to() -> None:
-    process = start("-c", TRAINING + "train(3)")
-
-    output, errors = end(process)
-
-    assert (process.returncode, errors) == (0, "")
-    assert output.startswith("training\nend")
-
-
-def test_two_jobs_on_one_host_do_not_collide() -> None:
+def test_scripts_on_one_host_do_not_collide_and_end_without_being_told_to() -> None:
     jobs = [start("-c", TRAINING + "train(200)") for _ in range(2)]
 
     outputs = [end(job) for job in jobs]
 
     assert [job.returncode for job in jobs] == [0, 0], outputs
     assert outputs[0] == outputs[1]
+    output, errors = outputs[0]
+    assert output.startswith("training\nend")
+    assert errors == ""
 
 
 def test_a_debugger_stands_in_a_replica() -> None:

@@ -126,5 +126,7 @@ def draw_workers() -> Figure:
             left + 2, 9, 40, 6, "shared memory with packs of gradients", fill="meeting", size=9
         )
     canvas.arrow((44, 12), (52, 12), both=True)
-    canvas.text(48, 3, "between hosts: TCP or NCCL; each slice crosses once", size=9, gray=True)
+    canvas.text(
+        48, 3, "between hosts: Gloo, TCP, MPI or NCCL; each slice is sent once", size=9, gray=True
+    )
     return canvas.figure

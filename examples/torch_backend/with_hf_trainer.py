@@ -49,7 +49,7 @@ def main() -> float:
     if distributed.get_rank() == 0:
         print(f"{distributed.get_backend()}: loss {result.training_loss:.6f}")
     distributed.destroy_process_group()
-    return result.training_loss
+    return float(result.training_loss)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The native core: fused reductions of tensors in host memory, and collectives through it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -13,6 +13,9 @@ def memory_use() -> tuple[int, int]:
 
 def trim() -> None:
     """Gives memory kept for later results back to the system."""
+
+def hold_same(containers: list[Iterable[object]], lengths: list[int], held: list[object]) -> bool:
+    """Whether containers hold the objects `held`, one after another; of dicts the values."""
 
 class HostKernel:
     """Reduces contiguous CPU tensors in one pass over memory."""

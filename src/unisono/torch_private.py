@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 __all__ = [
     "copy_each",
+    "flatten_each",
     "no_torch_function",
     "no_torch_function_of_subclasses",
     "num_dispatch_modes",
@@ -20,6 +21,7 @@ __all__ = [
     "pytree",
     "raw_stream",
     "set_grad_enabled",
+    "views_like",
 ]
 
 no_torch_function = torch._C.DisableTorchFunction
@@ -28,6 +30,9 @@ num_dispatch_modes = torch._C._len_torch_dispatch_stack
 num_function_modes = torch._C._len_torch_function_stack
 set_grad_enabled = torch._C._set_grad_enabled
 copy_each: Any = torch._foreach_copy_
+# Puts tensors of one dtype end to end, and the views of the result that have their shapes.
+flatten_each: Any = torch._C._nn.flatten_dense_tensors
+views_like: Any = torch._C._nn.unflatten_dense_tensors
 
 
 def raw_stream(gpu: int) -> int:

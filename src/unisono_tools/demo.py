@@ -1,15 +1,15 @@
 """Trains a small ConvNet on scikit-learn's handwritten digits: what `unisono demo` shows.
 
 Within a minute on two cores it reaches at least 97 % on digits that it has not seen. The final loss
-does not depend on the number of replicas: it has the same digits for 1, 2 and 4, though the last
-batch of an epoch has 37 samples and does not divide.
+does not depend on the number of replicas: it is the same for 1, 2 and 4, although the last batch of
+an epoch has 37 samples.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
+from unisono_tools.processes import one_thread
 
 BATCH_SIZE = 100
 NUM_TRAINING = 1437
@@ -57,7 +58,7 @@ class ConvNet(nn.Sequential):
 def load() -> tuple[TensorDataset, TensorDataset]:
     """Returns the digits to learn from, and those to test with."""
     digits = load_digits()
-    # float64, so that what is left of rounding cannot be seen in the printed digits.
+    # float64, so that rounding does not show in the printed digits.
     images = torch.tensor(digits.images / 16.0, dtype=torch.float64).unsqueeze(1)
     labels = torch.tensor(digits.target)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
@@ -117,28 +118,13 @@ def spelled(num_replicas: int) -> str:
 def compare(
     device_lists: Iterable[Sequence[str] | None], num_epochs: int, console: Console
 ) -> list[Training]:
-    """Trains once on each list of devices, of which None is all GPUs."""
+    """Trains once on each list of devices; None means all GPUs."""
     trainings = []
-    with one_thread_per_replica(), Progress(console=console, auto_refresh=False) as progress:
+    with one_thread(), Progress(console=console, auto_refresh=False) as progress:
         for devices in device_lists:
             with closing(uo.MirroredStrategy(devices)) as strategy:
                 trainings.append(train(strategy, num_epochs, progress))
     return trainings
-
-
-@contextmanager
-def one_thread_per_replica() -> Iterator[None]:
-    """A CPU replica is one core.
-
-    torch's own threads wait for each other by spinning, which takes ten times as long as soon as
-    another program wants a core too.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def summary(trainings: Sequence[Training]) -> Table:
@@ -155,7 +141,7 @@ def summary(trainings: Sequence[Training]) -> Table:
 
 
 def draw(trainings: Sequence[Training], path: Path) -> None:
-    """Draws loss and accuracy; later curves are thinner, as they lie on top of the others."""
+    """Draws loss and accuracy. Later curves are thinner, because they cover the others."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 

@@ -31,7 +31,7 @@ SIZES = (2, 3, 4, 5, 6, 8)
 # Each further byte costs more than a step: every tensor goes in parts.
 IN_PARTS = Link(1e-9, 1.0)
 # On few cores a collective takes long, so each kind runs a part of the cases, another one each.
-PART = {2: 3, 3: 3, 4: 4, 5: 5, 6: 6, 8: 8}
+PART = {2: 6, 3: 6, 4: 6, 5: 6, 6: 6, 8: 8}
 HAVE_NATIVE = native_core().kernel is not None
 
 

@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader
 import unisono as uo
 from newcomer import two_workers
 from newcomer.clipping import ClippedMean
+from unisono_tools.processes import one_thread
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(autouse=True)
 def one_thread_per_replica() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+    with one_thread():
+        yield
 
 
 @pytest.fixture(scope="module")

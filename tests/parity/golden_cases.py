@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 Json = dict[str, Any]
@@ -219,3 +219,16 @@ def options_cases() -> Iterator[Json]:
     wrong: list[Json] = [{"bytes_per_pack": -1}, {"implementation": "foo"}, {"implementation": 3}]
     for options in wrong:
         yield {"name": f"wrong-{options}", "scenario": 48, "base": options, "other": None}
+
+
+def in_form(form: str, pairs: list[tuple[Any, Any]]) -> Any:
+    """Returns the pairs of a batch in one of the forms that a caller may give."""
+    forms: dict[str, Callable[[], Any]] = {
+        "list": lambda: pairs,
+        "generator": lambda: (pair for pair in pairs),
+        "zip": lambda: zip(*zip(*pairs, strict=True), strict=True),
+        "none": lambda: None,
+        "lists": lambda: [list(pair) for pair in pairs],
+        "triples": lambda: [(*pair, None) for pair in pairs],
+    }
+    return forms[form]()

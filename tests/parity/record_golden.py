@@ -8,7 +8,7 @@ from typing import Any
 
 import golden_cases as cases
 import golden_scenarios as scenarios
-from golden_cases import NUM_SLOTS, Json
+from golden_cases import NUM_SLOTS, Json, in_form
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -97,18 +97,6 @@ def run(case: Json) -> Json:
         return {"results": [described(made.reduce(op, *pairs[0]))]}
     results = made.batch_reduce(op, in_form(case.get("form", "list"), pairs))
     return {"results": [described(result) for result in results]}
-
-
-def in_form(form: str, pairs: list[tuple[Any, Any]]) -> Any:
-    forms: dict[str, Callable[[], Any]] = {
-        "list": lambda: pairs,
-        "generator": lambda: (pair for pair in pairs),
-        "zip": lambda: zip(*zip(*pairs, strict=True), strict=True),
-        "none": lambda: None,
-        "lists": lambda: [list(pair) for pair in pairs],
-        "triples": lambda: [(*pair, None) for pair in pairs],
-    }
-    return forms[form]()
 
 
 def implementation(spec: Json) -> Any:

@@ -7,12 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from golden_cases import Json, in_form
 
 import unisono as uo
 from unisono.devices import Device
 from unisono.packing import group_by_bytes, split_evenly
-
-Json = dict[str, Any]
 
 GOLDEN = Path(__file__).parent / "golden"
 REDUCTIONS = ["broadcast", "hierarchical", "one_device", "scenarios", "sparse"]
@@ -121,18 +120,6 @@ def ask(case: Json) -> list[Any]:
     if case["method"] == "reduce":
         return [made.reduce(reduce_op, *pairs[0])]
     return made.batch_reduce(reduce_op, in_form(case.get("form", "list"), pairs))
-
-
-def in_form(form: str, pairs: list[tuple[Any, Any]]) -> Any:
-    forms: dict[str, Callable[[], Any]] = {
-        "list": lambda: pairs,
-        "generator": lambda: (pair for pair in pairs),
-        "zip": lambda: zip(*zip(*pairs, strict=True), strict=True),
-        "none": lambda: None,
-        "lists": lambda: [list(pair) for pair in pairs],
-        "triples": lambda: [(*pair, None) for pair in pairs],
-    }
-    return forms[form]()
 
 
 def implementation(spec: Json) -> uo.CrossDeviceOps:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import multiprocessing
 import os
 import signal
 import traceback
@@ -16,9 +15,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import Store, TCPStore
 
-_PROCESSES = multiprocessing.get_context("forkserver")
-# What the first optimizer imports takes seconds, and each member would wait for it.
-_PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono.strategies"])
+from processes.forked import PROCESSES
+
 _CLONE_NEWIPC = 0x08000000
 
 
@@ -38,16 +36,16 @@ class Member:
     """
 
     def __init__(self, port: int, neighbor: int | None = None) -> None:
-        self.pipe, theirs = _PROCESSES.Pipe()
+        self.pipe, theirs = PROCESSES.Pipe()
         arguments = (theirs, port, neighbor)
-        self._process = _PROCESSES.Process(target=work, args=arguments, daemon=True)
+        self._process = PROCESSES.Process(target=work, args=arguments, daemon=True)
         self._process.start()
         theirs.close()
 
     @property
     def process_id(self) -> int:
-        assert self._process.pid is not None
-        return self._process.pid
+        number: int = self._process.pid
+        return number
 
     def begin(self, function: Callable[..., Any], *args: Any) -> None:
         """Lets it call `function(desk, *args)`."""

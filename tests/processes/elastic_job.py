@@ -59,8 +59,10 @@ class Worker:
     """A process that works on a task, and what it tells."""
 
     def __init__(self, task: Task) -> None:
-        self.pipe, theirs = _PROCESSES.Pipe(duplex=False)
-        self.process: BaseProcess = _PROCESSES.Process(target=_run, args=(theirs, task))
+        self.pipe, theirs = _PROCESSES.Pipe()
+        self.process: BaseProcess = _PROCESSES.Process(
+            target=_run, args=(theirs, task), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -87,6 +89,16 @@ class Worker:
         self.pipe.close()
 
 
+def start(*tasks: Task) -> list[Worker]:
+    """Starts workers that begin at the same time, so that nobody waits for a process to start."""
+    started = [Worker(task) for task in tasks]
+    for one in started:
+        one.hear("ready", 120)
+    for one in started:
+        one.pipe.send("go")
+    return started
+
+
 def undisturbed(num_steps: int) -> list[float]:
     """What a job computes that loses nobody."""
     state = torch.zeros(3, dtype=torch.float64)
@@ -108,6 +120,8 @@ def _run(pipe: Connection, task: Task) -> None:
     try:
         if task.namespace is not None:
             enter(task.namespace)
+        pipe.send(("ready", None))
+        pipe.recv()
         _Program(pipe, task).work()
     except CommunicationError as error:
         pipe.send(("raised", (type(error).__name__, str(error))))

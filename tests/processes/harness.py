@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Callable
@@ -15,18 +14,11 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 import unisono as uo
+from processes.forked import PROCESSES
 from unisono.errors import CommunicationError
 
 Target = Callable[..., Any]
 Outcome = tuple[str, str, tuple[int, ...], float]
-
-# Ranks are forked from a process that has loaded torch and done nothing else. Optimizers load the
-# compiler of torch, which takes seconds in every rank. What has looked for GPUs cannot be forked.
-_PROCESSES: Any = multiprocessing.get_context(
-    "spawn" if torch.cuda.is_available() else "forkserver"
-)
-if not torch.cuda.is_available():
-    _PROCESSES.set_forkserver_preload(["torch", "torch._dynamo", "unisono.strategies"])
 
 
 class Ranks:
@@ -42,14 +34,14 @@ class Ranks:
         self._pipes: dict[int, Connection] = {}
         started = sorted(set(range(size)) - set(skip))
         for rank in started:
-            self._pipes[rank], theirs = _PROCESSES.Pipe(duplex=False)
+            self._pipes[rank], theirs = PROCESSES.Pipe(duplex=False)
             arguments = (theirs, self.store.port, target, rank, size, args, started)
-            self.processes[rank] = _PROCESSES.Process(target=_run, args=arguments, daemon=True)
+            self.processes[rank] = PROCESSES.Process(target=_run, args=arguments, daemon=True)
             self.processes[rank].start()
             theirs.close()
 
     def results(
-        self, timeout: float = 120.0, *, of: tuple[int, ...] | None = None
+        self, timeout: float = 200.0, *, of: tuple[int, ...] | None = None
     ) -> dict[int, Any]:
         """Returns what the ranks, or some of them, returned; one that was killed is left out.
 
@@ -86,7 +78,7 @@ class Ranks:
             self._pipes[rank].close()
 
 
-def run_ranks(size: int, target: Target, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_ranks(size: int, target: Target, *args: Any, timeout: float = 200.0) -> list[Any]:
     """Runs `target(store, rank, size, *args)` in `size` processes, and returns results by rank."""
     with Ranks(size, target, *args) as ranks:
         results = ranks.results(timeout)
@@ -102,7 +94,7 @@ def strategy_of(
         {"worker": [f"127.0.0.1:{port}" for port in ports]}, task_type="worker", task_id=rank
     )
     devices = [f"cpu:{i}" for i in range(num_devices)]
-    options = uo.experimental.CommunicationOptions(timeout_seconds=30)
+    options = uo.experimental.CommunicationOptions(timeout_seconds=60)
     return uo.MultiWorkerMirroredStrategy(resolver, options, devices=devices, **settings)
 
 

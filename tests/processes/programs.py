@@ -11,9 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from processes.forked import ForkedProgram
+
 # What the launchers set; a test starts from an environment without them.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC_")
 LAUNCHERS = (*TORCHRUN, "TF_CONFIG", "SLURM_", "OMPI_", "PMI", "MPI_", "UNISONO_")
+# Their own start, which imports torch, is not what the tests are about.
+FORKED = (["-m", "unisono", "launch"], ["-m", "torch.distributed.run"])
+
+Program = subprocess.Popen[str] | ForkedProgram
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
@@ -25,22 +31,28 @@ def clean_environment(**variables: str) -> dict[str, str]:
 @contextmanager
 def program(
     command: Sequence[str | Path], environ: Mapping[str, str] | None = None
-) -> Iterator[subprocess.Popen[str]]:
+) -> Iterator[Program]:
     """A process in its own session; what is left of the session is killed at the end."""
-    process = subprocess.Popen(
-        [str(part) for part in command],
-        env=clean_environment() if environ is None else dict(environ),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    with process:
+    words = [str(part) for part in command]
+    variables = clean_environment() if environ is None else dict(environ)
+    is_forked = words[0] == sys.executable and any(words[1 : len(one) + 1] == one for one in FORKED)
+    with ForkedProgram(words[2:], variables) if is_forked else _popen(words, variables) as process:
         try:
             yield process
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _popen(words: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
 
 
 def run(
@@ -72,7 +84,7 @@ def launcher(*arguments: str | Path) -> list[str | Path]:
     return [sys.executable, "-m", "unisono", "launch", *arguments]
 
 
-def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 30) -> list[int]:
+def wait_until_gone(process_ids: Sequence[int], timeout_seconds: float = 100) -> list[int]:
     """The processes that are still alive when the time is over."""
     deadline = time.monotonic() + timeout_seconds
     while (alive := [one for one in process_ids if is_alive(one)]) and time.monotonic() < deadline:

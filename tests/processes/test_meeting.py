@@ -81,27 +81,25 @@ def _run_script(
     return answers(output.getvalue())
 
 
-@pytest.mark.parametrize("size", [1, 3])
-def test_tf_config_in_several_shells(worker: Path, size: int) -> None:
+def test_tf_config_in_several_shells(worker: Path) -> None:
     (port,) = free_ports(1)
 
-    environs = [tf_config(size, index, port) for index in range(size)]
-    results = run_together([sys.executable, worker], environs)
+    results = run_together([sys.executable, worker], [tf_config(2, i, port) for i in range(2)])
 
     found = [answer for _, output, _ in results for answer in answers(output)]
     (job,) = {job for _, _, job, _ in found}
-    assert found == [[rank, size, job, list(range(size))] for rank in range(size)]
+    assert found == [[rank, 2, job, [0, 1]] for rank in range(2)]
 
 
 def test_torchrun(worker: Path) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
-    status, output, errors = run([*command, "--nproc-per-node=3", worker])
+    status, output, errors = run([*command, "--nproc-per-node=2", worker])
 
     assert status == 0, errors
     found = sorted(answers(output))
     (job,) = {job for _, _, job, _ in found}
-    assert found == [[rank, 3, job, [0, 1, 2]] for rank in range(3)]
+    assert found == [[rank, 2, job, [0, 1]] for rank in range(2)]
 
 
 def test_variables_of_torchrun_set_by_hand(worker: Path) -> None:

@@ -331,7 +331,7 @@ def _configured(_: Any, rank: int, size: int, port: int, other_port: int) -> Fac
 
 
 def test_configure_turns_the_older_strategy_into_one_of_many_workers() -> None:
-    found = run_ranks(2, _configured, free_port(), free_port(), timeout=60)
+    found = run_ranks(2, _configured, free_port(), free_port())
 
     for rank, facts in enumerate(found):
         filters = [f"/job:worker/task:{rank}"]
@@ -348,14 +348,14 @@ def _joins_again(_: Any, rank: int, size: int, port: int) -> list[float]:
 
 
 def test_a_process_can_join_a_job_again() -> None:
-    assert run_ranks(2, _joins_again, free_port(), timeout=60) == [[3.0] * 3] * 2
+    assert run_ranks(2, _joins_again, free_port()) == [[3.0] * 3] * 2
 
 
 @pytest.mark.parametrize("bytes_per_pack", [1, 1 << 10])
 def test_small_packs_give_the_same_bits_as_large_ones(bytes_per_pack: int) -> None:
     port = free_port()
-    small = run_ranks(2, _packed, free_port(), bytes_per_pack, timeout=60)
-    large = run_ranks(2, _packed, port, 0, timeout=60)
+    small = run_ranks(2, _packed, free_port(), bytes_per_pack)
+    large = run_ranks(2, _packed, port, 0)
 
     for one, other in zip(small, large, strict=True):
         assert all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))

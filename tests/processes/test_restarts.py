@@ -5,19 +5,20 @@ from __future__ import annotations
 import os
 import random
 import re
+import runpy
 import signal
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
 
-from processes.programs import clean_environment, is_alive, launcher, program, run
+from processes.programs import clean_environment, is_alive, launcher, program
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "many_workers.py"
 STEPS, EVERY = 40, 4
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+# Each costs another start of all workers. A longer test can ask for more.
+KILLS = int(os.environ.get("UNISONO_KILLS", "1"))
 
 
 def arguments(checkpoint: Path) -> list[str | Path]:
@@ -66,37 +67,28 @@ def _saved_at(checkpoint: Path) -> int:
     return checkpoint.stat().st_mtime_ns if checkpoint.exists() else 0
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The bits of two workers that nobody kills."""
-    checkpoint = tmp_path_factory.mktemp("undisturbed") / "digits.pt"
-    command = launcher("-n", "2", *arguments(checkpoint))
-    status, output, errors = run(command, clean_environment(), timeout_seconds=200)
-    assert status == 0, errors
-    return bits(output)
+def undisturbed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """The bits of a run in this process, which nobody kills."""
+    # The example sets the number of threads, which must not outlast the test.
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    return str(main(["--replicas", "2", "--steps", str(STEPS)]))
 
 
-@pytest.mark.parametrize(
-    ("command", "num_kills"),
-    [
-        ([*TORCHRUN, "--nproc-per-node=2", "--max-restarts=1"], 1),
-        (launcher("-n", "2", "--max-restarts", "2"), 2),
-    ],
-    ids=["torchrun", "unisono launch"],
-)
 def test_killed_workers_end_with_the_same_bits(
-    command: Sequence[str | Path], num_kills: int, undisturbed: str, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     seed = random.SystemRandom().randrange(1 << 30)
     print(f"seed {seed}")
     checkpoint = tmp_path / "digits.pt"
     environ = clean_environment(TMPDIR=str(tmp_path))
+    command = launcher("-n", "2", "--max-restarts", str(KILLS), *arguments(checkpoint))
 
-    with program([*command, *arguments(checkpoint)], environ) as process:
-        killed = kill_some(process.pid, checkpoint, seed, num_kills)
+    with program(command, environ) as process:
+        killed = kill_some(process.pid, checkpoint, seed, KILLS)
         output, errors = process.communicate(timeout=200)
 
     assert process.returncode == 0, errors
-    assert len(killed) == num_kills
+    assert len(killed) == KILLS
     assert not [one for one in killed if is_alive(one)]
-    assert bits(output) == undisturbed
+    assert bits(output) == undisturbed(monkeypatch)

@@ -77,7 +77,7 @@ def test_the_slow_replica_of_another_worker_is_named_whatever_its_clock(
         timeout_seconds=30,
         implementation=CommunicationImplementation[implementation],
     )
-    run_ranks(2, _traced_worker, free_port(), str(tmp_path), slow_replica, options, timeout=60)
+    run_ranks(2, _traced_worker, free_port(), str(tmp_path), slow_replica, options)
 
     trace = Trace(tmp_path)
     summary = trace.summary()

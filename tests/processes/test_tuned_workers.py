@@ -79,7 +79,7 @@ def test_the_tuning_of_rank_0_counts_for_all_workers(tmp_path: Path) -> None:
     # Rank 1 has none, and would refuse to begin if it looked.
     files = [str(tmp_path / "tuning.json"), str(tmp_path / "missing.json")]
 
-    results = run_ranks(2, tuned_and_not, [free_port(), free_port()], files, timeout=60)
+    results = run_ranks(2, tuned_and_not, [free_port(), free_port()], files)
 
     assert [[num_packs for num_packs, _ in found] for found in results] == [[10, 1], [10, 1]]
     assert len({weights for found in results for _, weights in found}) == 1
@@ -113,7 +113,7 @@ def test_the_way_between_hosts_is_the_faster_one_by_the_links() -> None:
         for inside, between in ((fast, slow), (slow, fast))
     ]
     with make_hosts(2) as hosts:
-        results = run_ranks(4, between_hosts, hosts.names, tunings, timeout=60)
+        results = run_ranks(4, between_hosts, hosts.names, tunings)
 
     by_host = "shared memory inside 2 hosts, Gloo between them"
     alike = "Gloo"

@@ -23,7 +23,7 @@ from unisono.communicators.gloo_waiter import Message, Waiter
 
 # A message is short if it is no longer than this, and one that is received if its room is not.
 SHORT_BYTES = 72 << 10
-# High, because programs that send through the same group have tags of their own.
+# High, because programs that send through the same group use low ones.
 _DATA, _ANSWER = 0x7FFFFF00, 0x7FFFFF01
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 # The user of a transport has a deadline, and ends what is under way when it has passed. With bad

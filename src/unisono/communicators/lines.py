@@ -213,8 +213,11 @@ class _Switchboard:
 
     def ring(self) -> None:
         """Lets the thread take a turn."""
+        # Another thread may have held the lock when this process was forked.
+        if self is not _switchboard:
+            return
         with self._lock:
-            if self._bell is not None and self is _switchboard:
+            if self._bell is not None:
                 self._bell.ring()
 
     def await_end(self, is_over: threading.Event) -> None:

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
 class Meeting(Protocol):
     """Where the replicas of one `run` meet. `ReplicaMeeting` of `engines` implements it."""
 
-    # What records the run, if something does.
+    # See `ReplicaMeeting`.
     recorder: Any
+    is_apart: bool
+    orders_streams: bool
 
     def meet(self, *arguments: Any, **settings: Any) -> Any:
         """See `ReplicaMeeting.meet`."""

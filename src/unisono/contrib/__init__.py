@@ -1,4 +1,6 @@
-"""The names of `tf.contrib.distribute`; older ones still work and say what they are called now."""
+"""The names of `tf.contrib.distribute`. Older names work, with a warning that gives the current
+name.
+"""
 
 import warnings
 from typing import Any

@@ -223,10 +223,10 @@ class DelegatingOps(ContribOps):
 class AllReduceCrossDeviceOps(DelegatingOps):
     """All-reduces through NCCL or by hierarchical copy, with one of three ways to pack.
 
-    1. `num_packs` above 0 puts all values end to end and cuts them into that many packs.
-    2. Otherwise, where both `agg_small_grads_*` are above 0, neighboring float32 values of at
-       most `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values.
-    3. Otherwise each value is reduced on its own.
+    1. `num_packs` above 0 concatenates all values and splits them into this number of packs. 2.
+    Otherwise, where both `agg_small_grads_*` are above 0, neighboring float32 values of at most
+    `agg_small_grads_max_bytes` share packs of at most `agg_small_grads_max_group` values. 3.
+    Otherwise each value is reduced alone.
 
     Args:
         all_reduce_alg: "nccl" or "hierarchical_copy".

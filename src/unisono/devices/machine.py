@@ -24,12 +24,13 @@ class Machine:
 
     Attributes:
         gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
-        is_host_shared: Whether all CPU devices share one memory, as in reality.
+        are_shared: Whether all CPU devices share one memory, and all devices on one GPU too, as in
+            reality.
         recorded: The topology, if it is not that of this host.
     """
 
     gpus: tuple[torch.device, ...]
-    is_host_shared: bool = True
+    are_shared: bool = True
     recorded: Topology | None = None
 
     def torch_device(self, device: Device) -> torch.device:
@@ -46,9 +47,7 @@ class Machine:
 
     def memory(self, device: Device) -> torch.device | Device:
         """Returns the memory of `device`. Devices with equal memories need no copies."""
-        if device.type == "cpu" and not self.is_host_shared:
-            return device
-        return self.torch_device(device)
+        return self.torch_device(device) if self.are_shared else device
 
     @property
     def topology(self) -> Topology:

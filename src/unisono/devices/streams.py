@@ -47,5 +47,7 @@ class Trail:
 def lend(tensors: Iterable[torch.Tensor]) -> None:
     """Keeps the memory of tensors of another stream until this thread's stream is done."""
     for tensor in tensors:
-        if tensor.is_cuda:
+        if tensor.layout is torch.sparse_coo:
+            lend((tensor._indices(), tensor._values()))
+        elif tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))

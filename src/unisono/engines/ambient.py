@@ -77,12 +77,19 @@ class Ambient:
             CallerModes.of_this_thread(),
         )
 
-    def call(self, fn: Callable[[], T], place: torch.device) -> T:
-        """Calls `fn` on `place`, in any thread, as if it were the one that was noted."""
-        # A context can be entered by one thread at a time, so each replica gets a copy.
-        return self.variables.copy().run(self._call, fn, place)
+    def call(
+        self, fn: Callable[[], T], place: torch.device, stream: torch.cuda.Stream | None = None
+    ) -> T:
+        """Calls `fn` on `place`, in any thread, as if it were the one that was noted.
 
-    def _call(self, fn: Callable[[], T], place: torch.device) -> T:
+        A `stream` takes the place of the one of that thread.
+        """
+        # A context can be entered by one thread at a time, so each replica gets a copy.
+        return self.variables.copy().run(self._call, fn, place, stream)
+
+    def _call(
+        self, fn: Callable[[], T], place: torch.device, stream: torch.cuda.Stream | None
+    ) -> T:
         was_enabled = torch.is_grad_enabled()
         was_multithreaded = torch._C._is_multithreading_enabled()
         set_grad_enabled(self.is_grad_enabled)
@@ -92,7 +99,7 @@ class Ambient:
         try:
             if self._is_plain and place.type == "cpu":
                 return fn()
-            with self._entered(place):
+            with self._entered(place, stream):
                 return fn()
         finally:
             set_grad_enabled(was_enabled)
@@ -107,16 +114,16 @@ class Ambient:
         return [one for one in others if one != torch.cuda.current_stream(one.device)]
 
     @contextmanager
-    def _entered(self, place: torch.device) -> Iterator[None]:
+    def _entered(self, place: torch.device, stream: torch.cuda.Stream | None) -> Iterator[None]:
         with ExitStack() as stack:
             enter: Callable[[Any], Any] = stack.enter_context
             if place.type == "cuda":
                 # A device that counts as current already would leave a new thread without it.
                 torch.cuda.set_device(place)
                 # Also those of other GPUs, where this thread may reduce what others have computed.
-                for stream in self._others(place):
-                    enter(torch.cuda.stream(stream))
-                enter(torch.cuda.stream(self.streams[place]))
+                for other in self._others(place):
+                    enter(torch.cuda.stream(other))
+                enter(torch.cuda.stream(stream or self.streams[place]))
             if self.is_inference:
                 enter(torch.inference_mode())
                 set_grad_enabled(self.is_grad_enabled)

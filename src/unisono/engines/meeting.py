@@ -25,9 +25,14 @@ class Recorder(Protocol):
 
     Attributes:
         generators: The random generators of the run; None for new ones.
+        streams: The stream of each replica; empty if all use those of the caller. They are given
+            where memories are recorded separately, so that no meeting is a part of a recording.
+        is_capturing: Whether GPUs do nothing before the recording ends.
     """
 
     generators: RunGenerators | None
+    streams: Sequence[torch.cuda.Stream]
+    is_capturing: bool
 
     def call(self, what: str, work: Callable[[], Any], settings: Any = None) -> Any:
         """Makes a call that Python must make every time, unless its `settings` stay the same."""
@@ -51,8 +56,15 @@ class ReplicaMeeting:
     depend on who came last. When a replica fails, or returns while others wait for it, the first
     real error is kept and everybody else is stopped: who waits or comes here, and who computes.
     Work on `gpus` is in the order of the meetings, whatever streams the replicas use. Errors call
-    the replicas by their `names`. A `recorder` records what Python does in meetings: all that
-    is done in them if they reach other workers, or a hook in their place (`has_workers`).
+    the replicas by their `names`. A `recorder` records what Python does in meetings. That is all
+    that is done in them if they reach other memories, other workers, or a hook in their place
+    (`has_workers`).
+
+    Attributes:
+        recorder: What records the run; None if nothing does.
+        is_apart: Whether Python does all that is done in meetings again at every replay.
+        orders_streams: Whether replicas wait for the streams of each other. Streams that are
+            captured separately must not.
     """
 
     def __init__(
@@ -67,7 +79,11 @@ class ReplicaMeeting:
         has_workers: bool = False,
     ) -> None:
         self.recorder = recorder
-        self._has_workers = has_workers
+        has_own_streams = recorder is not None and bool(recorder.streams)
+        self.is_apart = recorder is not None and (has_workers or has_own_streams)
+        if recorder is not None and recorder.is_capturing and has_own_streams:
+            gpus = ()
+        self.orders_streams = bool(gpus)
         self._num_replicas = num_replicas
         self._turns = turns
         self._gpus = gpus
@@ -210,7 +226,7 @@ class ReplicaMeeting:
 
     def _do_work(self, arrivals: Sequence[_Arrival]) -> Sequence[Any]:
         first, given = arrivals[0], [arrival.given for arrival in arrivals]
-        if self.recorder is None or not (first.in_python or self._has_workers):
+        if self.recorder is None or not (first.in_python or self.is_apart):
             return first.work(given)
         shares: Sequence[Any] = self.recorder.call(
             first.what, lambda: first.work(given), first.settings

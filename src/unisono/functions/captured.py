@@ -6,7 +6,6 @@ import logging
 import traceback
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from unisono.engines import ReplicaGenerators, RunGenerators
 from unisono.errors import CaptureError
+from unisono.functions.lanes import Lanes
 from unisono.functions.recording import Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
 from unisono.functions.signature import OuterVariables, constant, is_input, modes, read_inputs
 from unisono.functions.state import ModuleState
 from unisono.functions.step_function import Function
-from unisono.sharing import computed_once
 from unisono.torch_private import copy_each
 from unisono.tracing import span
 from unisono.values import DistributedValues, PerReplica, map_leaves
@@ -71,13 +70,8 @@ class Captures:
         self._generators = generators
         self.mirrors = mirrors
         self._run = weakref.WeakMethod(run)
-        # Why nothing is captured; empty if something is.
-        self._obstacle = ""
-        if len(set(places)) > 1:
-            self._obstacle = "steps are captured on one GPU only, and replicas are on several"
         self._functions: dict[Hashable, _CapturedFunction] = {}
-        self._pool: Any = None
-        self._anchor: torch.cuda.CUDAGraph | None = None
+        self._lanes: Lanes | None = None
 
     def run(
         self,
@@ -98,8 +92,8 @@ class Captures:
                     f"it is one of {_MAX_FUNCTIONS} functions that this strategy was given; make "
                     "a function once, outside the loop"
                 )
-        if self._obstacle and not captured.reason:
-            captured.stay_eager(self._obstacle)
+        if not captured.reason and any(place.type != "cuda" for place in self.places):
+            captured.stay_eager("some replicas are on CPUs, and only work of GPUs is captured")
         return captured(args, kwargs, weights)
 
     @property
@@ -110,24 +104,18 @@ class Captures:
         return run
 
     @property
-    def pool(self) -> Any:
-        """The memory pool of all graphs."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            # A pool ends with its last graph, so one stays that does nothing of use.
-            self._anchor = torch.cuda.CUDAGraph()
-            self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            torch.zeros(1, device=self.places[0])
-            self._anchor.capture_end()
-        return self._pool
+    def lanes(self) -> Lanes:
+        """The memories of the replicas, with their streams and pools."""
+        if self._lanes is None:
+            self._lanes = Lanes(self.mirrors.memories, self.places)
+        return self._lanes
 
     def begin_drawing(self) -> RunGenerators:
         """Before a replay, or a capture: seeds the generators as a run does."""
         of_run = RunGenerators()
-        for own in self._generators:
-            own.begin(of_run)
-            if own.for_all is not None:
-                own.for_all.begin(of_run)
+        for own in (*self._generators, self._generators[0].for_all):
+            if own is not None:
+                own.begin(of_run)
         # A graph draws from them without asking.
         self.drawn_from()
         return of_run
@@ -141,20 +129,10 @@ class Captures:
         """Whether a replica has drawn numbers on the CPU in the last run."""
         return not self.mirrors.is_single and any(one.has_drawn_on_host for one in self._generators)
 
-    @contextmanager
-    def on_own_stream(self) -> Iterator[None]:
-        """A capture needs a stream that is not the default one, and the calls before it, too."""
-        stream = _stream_on(self.places[0])
-        current = torch.cuda.current_stream(stream.device)
-        stream.wait_stream(current)
-        with torch.cuda.stream(stream):
-            yield
-        current.wait_stream(stream)
-
     def close(self) -> None:
         """Frees all graphs and their memory."""
         self._functions.clear()
-        self._pool = self._anchor = None
+        self._lanes = None
 
 
 class _Step:
@@ -165,17 +143,17 @@ class _Step:
         self.recording: Recording | None = None
         # Where the graphs read the arguments.
         self.rooms: list[Tensor] = []
-        # The numbers of those of one dtype, which one kernel can fill.
+        # The numbers of those of one dtype on one GPU, which one kernel can fill.
         self._alike: list[list[int]] = []
         self.outputs: Any = None
 
     def make_rooms(self, tensors: Sequence[Tensor]) -> None:
         """Takes copies of the arguments, where the graphs will read them."""
         self.rooms = [tensor.clone() for tensor in tensors]
-        by_dtype: dict[torch.dtype, list[int]] = {}
+        alike: dict[Hashable, list[int]] = {}
         for i, room in enumerate(self.rooms):
-            by_dtype.setdefault(room.dtype, []).append(i)
-        self._alike = list(by_dtype.values())
+            alike.setdefault((room.dtype, room.device), []).append(i)
+        self._alike = list(alike.values())
 
     def fill(self, tensors: Sequence[Tensor]) -> None:
         """Copies the arguments of this call to where the graphs read them."""
@@ -185,7 +163,23 @@ class _Step:
 
     def results(self) -> Any:
         """Returns copies of the results, which the next replay does not change."""
-        return map_leaves(_copied, self.outputs)
+        into: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
+
+        def copied(leaf: Any) -> Any:
+            if isinstance(leaf, DistributedValues):
+                return _with_values(leaf, tuple(map(copied, leaf.values)))
+            if not isinstance(leaf, Tensor) or leaf.requires_grad or leaf.is_inference():
+                return leaf.clone() if isinstance(leaf, Tensor) else leaf
+            new = torch.empty_like(leaf)
+            made, kept = into.setdefault((leaf.dtype, leaf.device), ([], []))
+            made.append(new)
+            kept.append(leaf)
+            return new
+
+        results = map_leaves(copied, self.outputs)
+        for made, kept in into.values():
+            copy_each(made, kept)
+        return results
 
 
 class _CapturedFunction:
@@ -229,7 +223,7 @@ class _CapturedFunction:
             step.recording = None
         if step.recording is not None:
             return self._replay(step, step.recording, inputs.tensors)
-        with self._of.on_own_stream():
+        with self._of.lanes.current():
             if step.num_eager < _NUM_EAGER:
                 step.num_eager += 1
                 is_last = step.num_eager == _NUM_EAGER
@@ -258,11 +252,17 @@ class _CapturedFunction:
         mirrors = self._of.mirrors
         with span("replay", repr(self._function)):
             if not mirrors.is_single:
-                if not mirrors.are_as_given():
+                # Other memories have to get what was written to the first, at every step.
+                if self._of.lanes.are_several or not mirrors.are_as_given():
                     mirrors.refresh()
-                self._of.begin_drawing()
+                if recording.is_random:
+                    self._of.begin_drawing()
+                else:
+                    # The caller's own random numbers go on as after any run.
+                    RunGenerators()
             step.fill(tensors)
             recording.replay()
+            mirrors.buffers.note_replay()
             return step.results()
 
     def _rehearse(
@@ -277,7 +277,7 @@ class _CapturedFunction:
 
         What only the first call does, such as setting up a library, is no obstacle.
         """
-        rehearsal = Rehearsal()
+        rehearsal = Rehearsal(self._of.lanes.streams)
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
         if self._of.have_drawn_on_host():
@@ -312,7 +312,7 @@ class _CapturedFunction:
             self._of.mirrors,
             generators,
             [] if generators is None else self._of.drawn_from(),
-            self._of.pool,
+            self._of.lanes,
             self._waiting if self._num_changes < _MAX_CHANGES else None,
         )
         step.make_rooms(tensors)
@@ -321,7 +321,7 @@ class _CapturedFunction:
             lambda leaf: _replaced(leaf, rooms), (tuple(args), kwargs)
         )
         torch.clear_autocast_cache()
-        torch.cuda.synchronize(self._of.places[0])
+        self._of.lanes.synchronize()
         try:
             with recording.recording():
                 outputs = self._of.eagerly(
@@ -355,22 +355,10 @@ class _CapturedFunction:
         _logger.warning("%r stays eager: %s.", self._function, reason)
 
 
-@computed_once
-def _stream_on(place: torch.device) -> torch.cuda.Stream:
-    """Returns the stream of all captures on a GPU. cuBLAS keeps memory for each that it sees."""
-    return torch.cuda.Stream(place)
-
-
 def _replaced(leaf: Any, rooms: Iterator[Tensor]) -> Any:
     if isinstance(leaf, DistributedValues):
         return _with_values(leaf, tuple(_replaced(part, rooms) for part in leaf.values))
     return next(rooms) if is_input(leaf) else leaf
-
-
-def _copied(leaf: Any) -> Any:
-    if isinstance(leaf, DistributedValues):
-        return _with_values(leaf, tuple(_copied(part) for part in leaf.values))
-    return leaf.clone() if isinstance(leaf, Tensor) else leaf
 
 
 def _with_values(leaf: DistributedValues, values: tuple[Any, ...]) -> DistributedValues:

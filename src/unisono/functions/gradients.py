@@ -6,13 +6,16 @@ import operator
 from collections.abc import Sequence
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from unisono.errors import CaptureError
-from unisono.torch_private import no_torch_function_of_subclasses
+from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
+_marks = operator.attrgetter("reduced")
+_is_shown = operator.attrgetter("is_shown")
 
 
 def trained_by(mirrors: Mirrors) -> list[Tensor]:
@@ -42,7 +45,10 @@ class Gradients:
         self._leaves: list[Leaves] = mirrors.all_leaves
         # Replicas change their gradients together, so it is enough to look at the first's.
         self._num_seen = 2 * len(self._leaves) or len(tensors)
-        self._marks = [(list(one.reduced), one.is_shown) for one in self._leaves]
+        self._reduced = [list(one.reduced) for one in self._leaves]
+        self._are_shown = [one.is_shown for one in self._leaves]
+        # The copies of these marks that the parameters have been given.
+        self._copies: list[list[Mark | None]] = []
         # Which of them say that a gradient is still as it was when it was reduced.
         self._are_reduced = [
             [
@@ -52,6 +58,10 @@ class Gradients:
             for one in self._leaves
         ]
         self._versions = self._current_versions()
+
+    def has(self, number: int, grad: Tensor) -> bool:
+        """Whether a parameter has this gradient."""
+        return self._grads[number] is grad
 
     def restore(self) -> None:
         """Gives the parameters these gradients again."""
@@ -63,16 +73,27 @@ class Gradients:
             # The capture of another signature has written there, and torch has counted that.
             self._versions = versions
             self._mark_again()
-        for one, (reduced, is_shown) in zip(self._leaves, self._marks, strict=True):
-            # A copy: when a replica clears its gradient, its mark goes with it.
-            one.reduced, one.is_shown = reduced.copy(), is_shown
+        # A copy each: when a replica clears its gradient, its mark goes with it.
+        if self._copies != self._reduced or not self._are_marked():
+            self._copies = [reduced.copy() for reduced in self._reduced]
+            for one, reduced, is_shown in zip(
+                self._leaves, self._copies, self._are_shown, strict=True
+            ):
+                one.reduced, one.is_shown = reduced, is_shown
+
+    def _are_marked(self) -> bool:
+        """Whether the parameters have still the marks that they were given."""
+        own = map(_marks, self._leaves)
+        return all(map(operator.is_, own, self._copies)) and (
+            list(map(_is_shown, self._leaves)) == self._are_shown
+        )
 
     def _current_versions(self) -> list[int]:
         own = self._grads[: len(self._leaves) or None]
         return [-1 if grad is None else grad._version for grad in own]
 
     def _mark_again(self) -> None:
-        for (reduced, _), are_reduced in zip(self._marks, self._are_reduced, strict=True):
+        for reduced, are_reduced in zip(self._reduced, self._are_reduced, strict=True):
             for i, mark in enumerate(reduced):
                 if mark is not None and are_reduced[i]:
                     reduced[i] = Mark.of(mark.grad())
@@ -85,6 +106,7 @@ class Gradients:
         """
         if all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
             return
+        found: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for tensor, grad in zip(self._tensors, self._grads, strict=True):
             now = tensor.grad
             if now is grad:
@@ -96,8 +118,12 @@ class Gradients:
                     "Give the same parameters a gradient in every step, on all workers, or run the "
                     "step without `unisono.function`."
                 )
-            grad.copy_(now)
+            into, from_ = found.setdefault(grad.device, ([], []))
+            into.append(grad)
+            from_.append(now)
             tensor.grad = grad
+        for into, from_ in found.values():
+            copy_each(into, from_)
 
 
 class StartingGradients:
@@ -115,10 +141,12 @@ class StartingGradients:
             self._had = list(zip(tensors, map(_gradient, tensors), strict=True))
         self._used: list[tuple[Tensor, Tensor]] = []
 
-    def find_used(self) -> None:
-        """After the capture: keeps those that the step has written to."""
+    def find_used(self, points: Sequence[Gradients]) -> None:
+        """After the capture: keeps those that the step had at some of its points."""
         self._used = [
-            (one, grad) for one, grad in self._had if grad is one.grad and grad is not None
+            (one, grad)
+            for i, (one, grad) in enumerate(self._had)
+            if grad is not None and (grad is one.grad or any(at.has(i, grad) for at in points))
         ]
         self._had = []
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
+from unisono.functions.lanes import Lane, Lanes
 from unisono.kernels import TableArena
 from unisono.values import tensors_of
 from unisono.variables import Mirrors, Settings
@@ -32,7 +33,7 @@ class _Call:
 
     def first(self) -> Any:
         """Makes the call while the step is captured; later ones write where its results are."""
-        self._before = self._gradients()
+        self.before = self._gradients()
         result = self._work()
         self._kept = tensors_of(result)
         self._after = self._gradients()
@@ -40,7 +41,7 @@ class _Call:
 
     def replay(self) -> None:
         """Makes the call again."""
-        self._before.restore()
+        self.before.restore()
         found = tensors_of(self._work())
         self._after.take(self._what)
         if len(found) != len(self._kept):
@@ -53,6 +54,26 @@ class _Call:
                 kept.copy_(new)
 
 
+class _Graphs:
+    """The graphs of one part of a step, one for each memory in which it does something."""
+
+    def __init__(self, lanes: Lanes, graphs: Sequence[tuple[Lane, torch.cuda.CUDAGraph]]) -> None:
+        self._lanes = lanes
+        self._graphs = graphs
+
+    def replay(self) -> None:
+        """Starts the graphs: a single one on the stream of the caller, others on their own."""
+        if not self._lanes.are_several:
+            for _, graph in self._graphs:
+                graph.replay()
+            return
+        self._lanes.fork()
+        for lane, graph in self._graphs:
+            with torch.cuda.stream(lane.stream):
+                graph.replay()
+        self._lanes.join()
+
+
 class Recording:
     """Records one run.
 
@@ -62,37 +83,47 @@ class Recording:
     Args:
         mirrors: The modules of the strategy.
         generators: Those of the run; None for a single replica, which draws from torch's own.
-        drawn_from: The generators from which a graph draws new numbers at every replay.
-        pool: The memory pool that all graphs of a strategy share.
+        drawn_from: The generators from which graphs draw new numbers at every replay, one for each
+            replica; empty for a single replica.
+        lanes: The memories of the replicas, with the memory pools that all graphs share.
         waiting: The updates of optimizers that do not become a part of the graphs, even if their
             settings allow it; None for all.
 
     Attributes:
+        is_capturing: True.
+        streams: See `Lanes.streams`.
         settings: The settings of these optimizers, on which the graphs depend.
         num_calls: How many calls Python makes.
+        is_random: Whether a replay may draw random numbers.
     """
+
+    is_capturing = True
 
     def __init__(
         self,
         mirrors: Mirrors,
         generators: RunGenerators | None,
         drawn_from: Sequence[torch.Generator],
-        pool: Any,
+        lanes: Lanes,
         waiting: Collection[str] | None,
     ) -> None:
         self._mirrors = mirrors
         self.generators = generators
         self._drawn_from = drawn_from
-        self._pool = pool
-        self._waiting = waiting
-        self._parts: list[_Call | torch.cuda.CUDAGraph] = []
-        self._open: torch.cuda.CUDAGraph | None = None
+        self._lanes = lanes
+        self._pools = [lane.pool for lane in lanes.all]
+        self.streams = lanes.streams
+        # An update reaches the other memories by copies between GPUs, which no graph holds.
+        self._waiting = None if lanes.are_several else waiting
+        self._parts: list[_Call | _Graphs] = []
+        self._open: list[tuple[Lane, torch.cuda.CUDAGraph]] = []
         self._arena = TableArena()
         self._trained = trained_by(mirrors)
         self._start = StartingGradients(mirrors, self._trained)
         self._end: Gradients | None = None
         self.settings: list[Settings] = []
         self.num_calls = 0
+        self.is_random = True
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
@@ -105,8 +136,11 @@ class Recording:
                 self._abort()
                 raise
             self._finish()
-        self._start.find_used()
+        self._start.find_used([one.before for one in self._parts if isinstance(one, _Call)])
         self._end = Gradients(self._mirrors, self._trained)
+        # They started from 0, and every graph has been replayed once.
+        has_drawn = any(generator.get_offset() for generator in self._drawn_from)
+        self.is_random = has_drawn or self.num_calls > 0
 
     def refuse(self, reason: str) -> None:
         """Ends the capture of a step that does what its rehearsals did not."""
@@ -149,27 +183,40 @@ class Recording:
             part.replay()
 
     def _begin(self) -> None:
-        graph = torch.cuda.CUDAGraph()
-        for generator in self._drawn_from:
-            graph.register_generator_state(generator)
-        # Other threads launch into the stream that is captured, and torch's own may do other work.
-        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-        self._open = graph
+        lanes = self._lanes
+        lanes.fork()
+        graphs = [(lane, torch.cuda.CUDAGraph()) for lane in lanes.all]
+        for lane, graph in graphs:
+            with torch.cuda.device(lane.place):
+                for generator in (
+                    self._drawn_from[i] for i in lane.replica_ids if self._drawn_from
+                ):
+                    graph.register_generator_state(generator)
+        # Other threads launch into the streams that are captured, and torch's own may do other
+        # work. What begins a second capture, such as an allocation, is forbidden in the first.
+        mode = "relaxed" if lanes.are_several else "thread_local"
+        for (lane, graph), pool in zip(graphs, self._pools, strict=True):
+            with torch.cuda.stream(lane.stream):
+                graph.capture_begin(pool=pool, capture_error_mode=mode)
+            self._open.append((lane, graph))
 
     def _finish(self) -> None:
-        graph, self._open = self._open, None
-        assert graph is not None
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            graph.capture_end()
-        if not any("graph is empty" in str(one.message).lower() for one in told):
-            self._parts.append(graph)
-            graph.replay()
+        graphs = []
+        while self._open:
+            lane, graph = self._open.pop()
+            with warnings.catch_warnings(record=True) as told, torch.cuda.stream(lane.stream):
+                warnings.simplefilter("always")
+                graph.capture_end()
+            if not any("graph is empty" in str(one.message).lower() for one in told):
+                graphs.append((lane, graph))
+        if graphs:
+            self._parts.append(_Graphs(self._lanes, graphs[::-1]))
+            self._parts[-1].replay()
 
     def _abort(self) -> None:
-        graph, self._open = self._open, None
-        if graph is not None:
-            with contextlib.suppress(RuntimeError):
+        while self._open:
+            lane, graph = self._open.pop()
+            with contextlib.suppress(RuntimeError), torch.cuda.stream(lane.stream):
                 graph.capture_end()
         self._start.restore()
 

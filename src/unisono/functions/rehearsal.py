@@ -6,7 +6,7 @@ import os
 import random
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,15 @@ class Rehearsal:
         reason: Why the step cannot be captured; empty if nothing was found.
         settings: Those of the optimizers that could be captured.
         waiting: What they did that waits for the GPU.
+        streams: See `Lanes.streams`.
+        is_capturing: False.
     """
 
     generators: RunGenerators | None = None
+    is_capturing = False
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+        self.streams = streams
         self.reason = ""
         self.settings: list[Settings] = []
         self.waiting: set[str] = set()
@@ -53,10 +57,11 @@ class Rehearsal:
 
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Makes a call that Python will make at every replay, too; its results must be tensors."""
+        can_be_captured = settings is not None and settings.can_be_captured
         # Python may wait there, unless the call is to become a part of a graph.
         with _waits(lambda _: self.waiting.add(what)):
             result = work()
-        if settings is not None and settings.can_be_captured:
+        if settings is not None and can_be_captured:
             self.settings.append(settings)
         for leaf in flatten(result)[0]:
             if not isinstance(leaf, (Tensor, DistributedValues, type(None))):

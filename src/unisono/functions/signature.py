@@ -51,7 +51,9 @@ class Inputs(NamedTuple):
 
 def is_input(value: Any) -> bool:
     """Whether a part of an argument is a tensor whose values may differ from call to call."""
-    return isinstance(value, Tensor) and not isinstance(value, Parameter)
+    # Most are plain tensors, which is seen at once.
+    is_tensor = type(value) is Tensor or isinstance(value, Tensor)
+    return is_tensor and (type(value) is Tensor or not isinstance(value, Parameter))
 
 
 def read_inputs(arguments: Any) -> Inputs:

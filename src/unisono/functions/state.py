@@ -70,14 +70,12 @@ class ModuleState:
     def _note(self, modules: list[nn.Module]) -> None:
         self._modules = modules
         tables = [raw(module) for module in modules]
-        views: list[Any] = [table.values() for table in tables]
+        views: list[Any] = list(tables)
         for name, value in itertools.chain.from_iterable(map(dict.items, tables)):
             # torch's tables of hooks are many, and most of them empty.
-            if value or name in _TABLES or name not in TORCH_TABLES:
-                if isinstance(value, dict):
-                    views.append(value.values())
-                elif isinstance(value, (list, set)):
-                    views.append(value)
+            is_used = value or name in _TABLES or name not in TORCH_TABLES
+            if is_used and isinstance(value, (dict, list, set)):
+                views.append(value)
         self._contents.note(views)
         self._next_hook = RemovableHandle.next_id
         self._tensors = [

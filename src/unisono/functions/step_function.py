@@ -55,6 +55,9 @@ def function(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> A
     the modules (such as `training`), the global and outer variables of the step that are numbers or
     strings, grad mode and autocast.
 
+    Replicas on several GPUs have their own graphs and stream on each GPU. What passes between GPUs
+    happens between two graphs: the reduction of gradients, and the update.
+
     What must happen in Python, once for all replicas, still happens at every call: `once`,
     `merge_call`, `GradScaler`, and the steps of optimizers and schedulers. An optimizer that leaves
     no work to the host (`SGD`, or one with `capturable=True`) becomes a part of the graph while its

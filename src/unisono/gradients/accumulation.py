@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -57,8 +58,17 @@ class Weighting:
         # Of leaves that were added to without a reduction: their gradient, which has its weight.
         self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
-    def begin(self, weights: Sequence[float], owners: Iterable[Leaves]) -> None:
-        """Before a run: hooks the leaves of replicas that do not count as one."""
+    def begin(
+        self,
+        weights: Sequence[float],
+        owners: Iterable[Leaves],
+        streams: Sequence[torch.cuda.Stream] = (),
+    ) -> None:
+        """Before a run: hooks the leaves of replicas that do not count as one.
+
+        Autograd adds to a leaf on the stream on which the leaf was hooked, so each is hooked on the
+        stream of its replica.
+        """
         if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
@@ -71,11 +81,12 @@ class Weighting:
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
                 hook = functools.partial(self._weigh_all, weight)
-                self.removals += [
-                    before_accumulation(one.leaves[replica_id], hook)
-                    for one in owners
-                    if one.primary.requires_grad
-                ]
+                with torch.cuda.stream(streams[replica_id]) if streams else nullcontext():
+                    self.removals += [
+                        before_accumulation(one.leaves[replica_id], hook)
+                        for one in owners
+                        if one.primary.requires_grad
+                    ]
 
     def weigh(self, weight: float, grad: Tensor) -> Tensor:
         """Returns a gradient times what its replica counts for."""

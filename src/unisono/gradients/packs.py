@@ -153,7 +153,7 @@ class SparsePack(Pack):
 
 
 def grouped(owners: Sequence[Leaves], limit: int) -> list[list[Leaves]]:
-    """Groups neighboring parameters, as many as have `limit` bytes together."""
+    """Groups neighboring parameters, up to `limit` bytes per group."""
     sizes = [one.primary.nbytes for one in owners]
     return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 

@@ -1,16 +1,14 @@
-"""Gradients are reduced while the backward pass still runs.
+"""Reduces gradients while the backward pass runs.
 
-Parameters are put into packs in the reverse of the order in which they were made, which is about
-the order in which their gradients come. The replica that fills a pack last reduces it, while the
-others go on. When a replica's backward pass ends it waits for the others, so after `backward()`
-every gradient is the reduced one; what was not used is reduced last.
+Parameters are put into packs in reverse order of creation, roughly the order of their gradients.
+The replica that fills a pack last reduces it while the others go on. At the end of its backward
+pass, each replica waits for the others, so after `backward()` every gradient is reduced.
 
-Nobody is called for each gradient. One hook in each pack, on the leaf whose gradient comes last,
-looks whether the pack is full; the last pack is full when the pass ends and needs none.
+Only one parameter per pack has a hook: the one whose gradient comes last. It checks whether the
+pack is full. The last pack is full when the pass ends.
 
-All workers must exchange the same packs in the same order, whatever comes first on each of them. So
-packs are sent in their order, each as soon as it and all before it are full; one that does not fill
-is sent at the end. A thread of its own waits for the other workers meanwhile.
+All workers exchange the packs in the same order. Each is sent as soon as it and all before it are
+full, or at the end of the pass. A thread waits for the other workers meanwhile.
 """
 
 from __future__ import annotations
@@ -21,6 +19,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
@@ -73,7 +72,6 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
-        self._is_on_gpus = any(device.type != "cpu" for device in devices)
         self._ops = cross_device_ops
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
         if self._across is not None and hook is None:
@@ -86,8 +84,7 @@ class GradientReducer:
         self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
         self._generation = -1
         self._packs: list[Pack] = []
-        # How many packs are reduced before the pass ends.
-        self._num_early = 0
+        self._num_early = 0  # Packs that are reduced before the pass ends.
         # All that is trained: the parameters, and their leaves by replica.
         self._owners: list[Leaves] = []
         self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
@@ -98,7 +95,6 @@ class GradientReducer:
         self._moves: dict[int, int] = {}
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
-        # What takes the reducer's own hooks away again.
         self._removals: list[Callable[[], None]] = []
         self._weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
@@ -109,20 +105,15 @@ class GradientReducer:
         across = self._across
         self._sender = Sender(across.communicator.close if across is not None else lambda: None)
         watch_backward_passes()
-        reducer = weakref.ref(self)
-
-        def reduce_rest(owners: Iterable[Leaves]) -> None:
-            if (found := reducer()) is not None:
-                found.reduce_rest(owners)
-
-        mirrors.reduce_rest = reduce_rest
+        rest = weakref.WeakMethod(self.reduce_rest)
+        mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
 
     @property
     def has_workers(self) -> bool:
         """Whether gradients go to other workers, or through a hook."""
         return self._across is not None
 
-    def begin(self, weights: Sequence[float]) -> None:
+    def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
@@ -131,7 +122,7 @@ class GradientReducer:
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, self._owners)
+        self._weighting.begin(weights, self._owners, streams)
         self._hooked = [one for one in self._owners if has_hooks(one.primary)]
 
     def close(self) -> None:
@@ -261,11 +252,12 @@ class GradientReducer:
         own = None if context is None else context.notes.current_pass
         if context is None or own is None or context.notes.is_without_sync:
             return
-        if self._across is not None and context.meeting.recorder is not None:
+        if context.meeting.is_apart:
             # Python sends all packs between two graphs, so none leaves in the middle of one.
             return
         current = own.of_all
-        if self._is_on_gpus:
+        orders_streams = context.meeting.orders_streams
+        if orders_streams:
             current.trail.note(self._leaves[context.local_id][self._hooked_at[pack]].device)
         missing = own.missing(self._numbers[pack])
         if missing:
@@ -273,12 +265,12 @@ class GradientReducer:
         elif own.fills(pack) and current.is_filled_by(pack):
             current.trail.follow()
             self._pack_is_full(current, pack)
-            if self._is_on_gpus:
+            if orders_streams:
                 for leaf in self._packs[pack].members[0].leaves:
                     current.trail.note(leaf.device)
 
     def _pack_is_full(self, current: Pass, number: int) -> None:
-        """The last gradient of a pack has come: reduces it, or sends what is next in order."""
+        """The last gradient of a pack has come: reduces it, or sends the next packs in order."""
         if self._across is None:
             self._fill(number, self._packs[number].everything)
             current.full.add(number)
@@ -292,7 +284,7 @@ class GradientReducer:
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
         """A replica's backward pass has ended: waits for the others, and reduces what is left."""
         current, replica_id = own.of_all, context.local_id
-        if self._is_on_gpus:
+        if context.meeting.orders_streams:
             for leaf in self._leaves[replica_id][:1]:
                 current.trail.note(leaf.device)
 
@@ -311,7 +303,8 @@ class GradientReducer:
                 call_hooks(context, [one for one in self._hooked if one in found])
             return [None] * len(self._devices)
 
-        self._check_capture(context.meeting.recorder)
+        if context.meeting.is_apart:
+            self._check_capture(context.meeting.recorder, self._leaves[replica_id])
         number = context.notes.num_passes
         context.notes.num_passes += 1
         with no_torch_function():
@@ -320,14 +313,13 @@ class GradientReducer:
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
 
-    def _check_capture(self, recorder: Any) -> None:
+    def _check_capture(self, recorder: Any, leaves: Sequence[nn.Parameter]) -> None:
         """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
-        if recorder is None or self._across is None:
-            return
-        if any(isinstance(pack, SparsePack) for pack in self._packs):
-            recorder.refuse("workers exchange sparse gradients, whose size changes")
+        layouts = {leaf.grad.layout for leaf in leaves if leaf.grad is not None}
+        if layouts - {torch.strided} or any(isinstance(pack, SparsePack) for pack in self._packs):
+            recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
         if self._aside.has_any:
-            recorder.refuse("gradients of many workers are summed and added to earlier ones")
+            recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
@@ -388,8 +380,8 @@ class GradientReducer:
     def reduce_rest(self, owners: Iterable[Leaves]) -> None:
         """Before an update: reduces the gradients that replicas have written themselves.
 
-        Other gradients have been reduced by a backward pass, and what replicas did to these since
-        is the same on all of them, as clipping is.
+        A backward pass has reduced the others, and later changes, such as clipping, are the same on
+        all replicas.
         """
         own = [one for one in owners if one.has_own_gradients()]
         if own:

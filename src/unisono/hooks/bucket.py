@@ -1,4 +1,4 @@
-"""What a communication hook is given."""
+"""The bucket that a communication hook gets."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class GradBucket:
-    """The gradients of some parameters of one dtype, end to end in one flat tensor.
+    """The gradients of some parameters of one dtype, in one flat tensor.
 
     It has the methods of `torch.distributed.GradBucket`, which only torch itself can make.
 
     Args:
         index: Its place among the buckets of the backward pass.
         buffer: The gradients, flat.
-        parameters: Whose gradients they are, in order.
+        parameters: The parameters of the gradients, in order.
         is_last: Whether no other bucket of this backward pass follows.
     """
 

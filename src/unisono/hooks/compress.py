@@ -34,13 +34,13 @@ _COMPRESSED = (torch.float32, torch.float64)
 class Compress:
     """A communication hook that sends float32 and float64 gradients in half precision.
 
-    What overflows float16 arrives as infinity, which a `GradScaler` sees, and leaves no residual.
-    Gradients of other dtypes are sent as they are.
+    Values that overflow float16 arrive as infinity, which a `GradScaler` detects, and leave no
+    residual. Gradients of other dtypes are sent as they are.
 
     Args:
         dtype: `torch.bfloat16`, or `torch.float16` with more digits and less range.
-        error_feedback: Whether what rounding has lost is added in the next step. It takes as much
-            memory as the gradients.
+        error_feedback: Whether to add the rounding error in the next step. It needs the same memory
+            as the gradients.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class Compress:
         check_bool("error_feedback", error_feedback)
         self._dtype = dtype
         self._has_feedback = error_feedback
-        # By the number of the bucket: what was lost of this worker's share, and of the sums that it
-        # made for all.
+        # By bucket number: the rounding errors of this worker's share, and of the sums that it
+        # computed for all.
         self._shares: dict[int, Tensor] = {}
         self._sums: dict[int, Tensor] = {}
 
@@ -65,7 +65,7 @@ class Compress:
         if buffer.dtype not in _COMPRESSED:
             communicator.all_reduce(ReduceOp.MEAN, [buffer])
             return buffer
-        # A sum of what is divided already does not overflow where the mean does not.
+        # Divided first, so that the sum overflows only if the mean does.
         share = divide(buffer, communicator.size, buffer.dtype)
         if self._has_feedback:
             return buffer.copy_(self._sum_with_feedback(communicator, share, bucket.index()))
@@ -81,17 +81,17 @@ class Compress:
         return torch.cat(communicator.all_gather(total))
 
     def _rounded(self, exact: Tensor, residuals: dict[int, Tensor], index: int) -> Tensor:
-        """Rounds what is exact and what was lost before, and keeps what is lost now."""
+        """Rounds the sum of the exact values and the residuals, and keeps the new residuals."""
         kept = residuals.get(index)
-        # After a change of the model the buckets are others, and nothing is known of them.
+        # After a change of the model the buckets differ, so their residuals are not known.
         if kept is None or kept.shape != exact.shape:
             kept = torch.zeros_like(exact)
-        # What a checkpoint brings may be on another device.
+        # A residual from a checkpoint may be on another device.
         kept = residuals[index] = kept.to(exact.device)
         # In place, because fresh memory costs more than the sums.
         kept += exact
         rounded = kept.to(self._dtype)
-        # What is infinite, or not a number, would stay so forever.
+        # Infinity and NaN would stay in the residual forever.
         kept.sub_(rounded).nan_to_num_(0.0, 0.0, 0.0)
         return rounded
 
@@ -100,10 +100,10 @@ class Compress:
         return {"shares": _copied(self._shares), "sums": _copied(self._sums)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over what `state_dict` of the same worker returned.
+        """Loads what `state_dict` of the same worker returned.
 
         Raises:
-            UnsupportedError: If it is something else.
+            UnsupportedError: If it is not such a state.
         """
         parts = {}
         for name in ("shares", "sums"):

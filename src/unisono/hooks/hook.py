@@ -1,4 +1,4 @@
-"""A communication hook as a strategy holds it: what the user gave, checked where it is called."""
+"""Calls a communication hook, and checks what it returns."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ HookFunction = Callable[[Any, Any], Any]
 
 
 class CommHook:
-    """Calls a hook, and makes sure of what it returns.
+    """A hook with its state.
 
     Args:
-        state: What the hook is given first.
+        state: The first argument of the hook.
         function: The hook, called as `function(state, bucket)`. It returns the reduced gradients,
             flat, or a future of them.
-        worker: In words, where it runs.
+        worker: The worker, in words, for errors.
     """
 
     def __init__(self, state: object, function: HookFunction, worker: str) -> None:
@@ -41,7 +41,7 @@ class CommHook:
         self._name = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, bucket: GradBucket) -> Tensor:
-        """Returns what the gradients of a bucket become."""
+        """Returns the reduced gradients of a bucket."""
         try:
             result = self._function(self._state, bucket)
             if isinstance(result, torch._C.Future):

@@ -1,4 +1,4 @@
-"""The workers of a strategy as torch's own hooks know them: a process group."""
+"""The workers of a strategy as a torch process group, for torch's own hooks."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unisono.groups import CollectiveWork, CommunicatorGroup, Movement, tensors_
 
 
 class WorkersGroup(CommunicatorGroup):
-    """A process group whose collectives the communicator of a strategy carries.
+    """A process group whose collectives run over the communicator of a strategy.
 
-    So they have its order of sums, its deadlines and its errors, over shared memory too.
-    Functions of `torch.distributed` such as `all_reduce` and `all_gather` take it as `group`. Each
-    collective is done when the call returns. The group is not registered with torch, so what asks
-    torch for the number of a rank does not know it.
+    So they have its order of sums, its deadlines, its errors, and its shared memory. Functions of
+    `torch.distributed` such as `all_reduce` and `all_gather` take it as `group`. Each collective is
+    done when the call returns. The group is not registered with torch, so functions that look up
+    ranks in torch do not know it.
 
     Args:
         communicator: Connects the workers.

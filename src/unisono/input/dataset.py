@@ -310,7 +310,7 @@ class DistributedDataset(DistributedInput):
             if self._is_fixed:
                 raise UnsupportedError(
                     f"With `elastic=True`, workers share every batch, but `auto_shard_policy` is "
-                    f"{policy.name}: what a lost worker reads, nobody else can. Use "
+                    f"{policy.name}: the others cannot read the data of a lost worker. Use "
                     "`AutoShardPolicy.DATA`."
                 )
             readers = MovingReaders(readers.workers, job)

@@ -147,6 +147,12 @@ def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, 
     return (total, *(total.clone() for _ in range(num_copies - 1)))[:num_copies]
 
 
+def in_memory_order(tensors: Item) -> Item:
+    """Returns views that are contiguous, of tensors that share an order such as channels_last."""
+    order = _memory_order(tensors)
+    return tensors if order is None else tuple(tensor.permute(order) for tensor in tensors)
+
+
 def _memory_order(tensors: Item) -> list[int] | None:
     """Returns the dimensions from the slowest to the fastest if that makes all contiguous."""
     first = tensors[0]

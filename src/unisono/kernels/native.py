@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import os
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -19,6 +20,7 @@ class NativeCore(NamedTuple):
     kernel: HostKernel | None = None
     bell: type[Bell] | None = None
     gpu_reader: GpuReader | None = None
+    hold_same: Callable[[list[Any], list[int], list[Any]], bool] | None = None
 
 
 @functools.cache
@@ -37,4 +39,6 @@ def native_core() -> NativeCore:
         reader = _native.GpuReader(torch.Tensor)
     except RuntimeError as error:
         return NativeCore(f"torch: the native core does not fit torch ({error})")
-    return NativeCore(f"native, {_native.instruction_set()}", kernel, _native.Bell, reader)
+    return NativeCore(
+        f"native, {_native.instruction_set()}", kernel, _native.Bell, reader, _native.hold_same
+    )

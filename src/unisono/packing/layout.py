@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from unisono.torch_private import copy_each, flatten_each, views_like
 
 
 class Segment(NamedTuple):
@@ -91,6 +94,8 @@ class PackLayout:
 
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the packs of one replica's tensors. A single tensor is viewed, not copied."""
+        if self._are_whole:
+            return [flatten_each([tensors[i].detach() for i in own]) for own in self._members]
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
         return [self._pack(segments, flat) for segments in self.packs]
 
@@ -98,16 +103,42 @@ class PackLayout:
         pieces = [flat[tensor][start:stop] for tensor, start, stop in segments]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
+    @functools.cached_property
+    def _are_whole(self) -> bool:
+        """Whether every pack holds several tensors, and every tensor is in one pack."""
+        segments = [one for pack in self.packs for one in pack]
+        has_several = all(len(pack) > 1 for pack in self.packs)
+        return has_several and all(
+            start == 0 and stop == self.specs[i].num_elements for i, start, stop in segments
+        )
+
+    @functools.cached_property
+    def _members(self) -> list[list[int]]:
+        """For each pack, the numbers of its tensors."""
+        return [[segment.tensor for segment in pack] for pack in self.packs]
+
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
         """Returns the tensors in `packs`, each with its own memory.
 
         The packs may have another dtype than what was packed, as after a mean of integers.
         """
+        # Copies, so that no tensor keeps a whole pack alive.
+        return self._unpacked(packs, Tensor.clone)
+
+    def write(self, packs: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:
+        """Copies what lies in `packs` into tensors that are there."""
+        if not self._are_whole:
+            copy_each(list(tensors), self._unpacked(packs, Tensor.detach))
+            return
+        for pack, numbers in zip(packs, self._members, strict=True):
+            own = [tensors[i] for i in numbers]
+            copy_each(own, views_like(pack, own))
+
+    def _unpacked(self, packs: Sequence[Tensor], taken: Callable[[Tensor], Tensor]) -> list[Tensor]:
         pieces: list[list[Tensor]] = [[] for _ in self.specs]
         for segments, pack in zip(self.packs, packs, strict=True):
             lengths = [segment.stop - segment.start for segment in segments]
-            # Copies, so that no tensor keeps a whole pack alive.
-            parts = [pack] if len(lengths) == 1 else [p.clone() for p in pack.split(lengths)]
+            parts = [pack] if len(lengths) == 1 else [taken(p) for p in pack.split(lengths)]
             for segment, part in zip(segments, parts, strict=True):
                 pieces[segment.tensor].append(part)
         return [

@@ -9,6 +9,7 @@ from torch import Tensor
 from unisono.algorithms import Schedule, one_device, run
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
+from unisono.kernels import in_memory_order
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import BytesPerPack, NoPacking, NumPacks, PackingRule, PackLayout, Spec
 from unisono.reductions.scheduled import Ends, ScheduledOps
@@ -51,9 +52,32 @@ class AllReduce(ScheduledOps):
             return super().reduce_dense(op, batch, ends, options)
         rule = BytesPerPack(options.bytes_per_pack) if options.bytes_per_pack else self._packing
         layout = rule.layout([Spec.of(tensors[0]) for tensors in batch])
+        totals = self._packed(op, layout, batch, ends)
+        return list(zip(*map(layout.unpack, totals), strict=True))
+
+    def reduce_in_place(
+        self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
+    ) -> bool:
+        if super().reduce_in_place(reduce_op, batch, devices):
+            return True
+        ends = Ends(devices, devices)
+        is_sent = self.reads_values and self.route(ends).plan.num_copies > 0
+        batch = [in_memory_order(tensors) for tensors in batch]
+        if not is_sent or not all(map(_can_be_written, batch)):
+            return False
+        layout = self._packing.layout([Spec.of(tensors[0]) for tensors in batch])
+        totals = self._packed(reduce_op, layout, batch, ends)
+        for own, total in zip(zip(*batch, strict=True), totals, strict=True):
+            layout.write(total, own)
+        return True
+
+    def _packed(
+        self, op: ReduceOp, layout: PackLayout, batch: Sequence[Sequence[Tensor]], ends: Ends
+    ) -> list[tuple[Tensor, ...]]:
+        """Returns the reduced packs, by destination."""
         by_replica = [layout.pack(tensors) for tensors in zip(*batch, strict=True)]
         packs = list(zip(*by_replica, strict=True))
-        return self._unpacked(layout, self.reduce_packs(op, packs, ends))
+        return list(zip(*self.reduce_packs(op, packs, ends), strict=True))
 
     def reduce_packs(
         self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
@@ -65,11 +89,14 @@ class AllReduce(ScheduledOps):
             for route, pack in zip(routes, packs, strict=True)
         ]
 
-    def _unpacked(
-        self, layout: PackLayout, packs: Sequence[tuple[Tensor, ...]]
-    ) -> list[tuple[Tensor, ...]]:
-        by_destination = [layout.unpack(own) for own in zip(*packs, strict=True)]
-        return list(zip(*by_destination, strict=True))
+
+def _can_be_written(tensors: Sequence[Tensor]) -> bool:
+    """Whether a result of floats, one per replica, can be written over the values."""
+    first = tensors[0]
+    return first.is_floating_point() and all(
+        one.dtype == first.dtype and one.shape == first.shape and one.is_contiguous()
+        for one in tensors
+    )
 
 
 def is_all_reduce(ends: Ends) -> bool:

@@ -3,7 +3,7 @@
 Every run ends with a *commit*: the workers tell each other that they have come to its end, together
 with its small results. Nobody passes the commit before all have entered it. So where a worker is
 lost, either nobody has passed, and all survivors undo the run and make it again, or somebody has,
-and the run is complete everywhere. In both cases the replicas are dealt anew.
+and the run is complete everywhere. In both cases the replicas are divided again.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class ElasticJob(ElasticValues):
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
-        # What was told with the last commit, by rank.
+        # What came with the last commit, by rank.
         self._rows: list[Tensor] = []
         self._is_busy = False
         # What is known to those who join. None of them is let in before it is set.
@@ -197,7 +197,7 @@ class ElasticJob(ElasticValues):
             if had_unreduced or (self._extended.gradients.has_added and not keeps):
                 raise UnsupportedError(
                     "A worker was lost, and the run cannot be made again, because it adds to "
-                    "gradients that earlier runs have left and that nobody has kept. Clear and "
+                    "gradients of earlier runs, which were not kept. Clear and "
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
             self._snapshot.restore()
@@ -282,7 +282,7 @@ class ElasticJob(ElasticValues):
             admits: Whether workers are let in that want to join.
 
         Returns:
-            What they have agreed on. What was told with the last commit, if this worker has not
+            What they have agreed on. What all said with the last commit, if this worker has not
             passed it and another one has.
         """
         while True:
@@ -302,7 +302,7 @@ class ElasticJob(ElasticValues):
             return met, told["rows"]
 
     def _move(self, met: Met, start: float, *, is_undone: bool) -> None:
-        """Takes the replicas that are dealt to this worker now."""
+        """Takes the replicas that this worker has now."""
         extended = self._extended
         before, numbers = extended.layout, self._numbers
         counts = dealt(before.total, len(met.members))

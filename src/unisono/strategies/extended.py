@@ -258,7 +258,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
         if self.elastic is not None:
             raise UnsupportedError(
-                "A communication hook has a state that only its worker knows, so nobody could go "
+                "A communication hook has a state that only its worker knows, so none could go "
                 "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
             )
         if self.has_hook:
@@ -344,8 +344,10 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
-        self.mirrors.refresh()
-        self.gradients.begin(weights)
+        if recorder is None or not (recorder.is_capturing and recorder.streams):
+            # No graph of one memory can bring something to others.
+            self.mirrors.refresh()
+        self.gradients.begin(weights, () if recorder is None else recorder.streams)
         run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)

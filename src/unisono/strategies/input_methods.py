@@ -84,7 +84,7 @@ class InputMethods:
         if self.extended.elastic is not None:
             raise UnsupportedError(
                 "With `elastic=True`, workers share every batch, but each worker would read what "
-                "its own function makes, and nobody could read on for a lost worker. Use "
+                "its own function makes, so none could read on for a lost worker. Use "
                 "`experimental_distribute_dataset` with the global batch size."
             )
         return DistributedDatasetsFromFunction(

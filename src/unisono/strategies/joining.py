@@ -248,7 +248,7 @@ def leave(communicator: Communicator) -> None:
 
 
 def remember_elastic(workers: Workers) -> None:
-    """Lets `elastic_workers` find the workers of an elastic job, whoever they are by then."""
+    """Lets `elastic_workers` find the current workers of an elastic job."""
     _elastic.append(weakref.ref(workers))
 
 

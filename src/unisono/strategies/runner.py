@@ -63,7 +63,7 @@ class Runner:
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
-            len(devices), can_capture=len(self._gpus) == 1, is_serial=is_serial
+            len(devices), can_capture=bool(self._gpus), is_serial=is_serial
         )
         self._compilations = Compilations()
         # The random numbers of the last run.
@@ -126,6 +126,7 @@ class Runner:
             return (self._run_alone(contexts[0], fn, args, kwargs),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
+        streams = () if meeting.recorder is None else meeting.recorder.streams
 
         def call(context: ReplicaContext) -> Callable[[], Any]:
             replica_id = context.local_id
@@ -137,7 +138,8 @@ class Runner:
 
             def on_device() -> Any:
                 try:
-                    return ambient.call(body, places[replica_id])
+                    stream = streams[replica_id] if streams else None
+                    return ambient.call(body, places[replica_id], stream)
                 except Exception as error:
                     add_note(error, self._origin(context))
                     raise

@@ -33,9 +33,10 @@ def virtual_gpus(num_gpus: int) -> AbstractContextManager[Machine]:
 
 
 def separate_memories() -> AbstractContextManager[Machine]:
-    """Within the block every CPU device has its own memory, as GPUs do.
+    """Within the block every device has its own memory, also CPU devices and virtual GPUs.
 
     Values are then really copied from device to device, by the schedule and in the packs that
-    the reduction says, so that algorithms for many GPUs can be tried and tested without one.
+    the reduction says, so that algorithms for many GPUs can be tried and tested without one. With
+    `virtual_gpus`, a captured step has its own graphs and its own stream for each of them.
     """
-    return pretend(is_host_shared=False)
+    return pretend(are_shared=False)

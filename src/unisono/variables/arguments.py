@@ -1,4 +1,4 @@
-"""Arguments that `tf.Variable` has and a `Variable` cannot honor, and the shape it is given."""
+"""Refuses arguments of `tf.Variable` that a `Variable` does not support, and wrong shapes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from unisono.errors import UnsupportedError
 
-# Each argument, the value that changes nothing, and what to write instead of another.
+# Each argument, its default, and what to write instead of another value.
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "validate_shape": (
         True,
@@ -30,7 +30,7 @@ _NEUTRAL: dict[str, tuple[Any, str]] = {
 
 
 def refuse_arguments(**given: Any) -> None:
-    """Raises if an argument has a value that would have to do something."""
+    """Raises if an argument does not have its default."""
     for name, value in given.items():
         neutral, why = _NEUTRAL[name]
         if value is not neutral:
@@ -38,7 +38,7 @@ def refuse_arguments(**given: Any) -> None:
 
 
 def check_shape(what: str, found: torch.Size, shape: Sequence[int] | None) -> None:
-    """Raises unless `found` is `shape`, or none is asked for."""
+    """Raises unless `found` is `shape`, or `shape` is None."""
     if shape is not None and tuple(shape) != tuple(found):
         raise UnsupportedError(
             f"{what} starts with a value of shape {tuple(found)}, but `shape` is {shape!r}. A "

@@ -28,12 +28,13 @@ class Assignable:
     def assign(self, value: Any, *, read_value: bool = True) -> Any:
         """Sets the variable.
 
-        On a replica the values of all replicas are combined first, as the aggregation says, and
-        all must call it; with `NONE`, and for `ON_READ`, each replica sets its own component. Other
-        code sets all components to one value; of an `ON_READ` sum, to equal shares of it.
+        On a replica, the values of all replicas are combined first, by `aggregation`, and all
+        replicas must call it. With `NONE`, and for `ON_READ`, each replica sets its own component.
+        Outside `run`, all components are set to one value, or to equal shares of it for an
+        `ON_READ` sum.
 
         Args:
-            value: A tensor, or what can be read as one, of the variable's shape.
+            value: A value of the variable's shape that can be read as a tensor.
             read_value: Whether something is returned.
 
         Returns:
@@ -53,11 +54,11 @@ class Assignable:
     def scatter_add(self, indices: Any, updates: Any, *, read_value: bool = True) -> Any:
         """Adds `updates[i]` to row `indices[i]`, for every i.
 
-        On a replica, a sum applies what all replicas give, and a mean an N-th of it.
+        On a replica, SUM applies the updates of all replicas, and MEAN an N-th of them.
 
         Args:
-            indices: Numbers of rows, which may come several times.
-            updates: One row for each of them.
+            indices: The numbers of rows, with repetitions.
+            updates: One row per index.
             read_value: Whether something is returned; see `assign`.
         """
         return self._write(Write.SCATTER_ADD, updates, indices, is_read=read_value)

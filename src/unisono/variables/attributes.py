@@ -1,4 +1,4 @@
-"""What replicas see of the attributes of a module: containers are per replica."""
+"""The attributes of a module on each replica: every replica has its own containers."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from typing import Any
 
 from torch import nn
 
+from unisono.kernels import native_core
 from unisono.variables.metrics import is_own
 
-# What torch itself keeps in a module, such as its hooks. Replicas share these.
+# Attributes of torch itself, such as hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
 _TABLES_OF_OWN = ("_parameters", "_modules")
@@ -23,37 +24,41 @@ _KINDS: tuple[type, ...] = (list, OrderedDict, dict, set, deque)
 
 
 def raw(module: nn.Module) -> dict[str, Any]:
-    """Returns the attributes that a module itself has, also on a replica."""
+    """Returns the module's own attributes, also on a replica."""
     attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return attributes
 
 
 def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Returns live views of the parameters, submodules and names of buffers of modules."""
+    """Returns the tables of parameters and submodules, and live views of the names of buffers."""
     own = [raw(module) for module in modules]
     return [
-        *(one["_parameters"].values() for one in own),
-        *(one["_modules"].values() for one in own),
+        *(one["_parameters"] for one in own),
+        *(one["_modules"] for one in own),
         *(one["_buffers"].keys() for one in own),
     ]
 
 
 class Contents:
-    """What some containers held when it was noted."""
+    """A snapshot of the contents of some containers."""
 
     def __init__(self) -> None:
         self.note([])
 
     def note(self, views: Sequence[Any]) -> None:
-        """Notes what lists, sets, dicts and the live views of dicts hold now."""
-        self._views = views
+        """Notes what lists, sets, dicts (their values) and live views of dicts hold now."""
+        self._containers = list(views)
         self._lengths = list(map(len, views))
-        self._filled = [view for view in views if len(view)]
+        filled = filter(len, views)
+        self._filled = [one.values() if isinstance(one, dict) else one for one in filled]
         self._held = [one for view in self._filled for one in view]
 
     def are_same(self) -> bool:
         """Whether they still hold the same objects. C compares them, as there may be thousands."""
-        return list(map(len, self._views)) == self._lengths and all(
+        hold_same = native_core().hold_same
+        if hold_same is not None:
+            return hold_same(self._containers, self._lengths, self._held)
+        return list(map(len, self._containers)) == self._lengths and all(
             map(operator.is_, itertools.chain.from_iterable(self._filled), self._held)
         )
 
@@ -78,7 +83,7 @@ class _Copied:
     def views(self) -> list[Any]:
         """Returns live views of all that the container holds."""
         held = self.original
-        return [held, held.values()] if issubclass(self.kind, dict) else [held]
+        return [held.keys(), held.values()] if issubclass(self.kind, dict) else [held]
 
     def is_as_it_was(self) -> bool:
         return _are_same(self.parts(), self.content)
@@ -103,8 +108,8 @@ class Attributes:
     """Makes what replicas see in place of the values that a module holds.
 
     Lists, dicts, sets and deques are copied for each replica, also inside one another. One that is
-    held in two places is one copy per replica, too. What a replica does to its copy stays there
-    until the module's own container changes.
+    held in two places is one copy per replica, too. A replica's changes stay in its copy until the
+    module's own container changes.
 
     Args:
         num_replicas: The number of replicas.
@@ -124,14 +129,16 @@ class Attributes:
         return self._given.are_same()
 
     def begin(self) -> None:
-        """Before attributes are given to the replicas."""
+        """Call it before attributes are given to the replicas."""
         self._visited = set()
         self._changed = {
             identity for identity, one in self._known.items() if not one.is_as_it_was()
         }
 
     def end(self) -> None:
-        """After all attributes have been given: forgets containers that no module has any more."""
+        """Call it after all attributes were given. Forgets containers that no module has any
+        more.
+        """
         self._known = {identity: self._known[identity] for identity in self._visited}
         self._given.note([view for one in self._known.values() for view in one.views()])
 

@@ -1,4 +1,4 @@
-"""Batch normalization over the batches of all replicas, as over one big batch."""
+"""Batch normalization over the whole batch of all replicas."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The buffers of modules: each replica writes its own, and every run ends with one state for all.
 
-Before a run each replica gets the values of the primary's buffers. After it, what the replicas have
-written is brought together in the primary: floating-point buffers, such as the running statistics
-of batch normalization, become their mean over all replicas, others, such as counters, are those of
-replica 0. So reading a buffer never communicates, and a run that fails changes none.
+Before a run, each replica gets the values of the primary's buffers. After it, the primary gets the
+result: the mean over all replicas for floating-point buffers, such as BatchNorm statistics, and the
+value of replica 0 for others, such as counters. So reading a buffer never communicates, and a run
+that fails changes none.
 
 Small buffers lie end to end in one *flat* tensor per replica and dtype, so that giving, comparing
 and averaging them takes a few calls of torch, whatever their number. Large ones are *loose*.
@@ -18,7 +18,6 @@ import functools
 import operator
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
 
@@ -30,58 +29,20 @@ from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.variables.attributes import raw
-from unisono.variables.leaves import fit_for_training, version_of
+from unisono.variables.leaves import fit_for_training
+from unisono.variables.loose_buffers import LooseBuffer, Written, is_like
 from unisono.variables.restructured import Restructured
 from unisono.variables.statistics import Statistics, chosen_of, mean_of
 
 Named = dict[str, Tensor | None]
 
-# Larger buffers are copied, compared and sent on their own.
+# Larger buffers are copied, compared and sent separately.
 _MOST_FLOATS = 1 << 14
 _MOST_OTHERS = 64
 _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@dataclass(eq=False)
-class _Loose:
-    """A buffer on its own: the primary's, each replica's, and how often each had been written to.
-
-    Of some, torch does not count all writes: observers of quantization write without, and `.data`
-    does. So their values are compared. On many workers, where all must find the same, they count as
-    written while the modules that own them train.
-    """
-
-    primary: Tensor
-    is_compared: bool
-    owners: list[int]
-    stamp: tuple[int, int] = (-1, -1)
-    parts: list[Tensor] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def give(self, places: Sequence[torch.device], *, is_forced: bool) -> bool:
-        """Gives the replicas what the primary has, and returns whether they need other tensors."""
-        stamp = (self.primary.data_ptr(), version_of(self.primary))
-        if not is_forced and stamp == self.stamp:
-            return False
-        can_stay = bool(self.parts) and all(_is_like(part, self.primary) for part in self.parts)
-        if can_stay:
-            for part in self.parts:
-                part.copy_(self.primary.detach())
-        else:
-            self.parts = [self.primary.detach().to(place, copy=True) for place in places]
-        self.versions = [version_of(part) for part in self.parts]
-        self.stamp = stamp
-        return not can_stay
-
-    def is_written(self, *, by_others: bool) -> bool:
-        """Whether a replica has written to it, without a resize; `by_others`: or may have."""
-        if any(part.shape != self.primary.shape for part in self.parts):
-            return False
-        if self.versions != [version_of(part) for part in self.parts]:
-            return True
-        if not self.is_compared:
-            return False
-        return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
+_NOTHING = Written([], [], [], are_flats=False)
 
 
 class Buffers:
@@ -111,13 +72,15 @@ class Buffers:
         self._small: list[list[Tensor]] = [[] for _ in places]
         self._versions: list[list[int]] = []
         self._flats = Statistics(places, workers)
-        self._loose: dict[int, _Loose] = {}
+        self._loose: dict[int, LooseBuffer] = {}
         # The modules, by their place, that own vectors of floats.
         self._owners_of_vectors: list[int] = []
         # Whether all this is that of the modules there are.
         self._is_laid_out = False
         # Whether a run has begun, and has not been brought to its end.
         self._is_open = False
+        # Whether the last run was replayed.
+        self._is_replayed = False
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
         """Says which modules there are, each with its clones."""
@@ -140,59 +103,74 @@ class Buffers:
             return
         with fit_for_training():
             is_new = not self._is_current()
-            is_forced = is_new or self._is_open
+            is_forced = is_new or self._is_open or self._is_replayed
             # Before the rest, because Ctrl-C may come between.
-            self._is_open = True
+            was_open, self._is_open = self._is_open, True
+            self._is_replayed = False
             if is_new:
                 self._lay_out()
             self._flats.give()
             given = [one.give(self._places, is_forced=is_forced) for one in self._loose.values()]
-            if is_forced or any(given):
+            if is_new or was_open or any(given):
                 self._install()
         self._versions = self._count_writes()
 
-    def bring_together(self, weights: Sequence[float], recorder: Any = None) -> None:
-        """After a run, or while all replicas wait: gives the primaries what the replicas wrote.
+    def find_written(self, recorder: Any = None) -> Written:
+        """After a run, or while all replicas wait: returns what they wrote, or may have written."""
+        if self._are_none():
+            return _NOTHING
+        with fit_for_training():
+            replaced, others = self._take_in()
+            taken = {id(given) for given, _ in replaced}
+            loose = [
+                one
+                for one in self._loose.values()
+                if not taken.isdisjoint(map(id, one.parts))
+                or one.is_written(by_others=self._are_unseen(one, recorder))
+            ]
+            are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
+            return Written(replaced, others, loose, are_flats)
+
+    def bring_together(self, weights: Sequence[float], written: Written) -> None:
+        """Gives the primaries what the replicas wrote.
 
         A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
         this is a collective if something may have been written, the same on all of them.
         """
-        if self._are_none():
+        if not any(written):
             return
-        with fit_for_training():
-            others = self._take_in()
-            loose = [
-                one
-                for one in self._loose.values()
-                if one.is_written(by_others=self._workers.are_many and self._train(one.owners))
-            ]
-            is_written = self._is_written()
-            if is_written or loose or others:
-                try:
-                    with span("reduce", "buffers"):
-                        given = weights, others, loose, is_written
-                        if recorder is not None and self._workers.are_many:
-                            what = "the exchange of buffers between workers"
-                            recorder.call(what, functools.partial(self._bring, *given))
-                        else:
-                            self._bring(*given)
-                except UnequalCollectivesError as error:
-                    add_note(error, self._explanation(others, loose))
-                    raise
+        try:
+            with fit_for_training(), span("reduce", "buffers"):
+                self._bring(weights, *written)
+        except UnequalCollectivesError as error:
+            add_note(error, self._explanation(written.others, written.loose))
+            raise
 
     def end(self, weights: Sequence[float], recorder: Any = None) -> None:
         """Ends a run that has not failed."""
-        self.bring_together(weights, recorder)
+        written = self.find_written(recorder)
+        bring = functools.partial(self.bring_together, weights, written)
+        if any(written) and recorder is not None and (self._workers.are_many or recorder.streams):
+            recorder.call("the exchange of buffers", bring)
+        else:
+            bring()
         self._is_open = False
+
+    def note_replay(self) -> None:
+        """After a replay, whose writes torch has not counted: the next run gives all buffers."""
+        self._is_open, self._is_replayed = False, True
 
     def _bring(
         self,
         weights: Sequence[float],
+        replaced: list[tuple[Tensor, Tensor]],
         others: list[tuple[int, str]],
-        loose: list[_Loose],
-        are_flats_written: bool,  # noqa: FBT001
+        loose: list[LooseBuffer],
+        are_flats: bool,  # noqa: FBT001
     ) -> None:
-        if are_flats_written:
+        for given, found in replaced:
+            given.copy_(found.detach())
+        if are_flats:
             self._flats.bring_together(weights)
         for one in loose:
             if one.primary.is_floating_point() and one.primary.layout is torch.strided:
@@ -209,7 +187,7 @@ class Buffers:
             restructured.settle(weights, self._workers)
 
     def _are_none(self) -> bool:
-        """Whether neither modules nor clones have any buffer, which is quickly seen."""
+        """Whether neither modules nor clones have a buffer, which is quick to check."""
         is_bare = self._is_laid_out and not self._tensors and not any(self._primaries)
         return is_bare and not any(map(any, self._clones))
 
@@ -226,7 +204,7 @@ class Buffers:
         )
 
     def _forget_ended(self) -> None:
-        """Leaves out modules that are no more."""
+        """Removes modules that no longer exist."""
         left = [i for i, module in enumerate(self._modules) if module() is not None]
         if len(left) < len(self._modules):
             self._modules = [self._modules[i] for i in left]
@@ -256,7 +234,7 @@ class Buffers:
             if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
                 flat[key] = one
             else:
-                self._loose[key] = _Loose(one, is_resized or one.numel() < 2, owners[key])
+                self._loose[key] = LooseBuffer(one, is_resized or one.numel() < 2, owners[key])
         self._flats.lay_out(flat)
         self._owners_of_vectors = [
             i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
@@ -292,11 +270,9 @@ class Buffers:
         loose = self._loose.get(id(primary))
         return self._flats.part(primary, replica_id) if loose is None else loose.parts[replica_id]
 
-    def _take_in(self) -> list[tuple[int, str]]:
-        """Takes buffers that replicas have replaced, and returns those of another kind than before.
-
-        They are named by the place of their module, and their name.
-        """
+    def _take_in(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, str]]]:
+        """Returns the buffers that replicas have replaced; see `Written`."""
+        replaced: list[tuple[Tensor, Tensor]] = []
         others: set[tuple[int, str]] = set()
         for i, clones in enumerate(self._clones):
             found = list(chain.from_iterable(map(dict.values, clones)))
@@ -305,10 +281,12 @@ class Buffers:
             )
             is_same = is_same and [one.shape for one in _tensors(found)] == self._shapes
             if not is_same or list(chain.from_iterable(clones)) != self._names:
-                others.update(self._take_replaced(i))
-        return sorted(others)
+                others.update(self._take_replaced(i, replaced))
+        return replaced, sorted(others)
 
-    def _take_replaced(self, replica_id: int) -> Iterable[tuple[int, str]]:
+    def _take_replaced(
+        self, replica_id: int, replaced: list[tuple[Tensor, Tensor]]
+    ) -> Iterable[tuple[int, str]]:
         place = 0
         for module, (primary, clone) in enumerate(
             zip(self._primaries, self._clones[replica_id], strict=True)
@@ -317,7 +295,7 @@ class Buffers:
             for name, before in primary.items():
                 given = self._given[replica_id][place]
                 found = clone.get(name)
-                if found is given and name in clone and _is_like(found, before):
+                if found is given and name in clone and is_like(found, before):
                     pass
                 elif self._is_resized(before, found, given):
                     assert before is not None
@@ -327,14 +305,14 @@ class Buffers:
                         f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
                         "instead: `module.name = tensor`."
                     )
-                elif before is None or given is None or not _is_like(found, before):
+                elif before is None or given is None or not is_like(found, before):
                     yield module, name
                 elif sum(one is before for one in self._tensors) > 1:
                     # It was one buffer of several modules, and is no longer.
                     yield module, name
                 else:
                     assert found is not None
-                    given.copy_(found.detach())
+                    replaced.append((given, found))
                     clone[name] = given
                 place += 1
 
@@ -351,11 +329,17 @@ class Buffers:
             return False
         if self._versions != self._count_writes():
             return True
-        # All workers know who trains. And the values of a GPU cannot be seen without waiting.
+        # All workers know which modules train, and reading values from a GPU would wait.
         is_unseen = self._workers.are_many or not self._is_on_host
         if is_unseen and self._train(self._owners_of_vectors):
             return True
         return self._is_on_host and self._flats.differ()
+
+    def _are_unseen(self, one: LooseBuffer, recorder: Any) -> bool:
+        """Whether writes to a buffer cannot be seen: on other workers, or without waiting."""
+        if self._workers.are_many:
+            return self._train(one.owners)
+        return recorder is not None
 
     def _train(self, modules: Iterable[int]) -> bool:
         """Whether one of some modules, given by their places, is in training mode."""
@@ -364,7 +348,7 @@ class Buffers:
     def _count_writes(self) -> list[list[int]]:
         return [[tensor._version for tensor in own] for own in self._small]
 
-    def _explanation(self, others: list[tuple[int, str]], loose: list[_Loose]) -> str:
+    def _explanation(self, others: list[tuple[int, str]], loose: list[LooseBuffer]) -> str:
         names = [self._name_of(one.primary) for one in loose] + [name for _, name in others]
         written = f" Of the large ones this worker wrote {', '.join(names)}." if names else ""
         return (
@@ -389,11 +373,3 @@ def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:
 
 def _is_vector(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.dim() == 1 and buffer.is_floating_point()
-
-
-def _is_like(found: Tensor | None, given: Tensor | None) -> bool:
-    if found is None or given is None:
-        return found is given
-    return (
-        found.shape == given.shape and found.dtype == given.dtype and found.layout is given.layout
-    )

@@ -1,7 +1,7 @@
 """Parameters that a step uses without their module, such as a variable of a closure.
 
 In a replica's thread, a module is the replica's clone, and its parameters are the replica's leaves.
-A parameter that the step has kept from before the run is the primary itself. While replicas run,
+A parameter that the step kept from before the run is the primary itself. While replicas run,
 primaries therefore have a subclass of their class, whose functions use the leaf instead. Leaves
 have torch's own class, so nothing is slower where a step uses a module.
 """
@@ -27,7 +27,7 @@ class Captured(nn.Parameter):
     __slots__ = ()
 
     def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
-        """Makes a plain parameter: a copy is no primary."""
+        """Makes a plain parameter, because a copy is not a primary."""
         return nn.Parameter(data, requires_grad)
 
     @property  # type: ignore[misc]
@@ -82,7 +82,7 @@ class CapturedParameters:
         self.is_up = False
 
     def put_up(self, leaves: Iterable[Leaves]) -> None:
-        """Before a run, or when there are new ones: gives them the class."""
+        """Before a run, and for new parameters: sets the class."""
         self.is_up = True
         # The primary of a variable is itself the leaf of the first replica.
         new = [
@@ -94,7 +94,7 @@ class CapturedParameters:
         set_classes(new, itertools.repeat(Captured))
 
     def take_down(self) -> None:
-        """After a run: gives all their own class back. Called again, it does nothing."""
+        """After a run: restores the classes. Calling it again does nothing."""
         if self.is_up:
             set_classes(self._present, itertools.repeat(nn.Parameter))
             self._present = []

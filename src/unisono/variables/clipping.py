@@ -1,4 +1,4 @@
-"""Gradients that torch clips on a replica: they stay equal on all of them."""
+"""Gradients that torch clips on replicas stay equal on all of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 @computed_once
 def let_clipping_be_known() -> None:
-    """Lets a reduced gradient count as reduced also after torch has clipped it."""
+    """Makes a reduced gradient count as reduced after torch has clipped it."""
     for name in _NAMES:
         clip = getattr(torch.nn.utils.clip_grad, name, None)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
@@ -46,7 +46,7 @@ def _wrapped(clip: Any) -> Callable[..., Any]:
         ]
         result = clip(listed, *args, **kwargs)
         if len(reduced) == len(owners):
-            # What is clipped by is made of all of them, so it is equal on all replicas, too.
+            # The factor is computed from all of them, so it is equal on all replicas.
             for one in reduced:
                 one.reduced[replica_id] = Mark.of(one.leaves[replica_id].grad)
         return result

@@ -15,13 +15,13 @@ _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def remember(variable: Variable) -> None:
-    """Lets the components of a variable be asked whose they are."""
+    """Registers the components of a variable."""
     for component in variable.values:
         _variables[component] = weakref.ref(variable)
 
 
 def variable_of(component: object) -> Variable | None:
-    """Returns the variable that has this component, if one has."""
+    """Returns the variable of this component, if there is one."""
     if not isinstance(component, Tensor) or component not in _variables:
         return None
     variable: Variable | None = _variables[component]()

@@ -1,4 +1,4 @@
-"""What is made in a strategy's scope belongs to the strategy."""
+"""Adds objects that are created in a scope to its strategy."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ _all_mirrors: LiveSet[Mirrors] = LiveSet()
 
 @contextmanager
 def creating(mirrors: Mirrors) -> Iterator[None]:
-    """Until the block ends, what this thread makes belongs to `mirrors`.
+    """Until the block ends, objects that this thread creates belong to `mirrors`.
 
-    Modules become primaries at the end of the block: only then are they initialized.
+    Modules become primaries at the end of the block, when they are initialized.
     """
     _install_hooks()
     _all_mirrors.add(mirrors)
@@ -63,7 +63,7 @@ def creating(mirrors: Mirrors) -> Iterator[None]:
 
 
 def bring_in(target: Any, mirrors: Mirrors) -> None:
-    """Makes what was made elsewhere belong to `mirrors`."""
+    """Adds an object that was created elsewhere to `mirrors`."""
     _install_hooks()
     _all_mirrors.add(mirrors)
     if isinstance(target, nn.Module):
@@ -76,7 +76,7 @@ def bring_in(target: Any, mirrors: Mirrors) -> None:
 
 @computed_once
 def _install_hooks() -> None:
-    """Lets everything that is made in a scope, or added to a primary, be found."""
+    """Installs hooks that find everything created in a scope or added to a primary."""
     registration.register_module_parameter_registration_hook(_on_registered)
     registration.register_module_buffer_registration_hook(_on_registered)
     registration.register_module_module_registration_hook(_on_registered)
@@ -125,7 +125,7 @@ def _watch_attributes() -> None:
 
 
 def _wrap_zero_grad(cls: Any) -> None:
-    """Lets gradients that are cleared for all replicas be cleared on each."""
+    """Makes clearing gradients outside `run` clear them on each replica."""
     zero_grad = cls.zero_grad
 
     @functools.wraps(zero_grad)
@@ -141,7 +141,7 @@ def _wrap_zero_grad(cls: Any) -> None:
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:
-    """A module gets a parameter, buffer or submodule."""
+    """Called when a module gets a parameter, buffer or submodule."""
     mirror = mirror_of(module)
     if mirror is not None:
         mirror.owner.is_stale = True

@@ -1,4 +1,4 @@
-"""What runs once for all replicas, while these wait for it."""
+"""Code that runs once for all replicas while they wait."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from unisono.contexts import (
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
+from unisono.variables.loose_buffers import Written
 
 T = TypeVar("T")
 
 
 class for_all:
-    """Until the block ends, the code runs for all replicas, which wait in a meeting.
+    """Until the block ends, the code runs for all replicas, which wait at a barrier.
 
     It sees modules and parameters as the program has them. Before, what replicas have written to
     parameters themselves is refused, and what they have set in the groups of optimizers is taken
@@ -45,7 +46,7 @@ class for_all:
         self._entered = entered(CrossReplicaContext(context.replicas, generators=for_all))
 
     def __enter__(self) -> None:
-        # Parameters are looked at as the program has them.
+        # The program's own parameters are checked.
         with no_torch_function():
             self._mirrors.watch.check()
             self._mirrors.before_writes()
@@ -95,9 +96,20 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     if context.replicas.mirrors.is_single and context.meeting.recorder is None:
         return fn(*args, **kwargs)
 
+    written: Written | None = None
+
     def work(given: list[Any]) -> list[Any]:
+        nonlocal written
         with no_torch_function():
             _begin(context.replicas)
+            buffers = context.replicas.mirrors.buffers
+            if written is None:
+                # A replay writes the same again, which torch does not count then.
+                recorder = context.meeting.recorder
+                written = buffers.find_written(recorder)
+                if written.others and recorder is not None:
+                    recorder.refuse(f"a buffer becomes another before once({name})")
+            buffers.bring_together(context.replicas.current_weights, written)
         results = _call(context, fn, given)
         with no_torch_function():
             _end(context.replicas)
@@ -122,7 +134,7 @@ def merge(
 
 
 def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
-    """Calls `fn` with the arguments that all replicas gave, and parts its result."""
+    """Calls `fn` with the arguments of all replicas, and splits its result."""
     replicas = context.replicas
     args, kwargs = replicas.counting.regrouped(given, are_arguments=True)
     replicas.mirrors.metrics.end(replicas.current_weights)
@@ -133,16 +145,15 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
 
 
 def _begin(replicas: Replicas) -> None:
-    """Makes the program's modules show what the replicas have: gradients and buffers."""
+    """Makes the program's parameters show the gradients of the replicas."""
     owners = replicas.mirrors.all_leaves
     replicas.mirrors.reduce_rest(owners)
     for one in owners:
         one.show_current_gradient()
-    replicas.mirrors.buffers.bring_together(replicas.current_weights)
 
 
 def _end(replicas: Replicas) -> None:
-    """Gives the replicas what was done to the program's modules."""
+    """Copies the changes of the program's modules to the replicas."""
     mirrors = replicas.mirrors
     for one in mirrors.all_leaves:
         one.take_from_primary()

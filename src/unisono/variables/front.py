@@ -1,4 +1,4 @@
-"""Classes that come before the class of an object for as long as replicas run."""
+"""Subclasses that objects have while replicas run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Fronts:
     """The objects of one strategy that have another class while its replicas run."""
 
     def __init__(self) -> None:
-        # Replicas, and other threads of the program, may add objects at the same time.
+        # Replicas and other threads may add objects at the same time.
         self._lock = threading.Lock()
         # By identity, in the order of adding.
         self._added: dict[int, tuple[weakref.ref[Any], type]] = {}
@@ -121,7 +121,7 @@ class Fronts:
             set_classes(present, self._during)
 
     def take_down(self) -> None:
-        """After a run: gives every object its own class back. Called again, it does nothing."""
+        """After a run: restores the class of every object. Calling it again does nothing."""
         if not self._is_up:
             return
         with self._lock:
@@ -141,5 +141,5 @@ class Fronts:
 
 def set_classes(targets: Iterable[Any], classes: Iterable[type]) -> None:
     """Gives each object the class that stands in its place."""
-    # One loop in C: it is fast, and Ctrl-C cannot end it halfway.
+    # One loop in C, which Ctrl-C cannot interrupt halfway.
     collections.deque(map(_set_class, targets, classes), maxlen=0)

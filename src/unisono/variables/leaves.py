@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from unisono.kernels import in_memory_order
+from unisono.packing import PackLayout, Spec
 from unisono.torch_private import set_grad_enabled
+
+# A copy of so many bytes takes the GPU longer than it takes the host to start it.
+_MOST_BYTES_PACKED = 1 << 18
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -49,6 +54,9 @@ class Leaves:
         "reduced",
         "version",
     )
+
+    # Whether a `Watch` sees what is written to them, and copies it to other memories.
+    is_watched = True
 
     def __init__(
         self,
@@ -100,10 +108,14 @@ class Leaves:
             if grad is None or (mark is not None and not mark.fits(grad) and not self.is_hidden()):
                 self.give_gradient()
 
+    def is_behind(self) -> bool:
+        """Whether something was written to the primary that other memories do not have."""
+        return self.is_spread and self.version != version_of(self.primary)
+
     def take_over(self) -> None:
         """Gives the leaves what was written to the primary, and the hooks that it has."""
-        if self.is_spread and self.version != version_of(self.primary):
-            self.spread()
+        if self.is_behind():
+            spread([self])
         if self.primary._backward_hooks is not None:
             for leaf in self.leaves:
                 leaf._backward_hooks = self.primary._backward_hooks
@@ -179,14 +191,6 @@ class Leaves:
         self.is_shown = grad is not None
         self.mark_reduced()
 
-    def spread(self) -> None:
-        """Copies the primary to the memories that have their own."""
-        if self.is_spread:
-            with fit_for_training():
-                for leaf in self.first_in_each_memory():
-                    leaf.detach().copy_(self.primary.detach())
-        self.version = version_of(self.primary)
-
     def watched(self) -> list[Tensor]:
         """Returns one tensor for each memory, none of which a replica may write to by itself."""
         return [self.primary, *self.first_in_each_memory()]
@@ -203,6 +207,33 @@ class Leaves:
 def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
     grad = leaf.grad
     return grad is not None and (mark is None or not mark.fits(grad))
+
+
+def spread(owners: Iterable[Leaves]) -> None:
+    """Copies primaries to the memories that have their own, small ones of a dtype end to end."""
+    alike: dict[Hashable, list[Leaves]] = {}
+    with fit_for_training():
+        for one in owners:
+            if one.is_spread and one.primary.nbytes <= _MOST_BYTES_PACKED:
+                alike.setdefault(one.memories, []).append(one)
+            elif one.is_spread:
+                for leaf in one.first_in_each_memory():
+                    leaf.detach().copy_(one.primary.detach())
+            one.version = version_of(one.primary)
+        for small in alike.values():
+            primaries, *others = zip(
+                *(
+                    in_memory_order(
+                        [one.primary.detach(), *map(Tensor.detach, one.first_in_each_memory())]
+                    )
+                    for one in small
+                ),
+                strict=True,
+            )
+            layout = PackLayout.of_groups(list(map(Spec.of, primaries)), [range(len(small))])
+            packs = layout.pack(primaries)
+            for leaves in others:
+                layout.write([pack.to(leaves[0].device) for pack in packs], leaves)
 
 
 class fit_for_training:

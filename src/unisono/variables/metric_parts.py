@@ -1,4 +1,4 @@
-"""What replicas have counted, as tensors that workers exchange."""
+"""What replicas counted, as tensors that workers exchange."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 
 
 class Part(NamedTuple):
-    """What one replica has counted in a run."""
+    """What one replica counted in a run."""
 
     num_updates: int
     was_reset: bool

@@ -24,7 +24,7 @@ from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.metric_parts import Part, as_list, packed, unpacked
 
-# Where metrics note how often they were updated.
+# The attribute with the number of updates.
 UPDATES = "_update_count"
 # What metrics note about themselves, and methods that they keep bound to themselves. It concerns
 # the one that has it, and no clone.
@@ -91,7 +91,7 @@ class MirroredMetric(NamedTuple):
         return attributes
 
     def prepare(self, places: Sequence[torch.device], workers: Workers) -> None:
-        """Makes new clones count from nothing, and find each other where they are to be merged."""
+        """Makes new clones count from zero, and lets them find each other for merging."""
         # All that a process group could add is merged already; `bool()` is False.
         self.attributes["distributed_available_fn"] = bool
         notes = {name: self.attributes[name] for name in _NOTES if name in self.attributes}
@@ -175,7 +175,7 @@ class MirroredMetric(NamedTuple):
         for name, own in states.items():
             values = [part.states[name] for part in updated]
             states[name] = self._reduced(name, own, values, weights)
-        # Where all replicas make an update, one device makes one.
+        # If all replicas make one update, that is one update on one device.
         return num_before + max(part.num_updates for part in updated), states
 
     def _states(self) -> dict[str, Any]:
@@ -258,12 +258,12 @@ class Metrics:
         return [metric for metric in metrics if metric.primary() is not None]
 
     def begin(self) -> None:
-        """Before a run: lets all replicas count from nothing."""
+        """Before a run: makes all replicas count from zero."""
         for metric in self._all():
             metric.begin()
 
     def end(self, weights: Sequence[float]) -> None:
-        """After a run that has not failed: adds what all replicas have counted to the primaries.
+        """After a successful run: adds the counts of all replicas to the primaries.
 
         On many workers this is a collective if a metric was updated or reset, so all workers must
         do so in the same runs.

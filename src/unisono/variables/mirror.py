@@ -1,4 +1,4 @@
-"""What a strategy knows of one module, and how to ask whose a module is."""
+"""What a strategy knows about one module."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
 
-# Fits no attribute.
+# Equal to no attribute.
 _ANEW = (0, None)
 
 
 @dataclass(eq=False)
 class Mirror:
-    """What a strategy knows of a primary module."""
+    """What a strategy knows about a primary module."""
 
     owner: Mirrors
     primary: weakref.ref[nn.Module]
@@ -41,7 +41,7 @@ _mirrors: dict[int, weakref.ref[Mirror]] = {}
 
 
 def remember(module: nn.Module, mirror: Mirror) -> None:
-    """Lets a module be asked for its mirror, as long as both live."""
+    """Registers the mirror of a module, as long as both live."""
     identity = id(module)
     _mirrors[identity] = weakref.ref(mirror, lambda _: _mirrors.pop(identity, None))
 

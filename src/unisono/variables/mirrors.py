@@ -1,4 +1,4 @@
-"""A module once, and a clone of it for every replica.
+"""Modules, with one clone per replica.
 
 The user's module stays the one that is read, saved and updated: the *primary*. Each replica has a
 *clone* with the same attributes, whose parameters are *leaves* that share the primary's storage
@@ -26,7 +26,7 @@ from unisono.variables.buffers import Buffers
 from unisono.variables.captured import CapturedParameters
 from unisono.variables.front import Fronts, plain_class
 from unisono.variables.groups import GroupCopies
-from unisono.variables.leaves import Leaves, clear, fit_for_training
+from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, bare_clone, mirror_of, remember
 from unisono.variables.names import name_of
@@ -68,7 +68,7 @@ class Mirrors:
         self.showing: set[int] = set()
         self._lay_out(memories, places)
         self.is_stale = False
-        # Whether something belongs to it.
+        # Whether the strategy has any object.
         self.is_in_use = False
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
@@ -96,7 +96,7 @@ class Mirrors:
         self.claimed: dict[int, tuple[int, Tensor]] = {}
 
     def _lay_out(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
-        self._memories = memories
+        self.memories = memories
         self.places = places
         self._attributes = Attributes(len(places), self._stand_in)
         self.buffers = Buffers(places, self._workers)
@@ -151,7 +151,7 @@ class Mirrors:
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
-        """A primary has ended: lets its parameters and submodules end, too."""
+        """Called when a primary is freed: frees its parameters and submodules, too."""
         self._mirrors.pop(identity, None)
         if not self._workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
@@ -161,7 +161,7 @@ class Mirrors:
     @property
     def has_one_memory(self) -> bool:
         """Whether all replicas of this worker share the storage of every parameter."""
-        return len(set(self._memories)) == 1
+        return len(set(self.memories)) == 1
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
@@ -220,12 +220,13 @@ class Mirrors:
         return list(self._leaves.values())
 
     def refresh(self) -> None:
-        """Before a run: brings the clones up to date with their primaries."""
+        """Before a run: updates the clones from their primaries."""
         if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
             self._adopt_new()
             self.share_new()
             with fit_for_training():
                 self._rebuild()
+        spread([one for one in self._leaves.values() if one.is_behind()])
         for leaves in self._leaves.values():
             leaves.catch_up()
         self.buffers.give()
@@ -233,7 +234,7 @@ class Mirrors:
         self.watch.stamp()
 
     def are_as_given(self) -> bool:
-        """Whether the clones still have what the primaries have, as far as C can tell."""
+        """Whether the clones still match their primaries, by a quick check in C."""
         return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
@@ -313,7 +314,7 @@ class Mirrors:
         for module in primaries:
             mirror = self._mirrors[id(module)]
             cls = self._clone_class(module)
-            while len(mirror.replicas) < len(self._memories):
+            while len(mirror.replicas) < len(self.memories):
                 mirror.replicas.append(bare_clone(cls))
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
@@ -366,7 +367,7 @@ class Mirrors:
         before = known.get(id(parameter))
         if before is not None and before.primary is parameter and before.is_current():
             return before
-        made = Leaves.made_for(parameter, self._memories, self.places)
+        made = Leaves.made_for(parameter, self.memories, self.places)
         if id(parameter) in self.showing:
             self.showing.discard(id(parameter))
             made.give_gradient()
@@ -394,7 +395,5 @@ class Mirrors:
 
     def spread(self, parameters: Iterable[Tensor]) -> None:
         """After an update of the primaries: copies them to the memories that have their own."""
-        for parameter in parameters:
-            leaves = self._leaves.get(id(parameter))
-            if leaves is not None and leaves.is_spread:
-                leaves.spread()
+        found = (self._leaves.get(id(parameter)) for parameter in parameters)
+        spread([leaves for leaves in found if leaves is not None])

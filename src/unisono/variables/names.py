@@ -1,4 +1,4 @@
-"""What messages call a parameter: by its name in the model."""
+"""The names of parameters in error messages."""
 
 from __future__ import annotations
 

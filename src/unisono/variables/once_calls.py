@@ -1,7 +1,7 @@
 """Objects that all replicas share and that do their work once: optimizers, schedulers, scalers.
 
-Every replica calls `optimizer.step()`; the replicas meet there, and one update is made for all. To
-this end the object has a subclass of its class, with the same name, for as long as replicas run.
+Every replica calls `optimizer.step()`, which is a barrier, and one update is made for all. For
+this, the object has a subclass of its class, with the same name, while replicas run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
-from unisono.variables.leaves import Leaves, clear
+from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.settings import Settings
 from unisono.variables.shares import update_in_shares
@@ -56,7 +56,7 @@ _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
 def do_once(
     context: ReplicaContext, what: str, work: Callable[[], Any], settings: Settings | None = None
 ) -> Any:
-    """Lets the replicas meet, does the work once for all of them, and gives all the result."""
+    """Waits for all replicas, does the work once, and gives every replica the result."""
 
     def once(_: Any) -> list[Any]:
         with for_all(context), no_torch_function():
@@ -90,7 +90,8 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     if context is None or (closure is not None and owner_of(optimizer) is None):
         return optimizer._update(closure, **kwargs)
     if closure is None:
-        settings = None if context.meeting.recorder is None or kwargs else Settings(optimizer)
+        is_recorded = context.meeting.recorder is not None and not kwargs
+        settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
         return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
@@ -184,13 +185,14 @@ class OnceOptimizer(OnceUpdate):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
                 self._opt_called = True
                 if update_in_shares(self, plain_class(type(self)), context):
-                    _mirrors_of(self).spread(parameters_of(self))
+                    _spread_variables(self)
                     return None
         return self._update(None, **kwargs)
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        _mirrors_of(self).spread(parameters_of(self))
+        # Parameters reach other memories when the code that runs for all has ended.
+        _spread_variables(self)
         return result
 
 
@@ -240,7 +242,7 @@ class OnceScaler(Front):
 
 
 def make_once(target: Any, mirrors: Mirrors) -> None:
-    """Makes an optimizer, scheduler or scaler one that all replicas share."""
+    """Makes all replicas share an optimizer, scheduler or scaler."""
     before = _before(target, is_single=mirrors.is_single)
     if mirrors.is_single:
         # It is a plain object, but for runs that are recorded.
@@ -311,6 +313,10 @@ def _leaves(optimizer: Any) -> list[Leaves]:
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         owner.found = generation, parameters, leaves
     return leaves
+
+
+def _spread_variables(optimizer: Any) -> None:
+    spread([one for one in _leaves(optimizer) if not one.is_watched])
 
 
 def _step_with_closures(

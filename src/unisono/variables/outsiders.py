@@ -1,7 +1,7 @@
-"""What belongs to no model of a strategy must not be trained on its replicas.
+"""Refuses to train parameters that belong to no model of the strategy.
 
-All replicas would use it at once: gradients of several threads would be added up in one place,
-and nobody would reduce them. What a replica makes itself in a step is its own and may be trained.
+All replicas would use them at once, so gradients of several threads would be added up in one place
+and not reduced. Objects that a replica creates in a step are its own and may be trained.
 """
 
 from __future__ import annotations

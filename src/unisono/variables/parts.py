@@ -30,7 +30,7 @@ class Parts:
         """Notes what the clones were given."""
         replica_ids = range(len(self._mirrors.clones))
         clones = [clone for _, clone in self._mirrors.clones_of(replica_ids)]
-        self._given.note([raw(clone)[table].values() for clone in clones for table in _TABLES])
+        self._given.note([raw(clone)[table] for clone in clones for table in _TABLES])
 
     def check(self) -> None:
         """After a run: refuses what was set in it, and takes over `requires_grad`.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, optim
 
 from unisono.variables.attributes import Contents
 from unisono.variables.front import plain_class
+from unisono.variables.leaves import Leaves
 from unisono.variables.shares import has_hooks
 
 
@@ -16,17 +18,27 @@ class Settings:
     """The hyperparameters of an optimizer, and the tensors that it works on, as they are now.
 
     While they stay the same, an update is the same kernels on the same memory.
+
+    Args:
+        optimizer: The optimizer.
+        owners: What replicas have of its parameters.
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, owners: Sequence[Leaves] = ()) -> None:
         self._optimizer = optimizer
+        self._owners = owners
         self._constants, self._tensors = _read(optimizer)
         self._contents = Contents()
         self._note()
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether all that an update does is done by GPUs."""
+        """Whether all that an update does is done by GPUs.
+
+        Before it, gradients that replicas have written themselves are compared and exchanged.
+        """
+        if any(one.has_own_gradients() for one in self._owners):
+            return False
         groups = vars(self._optimizer)["param_groups"]
         is_on_gpus = all(tensor.is_cuda for tensor in self._tensors)
         is_without_host = plain_class(type(self._optimizer)) is optim.SGD or all(
@@ -60,9 +72,9 @@ class Settings:
             [
                 groups,
                 *(group["params"] for group in groups),
-                *(group.values() for group in groups),
-                state.values(),
-                *(own.values() for own in state.values()),
+                *groups,
+                state,
+                *state.values(),
             ]
         )
 

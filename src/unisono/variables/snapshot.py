@@ -170,7 +170,7 @@ class Snapshot:
         self._restorations.append(restore)
 
     def _keep_gradients(self, *, keep_gradients: bool) -> None:
-        # By parameter: leaves are made anew when a worker gets other replicas.
+        # By parameter: leaves are made again when a worker gets other replicas.
         shown = [(one.primary, one.primary.grad, one.is_shown) for one in self._mirrors.all_leaves]
         if keep_gradients:
             grads = (grad for _, grad, _ in shown)

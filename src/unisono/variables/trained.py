@@ -27,6 +27,8 @@ class VariableLeaves(Leaves):
 
     __slots__ = ("_variable",)
 
+    is_watched = False
+
     def __init__(
         self, variable: object, components: Sequence[nn.Parameter], owner_of: tuple[int, ...]
     ) -> None:
@@ -40,6 +42,10 @@ class VariableLeaves(Leaves):
     def watched(self) -> list[Tensor]:
         """Returns nothing: replicas write to variables by `assign`, which says what that means."""
         return []
+
+    def is_behind(self) -> bool:
+        """Returns False: components may differ until the next update."""
+        return False
 
     def take_over(self) -> None:
         """Takes over nothing: assignments reach each component that they are for by themselves."""

@@ -82,7 +82,7 @@ def check_value(what: str, value: Any, shape: torch.Size, dtype: torch.dtype) ->
 def change_of_rows(
     what: str, indices: Any, updates: Any, shape: torch.Size, dtype: torch.dtype
 ) -> Tensor:
-    """Returns `updates`, one a row in `indices` or one number for all, as a sparse tensor."""
+    """Returns `updates`, one per row in `indices` or one for all, as a sparse tensor."""
     rows = as_tensor(indices).detach()
     rows = rows if rows.numel() else rows.long()  # An empty list is read as floats.
     if not shape:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once
-from unisono.variables.leaves import Leaves
+from unisono.variables.leaves import Leaves, spread
 from unisono.variables.names import name_of
 
 if TYPE_CHECKING:
@@ -87,9 +87,8 @@ class Watch:
         """After something was done for all replicas: every memory gets what it has written."""
         before, self._versions = self._versions, [tensor._version for tensor in self._tensors]
         if self._is_spread and before != self._versions:
-            for owner, old, new in zip(self._owners, before, self._versions, strict=True):
-                if owner is not None and old != new:
-                    owner.spread()
+            changes = zip(self._owners, before, self._versions, strict=True)
+            spread({owner: None for owner, old, new in changes if owner and old != new})
             self.stamp()
 
     def sees(self, parameter: nn.Parameter) -> bool:

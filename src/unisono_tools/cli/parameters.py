@@ -26,10 +26,10 @@ def parse_bytes(text: str) -> int:
 
 
 class OutputPath(click.Path):
-    """A file to write later, in a folder that must be there now.
+    """A file to write later, in a folder that must exist now.
 
     Args:
-        suffixes: How its name may end; anyhow if empty.
+        suffixes: The allowed endings of its name; empty allows all.
         allow_dash: Whether `-` stands for the standard output.
     """
 

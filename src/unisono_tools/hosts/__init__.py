@@ -1,4 +1,4 @@
-"""What a host has and what would be chosen there, as data and as text."""
+"""What a host has and what Unisono would choose there, as data and as text."""
 
 from unisono_tools.hosts.drawing import draw
 from unisono_tools.hosts.report import HostReport, recorded_host, this_host

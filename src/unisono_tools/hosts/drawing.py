@@ -69,7 +69,7 @@ def _devices(report: HostReport) -> Iterator[str]:
 
 
 def _links(topology: Topology) -> Iterator[str]:
-    """Draws a matrix, and says what its abbreviations mean."""
+    """Draws the matrix of links, and explains its abbreviations."""
     if len(topology.gpus) < 2:
         return
     links = [link for gpu in topology.gpus for link in gpu.links]

@@ -40,7 +40,7 @@ from unisono_tools.tables import spell_seconds
 
 NATIVE, NCCL, FREE_THREADS = "native core", "NCCL", "free threads"
 
-# A letter a worker: those with the same one are on one host.
+# One letter per worker. Workers with the same letter are on one host.
 _JOBS = {
     "2 workers on this host": "aa",
     "2 workers on each of 2 hosts": "aabb",
@@ -49,7 +49,7 @@ _JOBS = {
 
 
 class Engine(NamedTuple):
-    """Something that computes or communicates: whether it is there, and more in words."""
+    """A library that computes or communicates: whether it is there, and details in words."""
 
     is_found: bool
     detail: str
@@ -63,19 +63,19 @@ class Chosen(NamedTuple):
 
 
 class Tuned(NamedTuple):
-    """The constants that `unisono tune` has measured, if it has, and in words where they are."""
+    """The constants that `unisono tune` measured, or None, and where they come from, in words."""
 
     constants: Tuning | None
     detail: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it made of what JSON knows."""
+        """Returns JSON values."""
         constants = None if self.constants is None else json.loads(self.constants.to_text())
         return {"constants": constants, "detail": self.detail}
 
     @staticmethod
     def from_json(recorded: Mapping[str, Any]) -> Tuned:
-        """Reads what `to_json` has returned."""
+        """Reads what `to_json` returned."""
         if not isinstance(recorded, Mapping):
             raise DeviceError(
                 "The tuning of a recorded host is an object with `constants` and `detail`, got "
@@ -90,16 +90,16 @@ class Tuned(NamedTuple):
 
 @dataclass(frozen=True)
 class HostReport:
-    """All that `unisono info` tells.
+    """Everything that `unisono info` shows.
 
     Attributes:
-        versions: Of what is installed; None for what is not.
-        engines: What can compute and communicate. Empty if nobody has recorded it.
-        topology: The GPUs, and what joins them.
-        num_cores: Of the CPU; None if nobody has recorded it.
-        devices: Those that a strategy takes by default.
+        versions: The versions of libraries; None for what is not installed.
+        engines: The libraries that compute and communicate. Empty if not recorded.
+        topology: The GPUs and their links.
+        num_cores: The number of CPU cores; None if not recorded.
+        devices: The devices that a strategy uses by default.
         groups: The groups of the hierarchical copy, by position in `devices`.
-        tuned: What its links were measured to cost; choices go by it.
+        tuned: The measured costs of the links, which the choices use.
         processes: Whether one process or several would train on all devices.
         reductions: What would reduce inside a worker, by its devices.
         communicators: What would carry the collectives of a job, by how many workers it has.
@@ -117,7 +117,7 @@ class HostReport:
     communicators: Mapping[str, Chosen]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report, made of what JSON knows. `recorded_host` reads it back."""
+        """Returns the report as JSON values. `recorded_host` reads it back."""
         return {
             "versions": dict(self.versions),
             "engines": {name: engine._asdict() for name, engine in self.engines.items()},
@@ -133,15 +133,14 @@ class HostReport:
 
 
 def this_host() -> HostReport:
-    """Reports on the host that this runs on."""
+    """Reports on this host."""
     return _report(_versions(), _engines(), os.cpu_count(), _tuned())
 
 
 def recorded_host(recording: Mapping[str, Any]) -> HostReport:
-    """Reports on the host of a recording: that of a whole report, or of a topology alone.
+    """Reports on the host of a recording: a whole report, or only a topology.
 
-    The choices are computed again. Where no engines are recorded, the native core and
-    NCCL are taken to be there.
+    The choices are computed again. If no engines are recorded, it assumes the native core and NCCL.
     """
     try:
         engines = {name: Engine(**engine) for name, engine in recording.get("engines", {}).items()}
@@ -181,15 +180,16 @@ def _report(
 
 
 def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen:
-    """Says how to train on all devices of a host; docs/one_process_or_many.md has the numbers."""
+    """Chooses one process or many for a host. docs/one_process_or_many.md has the numbers."""
     if is_free:
         return Chosen("one process", "replicas run Python at the same time: it is free-threaded")
     if num_gpus > 1:
         return Chosen(
             "one process per GPU",
             f"the replicas of {num_gpus} GPUs would share one interpreter: `unisono launch` starts "
-            "one process per GPU, and `unisono.function` captures its step; if a step keeps each "
-            "GPU busy for more than 30 ms, one process for all is as fast",
+            "one process per GPU, and `unisono.function` captures its step, also in one process "
+            "for all GPUs; if a step keeps each GPU busy for more than 30 ms, one process is as "
+            "fast",
         )
     if num_gpus == 1:
         return Chosen("one process", "one GPU has one replica")
@@ -269,7 +269,7 @@ def _installed(package: str) -> str | None:
 
 
 def _mpi_version() -> str | None:
-    """Returns what `mpirun` calls itself, if there is one."""
+    """Returns the version line of `mpirun`, if there is one."""
     mpirun = shutil.which("mpirun")
     if mpirun is None:
         return None

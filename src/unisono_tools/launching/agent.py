@@ -1,4 +1,4 @@
-"""torch's elastic agent, which lets workers leave in peace and knows how they have left."""
+"""torch's elastic agent, with a grace period for workers and their exit statuses."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unisono_tools.launching.replacements import Replacements
 
 
 class Departure:
-    """How the launcher ends the workers of this host, and how they have ended.
+    """Ends the workers of this host, and records how they ended.
 
     Args:
         grace_seconds: How long they may take before they are killed.

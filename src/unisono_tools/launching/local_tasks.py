@@ -17,7 +17,7 @@ class LocalTask:
     """A task to start here.
 
     Attributes:
-        name: How its output is marked.
+        name: The prefix of its output.
         tf_config: Its TF_CONFIG.
     """
 
@@ -26,7 +26,7 @@ class LocalTask:
 
 
 def local_tasks(spec: ClusterSpec, *, all_local: bool) -> list[LocalTask]:
-    """Returns the tasks whose addresses are of this host.
+    """Returns the tasks whose addresses belong to this host.
 
     Args:
         spec: The cluster.
@@ -63,7 +63,7 @@ def is_of_this_host(host: str) -> bool:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns different ports that nobody listens at."""
+    """Returns different free ports."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for one in sockets:

@@ -1,4 +1,4 @@
-"""What workers print, line by line, each with the name of its worker before it."""
+"""Prints the lines of all workers, each after the name of its worker."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Stream:
     rest: bytes = field(default=b"")
 
     def copy_new_lines(self) -> None:
-        """Copies the lines that have become whole since the last time."""
+        """Copies the lines that were completed since the last call."""
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
@@ -36,7 +36,7 @@ class _Stream:
         self._write(lines)
 
     def copy_the_rest(self) -> None:
-        """Copies what is left, a last line without an end."""
+        """Copies the rest, a last line without a line end."""
         self.copy_new_lines()
         if self.rest:
             self._write([self.rest])
@@ -81,7 +81,7 @@ class WorkerOutput(DefaultLogsSpecs):
             self._streams.append(_Stream(Path(path), prefix, sink))
 
     def name(self, local_rank: int, env: Mapping[str, str]) -> str:
-        """Returns how a worker is called."""
+        """Returns the name of a worker."""
         return self._names[local_rank] if self._names else f"worker {env['RANK']}"
 
     def last_lines(self, name: str, count: int) -> list[str]:

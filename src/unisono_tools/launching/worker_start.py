@@ -1,4 +1,4 @@
-"""The first moments of a worker: it ties its life to that of the launcher, and becomes the script.
+"""The start of a worker process: it will end with the launcher, and becomes the script.
 
 Runs as a file and imports nothing of Unisono, so that a worker starts without delay.
 """

@@ -33,7 +33,7 @@ from unisono_tools.launching.replacements import Replacements
 from unisono_tools.launching.worker_output import WorkerOutput, in_words
 
 _LAST_LINES = 20
-# It logs each worker that ends, which `_report` says in fewer words.
+# This logger reports each worker that ends, and so does `_report`, in fewer words.
 _LOG_OF_ENDS = "torch.distributed.elastic.multiprocessing.api"
 
 
@@ -74,7 +74,7 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
 def _tasks(
     num_workers: int | None, cluster_file: Path | None, *, all_local: bool
 ) -> list[LocalTask]:
-    """The tasks of TF_CONFIG; none without a cluster there."""
+    """Returns the tasks of TF_CONFIG, or none if it has no cluster."""
     text = os.environ.get("TF_CONFIG") if cluster_file is None else cluster_file.read_text()
     if not text:
         if all_local:
@@ -93,9 +93,7 @@ def _tasks(
 
 
 def num_gpu_workers() -> int:
-    """Returns the number of workers where nobody says it: one for each GPU that torch sees.
-
-    Each worker takes its share of the GPUs, which is one.
+    """Returns the default number of workers: one per GPU that torch sees.
 
     Raises:
         ClusterError: If there is no GPU.
@@ -117,7 +115,7 @@ def _config(num_workers: int, job: Job) -> LaunchConfig:
     )
     config.rdzv_configs = dict(job.rendezvous)
     if most == 1:
-        # The agent takes a free port, so that launches do not meet by accident.
+        # The agent takes a free port, so that launches do not connect to each other by accident.
         config.rdzv_endpoint, config.local_addr = "localhost:0", "localhost"
         config.run_id = uuid.uuid4().hex
         return config
@@ -148,11 +146,10 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
     }
     variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
     if config.max_nodes == 1 and _are_all(tasks) and not os.environ.get(JOB_TOKEN):
-        # Launchers of several hosts cannot agree on a secret that nobody else hears.
+        # Launchers of several hosts have no private way to agree on a secret.
         variables[JOB_TOKEN] = secrets.token_hex(32)
     if config.max_nodes > 1:
-        # An agent that comes later, or comes back, would wait for an address that the others do
-        # not tell again.
+        # An agent that joins later would wait for an address that the others do not send again.
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if "TORCH_LOGS" not in os.environ:
         logging.getLogger(_LOG_OF_ENDS).setLevel(logging.CRITICAL)
@@ -191,7 +188,7 @@ def _are_all(tasks: Sequence[LocalTask]) -> bool:
 
 @contextmanager
 def _ctrl_c_heard_while_waiting_for_hosts() -> Iterator[None]:
-    """Lets Ctrl-C end the process where torch waits and Python does not run.
+    """Lets Ctrl-C end the process while torch waits outside of Python.
 
     The agent takes the signal over as soon as there are workers to end.
     """
@@ -206,7 +203,7 @@ def _ctrl_c_heard_while_waiting_for_hosts() -> Iterator[None]:
 
 
 def _report(error: ChildFailedError, output: WorkerOutput) -> int:
-    """Says which worker failed first and how; returns its exit status as a shell counts it."""
+    """Prints which worker failed first and how. Returns its exit status as in a shell."""
     rank, failure = error.get_first_failure()
     name = output.name(failure.local_rank, {"RANK": str(rank)})
     lines = output.last_lines(name, _LAST_LINES)
@@ -218,7 +215,7 @@ def _report(error: ChildFailedError, output: WorkerOutput) -> int:
 
 
 def _thread_limit(num_workers: int) -> dict[str, str]:
-    """Shares the cores between the workers, unless somebody has said otherwise."""
+    """Divides the cores among the workers, unless the user has set a number of threads."""
     if num_workers == 1 or "OMP_NUM_THREADS" in os.environ:
         return {}
     return {"OMP_NUM_THREADS": str(max((os.cpu_count() or 1) // num_workers, 1))}

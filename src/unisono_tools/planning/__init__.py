@@ -1,1 +1,1 @@
-"""What the communication of a step takes on a cluster, predicted from the cost model."""
+"""Predicts the communication time of a step on a cluster."""

@@ -1,4 +1,4 @@
-"""What `unisono plan` does: predict, compare with measured times, print."""
+"""What `unisono plan` does: it predicts, compares with measured times, and prints."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _result(model: Model, constants: Constants, model_bytes: float) -> dict[str,
 
 
 def _own(model: Model, model_bytes: float) -> dict[str, Any]:
-    """What Unisono itself runs there, in packs of which size, and how long one pack takes."""
+    """Returns what Unisono runs there, the size of its packs, and the time of one pack."""
     _, phases = running(model.cluster, BYTES_PER_PACK)
     packs = best_bytes_per_pack(line_of(phases, model.cluster), int(model_bytes))
     name, phases = running(model.cluster, packs)
@@ -107,7 +107,7 @@ def _own(model: Model, model_bytes: float) -> dict[str, Any]:
 
 
 def _compared(tuning: Tuning) -> list[dict[str, Any]]:
-    """Measures sizes that were not fitted, on the links that were."""
+    """Measures sizes that were not fitted, on the fitted links."""
     measured = with_progress(measure_here(2, _CHECKED), num_measurements(2, _CHECKED))
     rows = []
     for one in measured:

@@ -1,4 +1,4 @@
-"""The constants of a plan: those given, else those measured, else those of a cluster of today."""
+"""The constants of a plan: from the options, the tuning file, or a modern cluster."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from typing import NamedTuple
 
 from unisono.costs import Link, Run, Tuning
 
-# A cluster of today: GPUs with fast links in a host, 400 Gbit/s between hosts.
+# A modern cluster: GPUs with fast links in a host, 400 Gbit/s between hosts.
 _INSIDE = Link(5e-6, 200e9)
 _BETWEEN = Link(15e-6, 50e9)
 _MEMORY_RATE = 1e12
 
 
 class Constants(NamedTuple):
-    """What a plan is made with, and where it is from.
+    """The constants of a plan, and their sources.
 
     Attributes:
         inside: The link of a rank inside its host.
         between: The link of a host.
         memory_rate: Bytes per second that a sum reads and writes.
-        sources: In words where each is from: a file, an option, an assumption.
+        sources: The source of each constant in words: a file, an option, an assumption.
         runs: What was measured over these links; nothing, if some are given or assumed.
     """
 

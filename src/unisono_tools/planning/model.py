@@ -2,7 +2,7 @@
 
 The model adds up messages and sums. It leaves out processes that compete for cores, caches, and
 sums that overlap with messages. What that amounts to shows where Unisono's all-reduce was measured
-between all ranks: the ratio of measured and modelled time, by size, corrects all predictions.
+between all ranks: the ratio of measured and modeled time, by size, corrects all predictions.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Model:
         there = replace(
             cluster, num_hosts=self.run.num_hosts, ranks_per_host=self.run.ranks_per_host
         )
-        modelled = [seconds_of(running(there, size)[1], there, size) for size in sizes]
+        modeled = [seconds_of(running(there, size)[1], there, size) for size in sizes]
         self._sizes = np.log(sizes)
-        self._factors = np.log(seconds) - np.log(modelled)
+        self._factors = np.log(seconds) - np.log(modeled)
 
     def seconds(self, phases: tuple[Phase, ...], num_bytes: float) -> float:
         """Returns how long the `phases` of an algorithm take for `num_bytes` per rank."""

@@ -1,4 +1,4 @@
-"""What algorithms are predicted to take on a cluster, and where one overtakes another."""
+"""Predicts the time of each algorithm on a cluster, and where one overtakes another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import NamedTuple
 from unisono.costs import algorithms_for, busiest_share, num_steps, phases_of
 from unisono_tools.planning.model import Model
 
-# Close enough that a crossing between two of them is found to a percent.
+# Close enough to find a crossover to a percent.
 _SIZES_PER_DECADE = 50
 _FIRST_SIZE = 64.0
 
 
 class Prediction(NamedTuple):
-    """What an algorithm takes for one size.
+    """The predicted time of an algorithm for one size.
 
     Attributes:
         algorithm: Its name.
@@ -43,7 +43,7 @@ class Crossover(NamedTuple):
 
 
 def predictions(model: Model, num_bytes: float) -> list[Prediction]:
-    """Returns what each algorithm takes, the fastest first."""
+    """Returns the prediction of each algorithm, the fastest first."""
     cluster = model.cluster
     shape = cluster.num_hosts, cluster.ranks_per_host
     rows = []

@@ -1,4 +1,4 @@
-"""What recorded traces tell: all workers on one clock, where the time went, a timeline."""
+"""Analyses recorded traces: all workers on one clock, a summary, a timeline."""
 
 from unisono_tools.traces.clocks import align
 from unisono_tools.traces.files import Event, Thread, WorkerTrace, read_folder

@@ -1,7 +1,7 @@
-"""The traces of all workers on the clock of the first.
+"""Puts the traces of all workers on the clock of the first.
 
-Workers on one host read one clock. Between hosts, the collectives tell: one in which everybody
-hears of everybody ends for all at the same moment, but for the time that a message takes. So the
+Workers on one host read one clock. Between hosts, collectives align the clocks: a collective in
+which all ranks hear from all ends at the same moment on all, up to the time of a message. So the
 difference of two clocks is the median difference of the ends of the collectives that both have
 recorded, and its change with time that between an early and a late half of them. No message is sent
 for it, and a worker may start to record whenever it likes.
@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 from unisono_tools.traces.files import Thread, WorkerTrace, check_workers
 
-# In these nobody leaves before everybody has come.
+# In these collectives, no rank leaves before all have entered.
 _MEETINGS = ("all_reduce", "all_gather", "barrier")
-# With fewer, or within less time, a change of the difference could not be told from noise.
+# With fewer, or in less time, drift could not be distinguished from noise.
 _LEAST_FOR_DRIFT = 20
 _LEAST_SECONDS_FOR_DRIFT = 1.0
 

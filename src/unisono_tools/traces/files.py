@@ -1,4 +1,4 @@
-"""Reads the files that workers record into: who they are, and what each thread did."""
+"""Reads the trace files of the workers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Event(NamedTuple):
         end: When it ended.
         category: What kind it is, such as "compute" or "collective".
         name: What was done.
-        arguments: What else is known of it.
+        arguments: Further information.
     """
 
     start: int
@@ -45,7 +45,7 @@ class Thread(NamedTuple):
 
     Attributes:
         name: The thread's name.
-        events: By start, an outer one before those within it.
+        events: By start; an outer event comes before those inside it.
     """
 
     name: str
@@ -57,11 +57,11 @@ class WorkerTrace:
     """What one worker has recorded.
 
     Attributes:
-        rank: Which worker it is.
-        size: How many there are.
+        rank: The rank of the worker.
+        size: The number of workers.
         host: The name of its host.
-        clock: Workers with the same one read the same clock.
-        num_dropped: How many events are missing because later ones needed their room.
+        clock: The name of its clock. Workers with the same name read the same clock.
+        num_dropped: How many old events were dropped.
         threads: What each thread did.
     """
 
@@ -79,10 +79,10 @@ class WorkerTrace:
 
 
 def read_folder(folder: str | os.PathLike[str]) -> list[WorkerTrace]:
-    """Reads the files of all workers in `folder`, by rank, each with the times of its own clock.
+    """Reads the files of all workers in `folder`, by rank, each on its own clock.
 
     Raises:
-        TraceError: If there are none, or they do not go together.
+        TraceError: If there are no files, or they belong to different runs.
     """
     folder = check_folder(folder)
     try:

@@ -19,7 +19,7 @@ _KINDS = {
     "input": "input",
     "step": "other",
 }
-# What replica 0 does for those who wait. Whatever else it does, they wait for it.
+# What replica 0 does for all replicas while they wait.
 _FOR_ALL = {key: _KINDS[key] for key in ("merge", "reduce", "copy", "collective")}
 
 
@@ -27,9 +27,9 @@ class Spent(NamedTuple):
     """A piece of a replica's time.
 
     Attributes:
-        kind: What it went to: a field of `Shares`.
+        kind: A field of `Shares`.
         duration: How long it is, in nanoseconds.
-        waited_for: The worker, and if it is known the replica of it, that was waited for.
+        waited_for: The worker that the replica waited for, and the replica, if known.
     """
 
     kind: str
@@ -40,11 +40,12 @@ class Spent(NamedTuple):
 class WorkerTime:
     """The time of one worker.
 
-    Replica 0 has the thread of the program, and does at each meeting what is done once for all.
+    Replica 0 uses the program's thread, and does the work that is done once for all at each
+    barrier.
 
     Args:
         worker: What it has recorded.
-        blocked: When its collectives wait for other workers.
+        blocked: The times in which its collectives wait for other workers.
     """
 
     def __init__(self, worker: WorkerTrace, blocked: Sequence[Block]) -> None:
@@ -83,11 +84,11 @@ class WorkerTime:
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas have taken part."""
+        """The number of replicas."""
         return max((max(run, default=-1) for run in self._runs), default=-1) + 1
 
     def spent(self, replica: int) -> Iterator[Spent]:
-        """Yields what the time of a replica went to: all steps, and the input between them."""
+        """Yields the pieces of a replica's time: all steps, and the input between them."""
         for step, run in zip(self._steps, self._runs, strict=True):
             if replica in run:
                 yield from self._in_step(replica, step, run)
@@ -96,17 +97,18 @@ class WorkerTime:
                 yield from self._on_thread(replica, self._main, event.start, event.end)
 
     def spent_around_collectives(self) -> Iterator[Spent]:
-        """Yields what the time went to from the first collective to the last, without steps.
+        """Yields the pieces of time from the first collective to the last, for programs without
+        steps.
 
-        Nothing else is recorded of a program that calls torch.distributed itself, so the time
-        between its collectives counts as compute.
+        For a program that calls torch.distributed itself, only collectives are recorded, so the
+        time between them counts as compute.
         """
         events = [event for event in self._events if event.category == "collective"]
         now = min((event.start for event in events), default=0)
         for event in sorted(events, key=lambda event: event.start):
             if event.start > now:
                 yield Spent("compute", event.start - now)
-            # Those of several groups may run at the same time.
+            # Collectives of several groups may overlap.
             start, now = max(now, event.start), max(now, event.end)
             yield from self._of_kind("communication", start, now)
 
@@ -139,13 +141,13 @@ class WorkerTime:
             yield Spent(kind if rank is None else "waiting", duration, waited_for)
 
     def _waiting(self, replica: int, start: int, end: int) -> Iterator[Spent]:
-        """Parts a wait: until all have come, and while replica 0 works for all of them."""
+        """Splits a wait: until all have arrived, and while replica 0 works for all of them."""
         at = bisect_right(self._wait_ends, start)
         now = start
         if at < len(self._waits) and self._waits[at].end <= end:
             now = self._waits[at].end
             last = self._waits[at].arguments.get("last")
-            # Who came last itself waits for the others to wake up.
+            # The last to arrive waits until the others wake up.
             waited_for = None if last in (None, replica) else (self._rank, last)
             yield Spent("waiting", now - start, waited_for)
         for piece in self._threads[self._main].within(now, end):
@@ -154,7 +156,7 @@ class WorkerTime:
 
 
 def _top(events: Sequence[Event]) -> Iterator[Event]:
-    """Yields the events that lie in no other."""
+    """Yields the events that are not inside another event."""
     end = 0
     for event in events:
         if event.start >= end:

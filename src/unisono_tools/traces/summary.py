@@ -16,7 +16,7 @@ from unisono_tools.traces.segments import blocks
 
 @dataclass
 class Shares:
-    """What the time of a replica went to, in nanoseconds.
+    """Where the time of a replica went, in nanoseconds.
 
     Attributes:
         compute: Its own work, and updates that are made once for all.
@@ -52,7 +52,7 @@ class Straggler(NamedTuple):
     Attributes:
         worker: Its rank.
         replica: Its number among those of all workers; None if only the worker is known.
-        waited: How long the others waited for it, all together, in nanoseconds.
+        waited: How long the others waited for it in total, in nanoseconds.
         share: That as a part of all waiting.
     """
 
@@ -75,11 +75,11 @@ class Summary:
     """Where the time of the steps went.
 
     Attributes:
-        num_workers: How many workers have recorded something.
-        missing: The ranks whose files are not there.
+        num_workers: The number of workers that recorded something.
+        missing: The ranks without a file.
         num_steps: How many steps the first worker has recorded; 0 for a program that uses the
             backend of torch.distributed without a strategy.
-        num_dropped: How many events are missing, for want of room.
+        num_dropped: How many events were dropped.
         replicas: The shares of each replica, by its number among those of all workers. Without
             steps, every worker counts as one replica.
         straggler: Who was waited for most; None if nobody waited.
@@ -101,7 +101,7 @@ class Summary:
         return sum(self.replicas.values(), Shares())
 
     def as_dict(self) -> dict[str, Any]:
-        """Returns all of it as JSON can hold it; the names of times end in `_seconds`."""
+        """Returns JSON values. The names of times end in `_seconds`."""
         straggler = None if self.straggler is None else self.straggler._asdict()
         if straggler is not None:
             straggler["waited_seconds"] = straggler.pop("waited") / 1e9
@@ -226,7 +226,7 @@ def _straggler(
 def _slowest(
     waited_for: Counter[tuple[int, int | None]], worker: int, num_local: int
 ) -> int | None:
-    """Returns the replica of a worker that its own replicas wait for most; its only one, if so."""
+    """Returns the replica that the other replicas of its worker wait for most."""
     if num_local == 1:
         return 0
     own = {

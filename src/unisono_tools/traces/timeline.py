@@ -1,4 +1,4 @@
-"""A trace as Chrome's trace events, which Perfetto opens: a process a worker, a track a thread.
+"""A trace as Chrome's trace events, for Perfetto: one process per worker, one track per thread.
 
 The format is that of the "Trace Event Format" document: `X` is a span, `M` a name, and `s` and `f`
 are the ends of an arrow. Times are microseconds.
@@ -45,7 +45,7 @@ class _Drawn:
         self._num_replicas = num_replicas
 
     def events(self) -> Iterator[dict[str, Any]]:
-        """Yields everything there is to draw of it."""
+        """Yields all trace events of the worker."""
         rank = self._worker.rank
         yield self._name("process_name", 0, name=f"worker {rank} ({self._worker.host})")
         yield self._name("process_sort_index", 0, sort_index=rank)
@@ -128,6 +128,6 @@ def _num_replicas(worker: WorkerTrace) -> int:
 
 
 def _title_of(event: Event) -> str:
-    """Names a span, with its number if it has one, to tell it from the next."""
+    """Names a span, with its number if it has one."""
     number = event.arguments.get("step", event.arguments.get("pack"))
     return event.name if number is None else f"{event.name} {number}"

@@ -1,4 +1,4 @@
-"""What `unisono tune` does: measure, fit, write the file, say what has changed."""
+"""What `unisono tune` does: it measures, fits, writes the file, and prints what changed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _TIMEOUT_SECONDS = 60.0
 
 
 class Extent(NamedTuple):
-    """How much is measured: which sizes, and how long each."""
+    """What to measure: the sizes, and how long to measure each."""
 
     sizes: Sequence[int]
     seconds: float
@@ -46,10 +46,10 @@ QUICK = Extent([2**power for power in range(10, 23)], 0.03)
 
 
 def tune_here_or_cluster(num_ranks: int | None, output: Path | None, *, quick: bool) -> None:
-    """Measures this host, or the cluster whose launcher has started this, and writes the file.
+    """Measures this host, or the cluster if a launcher started this, and writes the file.
 
     Args:
-        num_ranks: Processes of this host to measure between, if no launcher has started any.
+        num_ranks: The number of processes of this host, if there is no launcher.
         output: The file to write, if not the one in the user's cache.
         quick: Whether to measure fewer sizes, and each for a shorter time.
     """
@@ -71,7 +71,7 @@ def tune_here_or_cluster(num_ranks: int | None, output: Path | None, *, quick: b
 
 
 def measure_here(num_ranks: int, extent: Extent) -> Iterator[Measured]:
-    """Measures this host, between so many processes."""
+    """Measures this host, with this number of processes."""
     if num_ranks > 1:
         yield from local_rank_sweeps(num_ranks, *extent)
     yield from local_sweep(*extent)
@@ -85,13 +85,13 @@ def num_measurements(num_ranks: int, extent: Extent) -> int:
 
 
 def with_progress(measured: Iterable[Measured], count: int | None) -> list[Measured]:
-    """Collects measurements, and shows on the terminal how far they are."""
+    """Collects measurements, and shows their progress on the terminal."""
     with click.progressbar(
         measured,
         length=count,
         label="Measuring",
         item_show_func=_in_words,
-        # Starting the processes takes longest, and the bar would take all to be as slow.
+        # Starting the processes takes longest, which would spoil the estimate of the bar.
         show_eta=False,
         file=sys.stderr,
     ) as found:
@@ -99,7 +99,7 @@ def with_progress(measured: Iterable[Measured], count: int | None) -> list[Measu
 
 
 def _membership() -> Membership | None:
-    """The place of this process among launched workers; None if it is alone."""
+    """Returns the membership of this process in a launched job, or None if it is alone."""
     resolver = detect()
     membership = None if resolver is None else Membership.of(resolver)
     return membership if membership is not None and membership.size > 1 else None
@@ -134,7 +134,7 @@ def _tune(
     whole: Callable[[Tuning], Iterable[Measured]] = lambda tuning: (),
 ) -> None:
     path = output or tuning_path()
-    # Now, because it is the wrong moment to fail when all is measured.
+    # Now, because failing after the measurements would be too late.
     path.parent.mkdir(parents=True, exist_ok=True)
     before = _former(path)
     rows = with_progress(measured, count)
@@ -161,7 +161,7 @@ def _tune(
 
 
 def _former(path: Path) -> Tuning | None:
-    """What was known of this machine before."""
+    """Returns the earlier tuning of this machine."""
     try:
         tuning = read_tuning(path)
     except TuningError:
@@ -170,7 +170,7 @@ def _former(path: Path) -> Tuning | None:
 
 
 def _write(path: Path, tuning: Tuning) -> None:
-    # A run that starts meanwhile reads the old file or the new one, never half of it.
+    # A run that starts now reads the old file or the new one, never half a file.
     fresh = path.with_name(f".{path.name}.{os.getpid()}")
     fresh.write_text(tuning.to_text())
     fresh.replace(path)

@@ -20,12 +20,12 @@ _ITERATIONS = 40
 
 
 class Sample(NamedTuple):
-    """A reduction that was measured.
+    """A measured reduction.
 
     Attributes:
-        phases: How it went, all ranks on one kind of link.
+        phases: Its phases, all on one kind of link.
         num_bytes: The size of one rank's tensor.
-        seconds: How long it took, the median of many.
+        seconds: The median time.
     """
 
     phases: tuple[Phase, ...]
@@ -34,10 +34,11 @@ class Sample(NamedTuple):
 
 
 def fit_link(samples: Sequence[Sample], sum_rate: float) -> Link:
-    """Returns the link that explains the samples best, where ranks add up at `sum_rate`.
+    """Returns the link that explains the samples best, if ranks sum at `sum_rate`.
 
     A byte costs the link b, and the sum 1 / `sum_rate` for each byte that it reads or writes. The
-    sum is counted as that many more bytes on the link, which depends on b: so b is found by and by.
+    sum is counted as extra bytes on the link. Their number depends on b, so b is found by
+    iteration.
     """
     per_byte = _fit(samples, 0.0).per_byte
     for _ in range(_ITERATIONS):
@@ -128,8 +129,8 @@ def fit_positive(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -
 def never_less(seconds: Sequence[float]) -> list[float]:
     """Returns times by size such that none is less than one before it.
 
-    A larger tensor does not take less time. Where it did, something else took it, and the times
-    that contradict each other are replaced by their median.
+    A larger tensor cannot take less time. Times that contradict this were disturbed, and are
+    replaced by their median.
     """
     groups: list[list[float]] = []
     for one in seconds:

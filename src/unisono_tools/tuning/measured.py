@@ -1,4 +1,4 @@
-"""Times that were measured, the links that they make, and what these links predict."""
+"""Measured times, the links fitted to them, and their predictions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Measured(NamedTuple):
         link: The name of the link; see `Tuning`.
         num_ranks: How many ranks took part.
         num_bytes: The size of one rank's tensor.
-        seconds: How long it took, the median of many.
+        seconds: The median time.
         num_hosts: How many hosts the ranks of a whole cluster were on; 1 if one link was measured.
     """
 
@@ -35,11 +35,11 @@ class Measured(NamedTuple):
 
 
 class Fitted(NamedTuple):
-    """What explains measurements.
+    """The constants that explain measurements.
 
     Attributes:
         links: The links, by name.
-        sum_rate: The bytes per second that a rank reads and writes when it adds up.
+        sum_rate: The bytes per second that a rank reads and writes in a sum.
     """
 
     links: dict[str, Link]
@@ -87,7 +87,7 @@ def _smoothed(rows: Sequence[Measured]) -> list[Measured]:
 
 
 def errors_between(measured: Sequence[Measured]) -> dict[str, float]:
-    """Returns for each link how much the model misses, as a share, in the median.
+    """Returns the median relative error of the model for each link.
 
     The links are fitted to every other size, and compared at the sizes in between.
     """
@@ -115,5 +115,5 @@ def _phases(one: Measured) -> tuple[Phase, ...]:
     """Returns what the communicator over this link does with such a tensor."""
     if one.link == "inside":
         return phases_of("exchange", 1, one.num_ranks)
-    # What is measured is not known before, so that ranks have decided by the usual constants.
+    # While measuring, ranks choose by the default constants.
     return phases_of(fastest_flat(one.num_ranks, one.num_bytes, USUAL_LINK), 1, one.num_ranks)

@@ -1,8 +1,7 @@
-"""Sweeps between ranks: those of a job that somebody has launched, or processes of this host."""
+"""Measures between ranks: those of a launched job, or processes of this host."""
 
 from __future__ import annotations
 
-import multiprocessing
 import time
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,7 +9,6 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
-from typing import Any
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
@@ -22,6 +20,7 @@ from unisono.communicators.stores import say_to_all
 from unisono.costs import Tuning
 from unisono.errors import TuningError
 from unisono.kernels import native_core
+from unisono_tools.processes import quick_processes
 from unisono_tools.tuning.measured import Measured
 from unisono_tools.tuning.sweeps import all_reduce_sweep
 
@@ -32,10 +31,10 @@ _PATIENCE_SECONDS = 60.0
 def rank_sweeps(
     store: Store, rank: int, size: int, sizes: Sequence[int], seconds: float
 ) -> Iterator[Measured]:
-    """Measures the links between ranks, each of which calls this; rank 0 sees all of them.
+    """Measures the links between ranks. All ranks call it, and rank 0 gets all results.
 
-    Inside hosts and between hosts, first two ranks, then all: so it shows what a further message
-    costs.
+    Inside hosts and between hosts, it measures two ranks first and then all, which shows the cost
+    of further messages.
     """
     layout = _layout(store, rank, size)
     number, position = layout.place(rank)
@@ -76,7 +75,7 @@ def _layout(store: Store, rank: int, size: int) -> Layout:
 
 
 def leave(store: Store, rank: int, size: int) -> None:
-    """Lets rank 0, who may serve the store, be the last to need it."""
+    """Lets rank 0, which may serve the store, leave last."""
     if rank > 0:
         store.add("left", 1)
         return
@@ -107,10 +106,7 @@ def _group(
 
 def local_rank_sweeps(size: int, sizes: Sequence[int], seconds: float) -> Iterator[Measured]:
     """Measures the links between processes of this host, which end with the iteration."""
-    # What has looked for GPUs cannot be forked.
-    kind = "spawn" if torch.cuda.is_available() else "forkserver"
-    context: Any = multiprocessing.get_context(kind)
-    context.set_forkserver_preload(["unisono.communicators"])
+    context = quick_processes("unisono.communicators")
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes: list[BaseProcess] = []
     ours, theirs = context.Pipe(duplex=False)
@@ -131,7 +127,7 @@ def local_rank_sweeps(size: int, sizes: Sequence[int], seconds: float) -> Iterat
 
 
 def _received(pipe: Connection) -> Iterator[Measured]:
-    """Returns what rank 0 sends until it sends that this is all."""
+    """Yields what rank 0 sends, until it sends the end."""
     while pipe.poll(_PATIENCE_SECONDS):
         try:
             found = pipe.recv()

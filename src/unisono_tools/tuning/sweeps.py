@@ -1,4 +1,4 @@
-"""Times of copies, sums and all-reduces over a row of sizes."""
+"""Measures copies, sums and all-reduces of several sizes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import TypeAlias
 
 import torch
@@ -15,6 +14,7 @@ from unisono.communicators import Communicator
 from unisono.devices import default_devices, this_machine
 from unisono.kernels import reduce_batch, reduce_into
 from unisono.options import ReduceOp
+from unisono_tools.processes import one_thread
 from unisono_tools.tuning.measured import Measured
 
 Work: TypeAlias = Callable[[], object]
@@ -32,7 +32,7 @@ def local_sweep(sizes: Sequence[int], seconds: float) -> Iterator[Measured]:
     machine = this_machine()
     places = [machine.torch_device(device) for device in default_devices()]
     first, second = places[0], places[1 % len(places)]
-    with _one_thread():
+    with one_thread():
         yield from _local_sweep(first, second, sizes, seconds)
 
 
@@ -54,7 +54,7 @@ def all_reduce_sweep(
     """Measures sums between all ranks, each of which calls this.
 
     Args:
-        link: What the measurements are called.
+        link: The name of the link.
         communicator: Connects the ranks.
         sizes: How many bytes a tensor has.
         seconds: How long to measure each size.
@@ -66,21 +66,10 @@ def all_reduce_sweep(
         def reduce(tensor: torch.Tensor = tensor) -> None:
             communicator.all_reduce(ReduceOp.SUM, [tensor])
 
-        # All ranks must call as often; the first one says how often.
+        # All ranks must make the same number of calls; the first rank decides.
         repeats = torch.tensor([_repeats(reduce, seconds)])
         communicator.broadcast(repeats)
         yield Measured(link, communicator.size, num_bytes, _median(reduce, int(repeats.item())))
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Keeps torch from sharing copies out: on a busy machine its threads wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _sum_in_place(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -89,7 +78,7 @@ def _sum_in_place(pair: tuple[torch.Tensor, torch.Tensor]) -> None:
 
 
 def _settled(work: Work, place: torch.device) -> Work:
-    """Returns work that is over when it returns, on a GPU too."""
+    """Returns work that has finished when it returns, also on a GPU."""
     if place.type != "cuda":
         return work
 

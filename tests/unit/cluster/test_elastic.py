@@ -9,17 +9,22 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from thread_ranks import make_threads
 
+from unisono.cluster import WorkerCard
 from unisono.cluster.elastic import share_state
+from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.generation import Generation, Standing
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.system import process_start
+
+CARD = WorkerCard(0, "host", 1, 4, 1, 4, "train.py", "1", "3", "2")
 
 
 def generation(number: int, members: Iterable[int]) -> Generation:
@@ -32,22 +37,61 @@ def subsets(members: Iterable[int]) -> list[set[int]]:
     return [set(one) for n in range(len(row) + 1) for one in itertools.combinations(row, n)]
 
 
+def may_go_on(last: Generation, present: Iterable[int], dead: Iterable[int]) -> bool:
+    return last.may_go_on(*([f"process {n}" for n in numbers] for numbers in (present, dead)))
+
+
 @pytest.mark.parametrize("size", range(1, 6))
 def test_never_two_parts_go_on_and_one_does_where_all_is_known(size: int) -> None:
     last = generation(3, range(size))
     for dead in subsets(range(size)):
         living = set(range(size)) - dead
         for part in subsets(living):
-            goes_on = any(last.may_go_on(part, known) for known in subsets(dead))
+            goes_on = any(may_go_on(last, part, known) for known in subsets(dead))
             others = living - part
-            assert not (goes_on and any(last.may_go_on(others, known) for known in subsets(dead)))
+            assert not (goes_on and any(may_go_on(last, others, known) for known in subsets(dead)))
             if living:
-                assert last.may_go_on(part, dead) != last.may_go_on(others, dead)
+                assert may_go_on(last, part, dead) != may_go_on(last, others, dead)
 
 
 def test_nobody_goes_on_who_was_not_there() -> None:
-    assert not generation(1, [0, 1]).may_go_on({5}, dead={0, 1})
-    assert not generation(1, [0, 1]).may_go_on({5}, dead=())
+    assert not may_go_on(generation(1, [0, 1]), [5], dead=[0, 1])
+    assert not may_go_on(generation(1, [0, 1]), [5], dead=())
+
+
+def chosen(present: Iterable[int], *, min_workers: int = 1, has_state: bool = True) -> Choice:
+    """What a meeting decides where workers 0 to 3 were the last, and some of them have come."""
+    last = generation(3, range(4))
+    votes = [
+        Vote(last.contacts[n], n + 1, Standing(last), (7,) if has_state else None, [], CARD)
+        for n in present
+    ]
+    newcomer = Vote(generation(0, [8]).contacts[8], 1, None, None, [], CARD)
+    rules = Rules(min_workers, 4, 30.0)
+    return Choice(rules, [*votes, newcomer], dead=["process 3"], admits=True)
+
+
+def test_those_who_have_come_are_the_next_generation() -> None:
+    choice = chosen([0, 2])
+    assert choice.missing() == {1}
+    assert choice.lacks() is None
+    found = choice.generation()
+    assert list(found.contacts) == [0, 2, 9]
+    assert found.positions == {0: (7,), 2: (7,), 9: None}
+    assert (found.number, found.next_number) == (4, 10)
+    assert found.votes == {"process 0": 1, "process 2": 3, "process 8": 1}
+
+
+def test_too_few_workers_are_told_why_they_cannot_go_on() -> None:
+    assert "cut in two" in str(chosen([2]).lacks())
+    assert "min_workers" in str(chosen([0, 1], min_workers=4).lacks())
+    assert chosen([0, 1], min_workers=3).lacks() is None
+    assert "state of the job" in str(chosen([0, 1, 2], has_state=False).lacks())
+
+
+def test_a_worker_of_another_script_is_refused() -> None:
+    assert misfit(CARD, replace(CARD, rank=2, size=9, num_devices=2)) is None
+    assert "script" in str(misfit(CARD, replace(CARD, script="other.py")))
 
 
 def test_workers_know_together_what_each_knows() -> None:

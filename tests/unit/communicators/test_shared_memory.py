@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
 
-SIZES = [1, 2, 3, 5, 8]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
 INTEGERS = [torch.int8, torch.int16, torch.int32, torch.int64]
@@ -35,7 +35,7 @@ Body = Callable[[Communicator], object]
 
 
 def in_communicator(store: Store, rank: int, size: int, body: Body) -> object:
-    with SharedMemoryCommunicator(store, rank, size, timeout_seconds=30) as communicator:
+    with SharedMemoryCommunicator(store, rank, size, timeout_seconds=60) as communicator:
         return body(communicator)
 
 
@@ -46,7 +46,10 @@ def run(size: int, body: Body) -> list[object]:
 def term(rank: int, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """What a rank brings; every rank can tell what the others bring."""
     generator = torch.Generator().manual_seed(1000 * rank + index)
-    values = torch.randn(shape, generator=generator) * 20
+    # A prime number of values, again and again: to draw many takes longer than to reduce them.
+    length = math.prod(shape)
+    values = (torch.randn(997, generator=generator) * 20).repeat(length // 997 + 1)[:length]
+    values = values.view(shape)
     if dtype.is_complex:
         return torch.complex(values, values.flip(0) if shape else -values).to(dtype)
     return values.to(dtype) if dtype.is_floating_point else values.to(torch.int64).to(dtype)
@@ -113,14 +116,6 @@ def reduce_means(communicator: Communicator) -> None:
         check_reduction(communicator, ReduceOp.MEAN, dtype, (70_001,), 2, count)
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    "body", [reduce_every_dtype, reduce_every_length, reduce_means], ids=lambda body: body.__name__
-)
-def test_reductions_have_the_bits_of_the_tree(size: int, body: Body) -> None:
-    run(size, body)
-
-
 def move(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     dtypes = [*FLOATS, *COMPLEX, *INTEGERS, torch.bool, torch.complex32, torch.float8_e4m3fn]
@@ -150,11 +145,6 @@ def same(results: list[Tensor], expected: list[Tensor]) -> None:
         assert torch.equal(bytes_of(result), bytes_of(other))
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_bytes_of_every_dtype_are_moved(size: int) -> None:
-    run(size, move)
-
-
 def gather_uneven(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     for unit in [1, 3, 400_000]:
@@ -165,11 +155,6 @@ def gather_uneven(communicator: Communicator) -> None:
         gathered = communicator.gather(mixed[rank], 0)
         assert (gathered is not None) == (rank == 0)
         same(gathered or [], mixed if rank == 0 else [])
-
-
-@pytest.mark.parametrize("size", [1, 2, 5])
-def test_gathered_shapes_may_differ(size: int) -> None:
-    run(size, gather_uneven)
 
 
 def reduce_unusual_memory(communicator: Communicator) -> None:
@@ -188,10 +173,6 @@ def reduce_unusual_memory(communicator: Communicator) -> None:
     conjugate = torch.complex(torch.ones(3), torch.ones(3)).conj()
     communicator.all_reduce(ReduceOp.SUM, [conjugate])
     assert torch.equal(conjugate, torch.full((3,), complex(size, -size)))
-
-
-def test_tensors_that_are_not_contiguous_are_copied() -> None:
-    run(2, reduce_unusual_memory)
 
 
 def refuse(communicator: Communicator) -> list[str]:
@@ -227,11 +208,6 @@ def reduce_complex_products(communicator: Communicator) -> None:
         check_reduction(communicator, op, dtype, (9,), 2)
 
 
-@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-def test_complex_products_go_through_torch() -> None:
-    run(3, reduce_complex_products)
-
-
 def reduce_in_arena(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     for dtype, length, num_terms in [
@@ -257,11 +233,6 @@ def allocate_like(communicator: Communicator, length: int, dtype: torch.dtype) -
     return communicator.allocate(length * dtype.itemsize).view(dtype)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_tensors_in_the_arena_are_reduced_where_they_are(size: int) -> None:
-    run(size, reduce_in_arena)
-
-
 def reduce_at_different_places(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     first, second = (allocate_like(communicator, 500_000, torch.float32) for _ in range(2))
@@ -273,11 +244,6 @@ def reduce_at_different_places(communicator: Communicator) -> None:
         own.fill_(rank + 1)
         communicator.all_reduce(ReduceOp.SUM, [own])
         assert (own == size * (size + 1) / 2).all()
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_not_all_ranks_need_the_arena(size: int) -> None:
-    run(size, reduce_at_different_places)
 
 
 def allocate_and_close(communicator: Communicator) -> None:
@@ -306,5 +272,33 @@ def reduce_from_two_threads(communicator: Communicator) -> None:
         list(threads.map(reduce_often, range(2)))
 
 
-def test_threads_of_a_rank_take_turns() -> None:
-    run(2, reduce_from_two_threads)
+# Ranks are expensive to start, so they do everything one after the other.
+AT_EVERY_SIZE: list[Body] = [
+    reduce_every_dtype,
+    reduce_every_length,
+    reduce_means,
+    move,
+    reduce_in_arena,
+]
+AT_SIZE: dict[int, list[Body]] = {
+    1: [gather_uneven],
+    2: [
+        gather_uneven,
+        reduce_unusual_memory,
+        reduce_at_different_places,
+        reduce_from_two_threads,
+    ],
+    3: [reduce_at_different_places, reduce_complex_products],
+    5: [gather_uneven],
+    8: [],
+}
+
+
+def do_all(communicator: Communicator) -> None:
+    for body in AT_EVERY_SIZE + AT_SIZE[communicator.size]:
+        body(communicator)
+
+
+@pytest.mark.parametrize("size", AT_SIZE)
+def test_every_collective_has_the_bits_of_the_tree_and_moves_every_byte(size: int) -> None:
+    run(size, do_all)

@@ -25,7 +25,7 @@ def test_slots_share_the_memory_of_the_host() -> None:
 
 
 def test_slots_with_separate_memories_do_not() -> None:
-    machine = Machine(gpus=(), is_host_shared=False)
+    machine = Machine(gpus=(), are_shared=False)
 
     assert machine.memory(Device("cpu", 0)) != machine.memory(Device("cpu", 7))
     assert machine.torch_device(Device("cpu", 7)) == CPU
@@ -69,8 +69,8 @@ def test_a_pretended_machine_ends_with_its_block_even_after_an_error() -> None:
 
 def test_blocks_nest_and_keep_what_the_outer_one_changed() -> None:
     with pretend(gpus=GPUS):
-        with pretend(is_host_shared=False):
-            assert this_machine() == Machine(GPUS, is_host_shared=False)
+        with pretend(are_shared=False):
+            assert this_machine() == Machine(GPUS, are_shared=False)
         assert this_machine() == Machine(GPUS)
 
 

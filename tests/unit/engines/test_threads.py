@@ -31,7 +31,7 @@ def test_replicas_run_at_the_same_time(mirrored: Make) -> None:
 
     def step() -> bool:
         events[replica_id()].set()
-        return events[1 - replica_id()].wait(timeout=10)
+        return events[1 - replica_id()].wait(timeout=60)
 
     assert strategy.run(step) is True
 

@@ -353,6 +353,84 @@ def counting(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]
         yield total.read_value().clone()
 
 
+class Codebook(nn.Module):
+    """A large buffer that is no vector, of which torch's count of writes is all that is known."""
+
+    def __init__(self, *, replaces: bool) -> None:
+        super().__init__()
+        self.replaces = replaces
+        self.table: Tensor
+        self.scale: Tensor
+        self.replaced: Tensor
+        self.register_buffer("table", torch.ones(200, 192))
+        self.register_buffer("scale", torch.tensor(0.5))
+        self.register_buffer("replaced", torch.ones(192))
+
+    def forward(self, images: Tensor) -> Tensor:
+        flat = images.flatten(1)
+        if self.training:
+            self.table.mul_(0.9).add_(flat.detach().mean(0))
+            new = self.replaced * 0.5 + flat.detach().mean(0)
+            if self.replaces:
+                self.replaced = new
+            else:
+                self.replaced.copy_(new)
+        return (flat * self.scale + self.replaced) @ self.table.T
+
+
+def buffers_in_between(
+    strategy: uo.Strategy, mark: Mark, num_steps: int, *, replaces: bool = False
+) -> Iterator[Any]:
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = Codebook(replaces=replaces)
+        readout = nn.Linear(200, 4)
+        seen = nn.Linear(192, 200, bias=False)
+        optimizer = torch.optim.SGD(readout.parameters(), lr=0.1)
+
+    def look() -> None:
+        with torch.no_grad():
+            seen.weight.copy_(model.table + model.replaced)
+            model.table.clamp_(-2, 2)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        codes = model(images)
+        uo.once(look)
+        loss = functional.cross_entropy(readout(codes + seen(images.flatten(1))), labels)
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for i in range(num_steps):
+        # Now and then in another signature, which is still eager.
+        yield strategy.run(step, args=batch(strategy, i, 5 if i in (5, 7) else 6))
+        yield model.state_dict()
+    yield [readout.state_dict(), seen.state_dict()]
+
+
+def written_by_hand(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    with strategy.scope():
+        torch.manual_seed(0)
+        model = nn.Linear(192, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    @mark
+    def step(images: Tensor, labels: Tensor) -> Tensor:
+        loss = functional.cross_entropy(model(images.flatten(1)), labels)
+        parameters = list(model.parameters())
+        for one, grad in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            one.grad = grad
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    for i in range(num_steps):
+        yield strategy.run(step, args=batch(strategy, i))
+    yield model.state_dict()
+
+
 PROGRAMS: dict[str, Program] = {
     "SGD": Plain(lambda own: torch.optim.SGD(own, lr=0.1)),
     "SGD with momentum": Plain(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9)),
@@ -371,6 +449,8 @@ PROGRAMS: dict[str, Program] = {
     "averages": averaging,
     "two optimizers": adversaries,
     "a variable": counting,
+    "large buffers": buffers_in_between,
+    "gradients written by hand": written_by_hand,
 }
 
 

@@ -50,7 +50,7 @@ def test_threads_of_one_name_that_follow_each_other_share_a_lane() -> None:
 
 def test_threads_of_one_name_at_the_same_time_have_lanes_of_their_own() -> None:
     recorder = Recorder(time.perf_counter_ns, 10)
-    barrier = threading.Barrier(2, timeout=20)
+    barrier = threading.Barrier(2, timeout=60)
 
     def add() -> None:
         recorder.add(0, "input", "fetch", {})
@@ -60,7 +60,7 @@ def test_threads_of_one_name_at_the_same_time_have_lanes_of_their_own() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=20)
+        thread.join(timeout=60)
 
     assert [lane.count for lane in recorder.lanes] == [1, 1]
 

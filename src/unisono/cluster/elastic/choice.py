@@ -35,7 +35,7 @@ class Vote(NamedTuple):
         attempt: Which of its votes this is.
         standing: The generations that it knows of; None for a worker that wants to join.
         position: How far it has come; None if it has no state.
-        dead: Workers that it knows to be dead, or to have left.
+        dead: Processes of workers that it knows to be dead, or to have left.
         card: What it says of itself.
     """
 
@@ -43,7 +43,7 @@ class Vote(NamedTuple):
     attempt: int
     standing: Standing | None
     position: Position | None
-    dead: list[int]
+    dead: list[str]
     card: WorkerCard
 
     def to_text(self) -> str:
@@ -71,35 +71,32 @@ class Choice:
     Args:
         rules: The limits of the job.
         votes: What they say; the first one is of the worker that holds the meeting.
-        dead: Workers that this worker knows to be dead, or to have left.
+        dead: Processes of workers that this worker knows to be dead, or to have left.
         admits: Whether workers that want to join are let in.
     """
 
     def __init__(
-        self, rules: Rules, votes: Sequence[Vote], dead: Collection[int], *, admits: bool
+        self, rules: Rules, votes: Sequence[Vote], dead: Collection[str], *, admits: bool
     ) -> None:
         standings = [vote.standing for vote in votes if vote.standing is not None]
         self._rules = rules
         self._votes = votes
         self._standing = standings[0].together_with(standings[1:])
         self._dead = set(dead).union(*(vote.dead for vote in votes))
-        generations = (self._standing.last, *self._standing.accepted)
-        contacts = {number: it for one in generations for number, it in one.contacts.items()}
-        self._contacts = dict(sorted(contacts.items()))
-        came = {vote.contact.process: vote for vote in votes}
-        self._members = {
-            number: came[one.process]
-            for number, one in self._contacts.items()
-            if one.process in came
+        self._contacts = self._standing.contacts
+        # A worker that wants to join may have got several numbers, and keeps the lowest.
+        numbers = {one.process: n for n, one in reversed(self._contacts.items())}
+        members = {
+            numbers[one.contact.process]: one for one in votes if one.contact.process in numbers
         }
-        known = {one.process for one in self._contacts.values()}
+        self._members = dict(sorted(members.items()))
         newcomers = [
-            vote
-            for vote in votes
-            if vote.contact.process not in known and not vote.contact.has_ended()
+            one
+            for one in votes
+            if one.contact.process not in numbers and not one.contact.has_ended()
         ]
         room = max(0, rules.max_workers - len(self._members)) if admits else 0
-        first = max(one.next_number for one in generations)
+        first = max(one.next_number for one in self._standing.generations)
         self._newcomers = dict(enumerate(newcomers[:room], first))
 
     def processes(self) -> set[str]:
@@ -108,15 +105,15 @@ class Choice:
 
     def missing(self) -> set[int]:
         """Returns who has not, and may live."""
-        return set(self._contacts) - set(self._members) - self._dead
+        settled = self.processes() | self._dead
+        return {number for number, one in self._contacts.items() if one.process not in settled}
 
     def lacks(self) -> str | None:
         """Returns why these workers may not go on, in words."""
-        present, num_workers = set(self._members), len(self._members) + len(self._newcomers)
-        generations = (self._standing.last, *self._standing.accepted)
-        missing = sorted(self.missing())
-        told = f"workers {_words(present)} are here, workers {_words(missing)} do not answer"
-        if not all(one.may_go_on(present, self._dead) for one in generations):
+        present, num_workers = self.processes(), len(self._members) + len(self._newcomers)
+        here, missing = _words(self._members), _words(self.missing())
+        told = f"workers {here} are here, workers {missing} do not answer"
+        if not all(one.may_go_on(present, self._dead) for one in self._standing.generations):
             return (
                 f"An elastic job was cut in two: {told}, and may train on elsewhere. To go on, it "
                 f"takes more than half of the last {len(self._standing.last.contacts)} workers, or "
@@ -138,7 +135,7 @@ class Choice:
 
     def generation(self) -> Generation:
         """Returns the next generation."""
-        generations = (self._standing.last, *self._standing.accepted)
+        generations = self._standing.generations
         workers = {**self._members, **self._newcomers}
         return Generation(
             1 + max(one.number for one in generations),

@@ -132,21 +132,15 @@ class Gathering:
         return self._me.standing
 
     def _number(self) -> int:
-        standing = self._standing()
-        all_of_them = (standing.last, *standing.accepted)
-        found = (one.number_of(self._me.contact.process) for one in all_of_them)
-        return next(number for number in found if number is not None)
+        numbers = {one.process: number for number, one in self._contacts().items()}
+        return numbers[self._me.contact.process]
 
     def _contacts(self) -> dict[int, Contact]:
-        """All workers that may come, lowest first."""
-        standing = self._standing()
-        all_of_them = (standing.last, *standing.accepted)
-        found = {number: it for one in all_of_them for number, it in one.contacts.items()}
-        return dict(sorted(found.items()))
+        return self._standing().contacts
 
-    def _dead(self) -> list[int]:
-        ended = [number for number, one in self._contacts().items() if one.has_ended()]
-        return sorted({*ended, *self._gone})
+    def _dead(self) -> list[str]:
+        contacts = self._contacts().items()
+        return [one.process for n, one in contacts if n in self._gone or one.has_ended()]
 
     def _lowest_open(self) -> tuple[JobStore, str] | None:
         """Returns the door of the lowest worker that holds a meeting, and the token of it."""
@@ -154,7 +148,7 @@ class Gathering:
         for number, contact in self._contacts().items():
             if number >= own:
                 return None
-            found = None if number in dead else self._look_at(contact)
+            found = None if contact.process in dead else self._look_at(contact)
             if found is not None:
                 return found
         return None

@@ -50,13 +50,13 @@ class Generation(NamedTuple):
         """Returns what a worker is called, given the id of its process; None if it is not in."""
         return next((one for one, it in self.contacts.items() if it.process == process), None)
 
-    def may_go_on(self, present: Collection[int], dead: Collection[int]) -> bool:
-        """Returns whether these of its workers may go on without the others.
+    def may_go_on(self, present: Collection[str], dead: Collection[str]) -> bool:
+        """Returns whether these of its workers, by process, may go on without the others.
 
         Only one part of the workers may, wherever a network is cut. So it takes more than half, or
         half with the lowest number. Workers that are known to be dead cannot be such a part.
         """
-        living = [one for one in self.contacts if one not in dead]
+        living = [one.process for one in self.contacts.values() if one.process not in dead]
         num_present = sum(one in present for one in living)
         if 2 * num_present == len(living):
             return bool(living) and living[0] in present
@@ -77,9 +77,19 @@ class Standing(NamedTuple):
     last: Generation
     accepted: tuple[Generation, ...] = ()
 
+    @property
+    def generations(self) -> tuple[Generation, ...]:
+        """All of them."""
+        return (self.last, *self.accepted)
+
+    @property
+    def contacts(self) -> dict[int, Contact]:
+        """All their workers, lowest number first."""
+        return dict(sorted(pair for one in self.generations for pair in one.contacts.items()))
+
     def to_texts(self) -> list[str]:
         """Returns it for a message."""
-        return [one.to_text() for one in (self.last, *self.accepted)]
+        return [one.to_text() for one in self.generations]
 
     @staticmethod
     def from_texts(texts: Sequence[str]) -> Standing:
@@ -99,7 +109,3 @@ class Standing(NamedTuple):
             if one.number > last.number
         }
         return Standing(last, tuple(later.values()))
-
-    def numbers(self) -> set[int]:
-        """Returns all workers that may have to be asked."""
-        return {number for one in (self.last, *self.accepted) for number in one.contacts}

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 from unisono_tools.benchmarks.failure import BenchmarkError
+from unisono_tools.processes import quick_processes
 
 DEADLINE_S = 120.0
 # How long a process may take to end; one that is still starting does not read the command.
@@ -32,7 +32,7 @@ class Crew:
     def __init__(self, name: str, size: int, target: Callable[..., None], *arguments: Any) -> None:
         self._name = name
         self._pipes: list[Connection] = []
-        self._workers: list[SpawnProcess] = []
+        self._workers: list[BaseProcess] = []
         # Or the first process would start it, which lets Ctrl-C through.
         resource_tracker.ensure_running()
         try:
@@ -45,7 +45,8 @@ class Crew:
     def _start(
         self, rank: int, size: int, target: Callable[..., None], arguments: tuple[Any, ...]
     ) -> None:
-        context = multiprocessing.get_context("spawn")
+        # Optimizers load the compiler of torch, which takes seconds.
+        context = quick_processes("torch._dynamo", "unisono.strategies")
         ours, theirs = context.Pipe()
         worker = context.Process(target=target, args=(rank, size, theirs, *arguments), daemon=True)
         with deaf_to_ctrl_c():

@@ -178,7 +178,7 @@ def test_it_says_whether_one_process_trains_or_many(
 
 def tuning_here(**links: Link | None) -> Tuning:
     fast = Link(1e-6, 1e11)
-    known = {"inside": fast, "loopback": fast, "between": None, **links}
+    known: dict[str, Any] = {"inside": fast, "loopback": fast, "between": None, **links}
     return Tuning(
         memory=fast,
         devices=fast,
