@@ -267,7 +267,7 @@ def _program(command: Sequence[str], **environ: str) -> Iterator[Program]:
         try:
             yield process
         finally:
-            # The children of torchrun have sessions, which it ends on SIGTERM.
+            # torchrun starts its children in new sessions, and ends them on SIGTERM.
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
