@@ -185,9 +185,14 @@ class OnceOptimizer(OnceUpdate):
                 # What the scheduler's wrapper does, which the shares of an update do not call.
                 self._opt_called = True
                 if update_in_shares(self, plain_class(type(self)), context):
+                    _mirrors_of(self).spread(parameters_of(self))
                     return None
-        # What it writes reaches other memories when the code that runs for all has ended.
         return self._update(None, **kwargs)
+
+    def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
+        result = super()._update(closure, **kwargs)
+        _mirrors_of(self).spread(parameters_of(self))
+        return result
 
 
 class OnceScheduler(Front):

@@ -41,8 +41,12 @@ class VariableLeaves(Leaves):
         """Returns nothing: replicas write to variables by `assign`, which says what that means."""
         return []
 
+    def is_behind(self) -> bool:
+        """Returns False: assignments reach each component that they are for by themselves."""
+        return False
+
     def take_over(self) -> None:
-        """Takes over nothing: assignments reach each component that they are for by themselves."""
+        """Takes over nothing; see `is_behind`."""
 
 
 @computed_once
