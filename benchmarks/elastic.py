@@ -217,7 +217,7 @@ def train_with_checkpoints(model: str, folder: str) -> None:
 
 
 def take_turns(rank: int, ports: list[list[int]], model: str) -> None:
-    """A worker that makes steps, with or without `elastic=True`: the standard input says which."""
+    """A worker that makes steps, with or without `elastic=True`, as the command says."""
     both = [
         Training(CASES[model], strategy_of(rank, own, num_replicas=2, elastic=elastic))
         for own, elastic in zip(ports, (False, True), strict=True)
@@ -267,7 +267,7 @@ def _program(command: Sequence[str], **environ: str) -> Iterator[Program]:
         try:
             yield process
         finally:
-            # The workers of torchrun are not in this session: it ends them on SIGTERM.
+            # torchrun starts its children in new sessions, and ends them on SIGTERM.
             process.terminate()
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)

@@ -40,7 +40,7 @@ LAYERS = [
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "namespaces"],
+    ["tables", "traces", "namespaces", "processes"],
     ["benchmarks", "demo", "launching"],
     ["hosts", "tuning", "elastic_demo"],
     ["planning"],

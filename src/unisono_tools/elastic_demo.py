@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import unisono as uo
-from unisono_tools.demo import BATCH_SIZE, ConvNet, load, one_thread_per_replica
+from unisono_tools.demo import BATCH_SIZE, ConvNet, load
+from unisono_tools.processes import one_thread
 
 NUM_REPLICAS = 6
 NUM_WORKERS = 3
@@ -154,7 +155,7 @@ class Show:
     def play(self) -> Elastic:
         """Trains undisturbed, and then with workers that come and go."""
         found = self.found
-        with one_thread_per_replica(), closing(_strategy(["127.0.0.1:1"], 0, elastic=False)) as one:
+        with one_thread(), closing(_strategy(["127.0.0.1:1"], 0, elastic=False)) as one:
             training = Training(one, self._num_epochs)
             found.weights.append(training.train(lambda _, loss, __: found.undisturbed.append(loss)))
         try:
@@ -175,7 +176,10 @@ class Show:
         while any(state in ("starts", "trains") for state in self._states.values()):
             ready = wait(list(self._pipes), _PATIENCE_SECONDS)
             if not ready:
-                raise RuntimeError(f"The workers have said nothing for {_PATIENCE_SECONDS:g} s.")
+                raise RuntimeError(
+                    f"The workers have said nothing for {_PATIENCE_SECONDS:g} s. Try again when "
+                    "the machine is less busy."
+                )
             for pipe in list(self._pipes):
                 if pipe in ready:
                     self._hear(pipe)

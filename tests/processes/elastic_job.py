@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import unisono as uo
-from processes.harness import _PROCESSES
+from processes.harness import PROCESSES
 from processes.namespaces import enter
 from unisono.cluster import Membership
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
@@ -59,10 +59,8 @@ class Worker:
     """A process that works on a task, and what it tells."""
 
     def __init__(self, task: Task) -> None:
-        self.pipe, theirs = _PROCESSES.Pipe()
-        self.process: BaseProcess = _PROCESSES.Process(
-            target=_run, args=(theirs, task), daemon=True
-        )
+        self.pipe, theirs = PROCESSES.Pipe()
+        self.process: BaseProcess = PROCESSES.Process(target=_run, args=(theirs, task), daemon=True)
         self.process.start()
         theirs.close()
 

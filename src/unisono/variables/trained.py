@@ -48,7 +48,7 @@ class VariableLeaves(Leaves):
         return False
 
     def take_over(self) -> None:
-        """Takes over nothing: assignments reach each component that they are for by themselves."""
+        """Takes over nothing; see `is_behind`."""
 
 
 @computed_once

@@ -88,7 +88,9 @@ class Watch:
         before, self._versions = self._versions, [tensor._version for tensor in self._tensors]
         if self._is_spread and before != self._versions:
             changes = zip(self._owners, before, self._versions, strict=True)
-            spread({owner: None for owner, old, new in changes if owner and old != new})
+            changed = {owner: None for owner, old, new in changes if owner and old != new}
+            # An optimizer has copied what it wrote already.
+            spread([owner for owner in changed if owner.is_behind()])
             self.stamp()
 
     def sees(self, parameter: nn.Parameter) -> bool:

@@ -94,7 +94,7 @@ def _lose_workers(num_epochs: int, plot: Path) -> Elastic:
     console = Console()
     found = Show(num_epochs, console).play()
     if found.failed:
-        raise click.ClickException(f"Worker {found.failed[0]} has failed. Its error is above.")
+        raise click.ClickException(f"Worker {found.failed[0]} has failed. Check its error above.")
     draw_elastic(found, plot)
     console.print(f"The losses, and who ran which replica, are in {plot}.")
     if not found.are_equal:
