@@ -397,7 +397,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> int:
         assert found.keys() == expected.keys(), f"{history}: other results"
         assert not differing, f"{history}: worker {worker} differs in {differing}"
         if history.program.is_batch_norm_synchronized:
-            # The graph of an undone step keeps the communicator of that time, until the end.
+            # After an undone step, memory that the old workers shared may stay until the end.
             crew.replace(worker)
         else:
             assert left is None, f"{history}: worker {worker} has left {left}"
