@@ -11,6 +11,7 @@ from unisono.engines.random_operators import DRAWING, overloads
 # Why an operator that draws, as torch says, need not be known.
 EXCEPTIONS: dict[str, str] = {
     "_cudnn_attention_backward": "is given what the forward pass has drawn",
+    "_cudnn_attention_forward_no_dropout_inplace": "draws nothing, as its name says",
     "_cudnn_init_dropout_state": "is given a seed, which `random_` draws",
     "_cudnn_rnn": "is given a state, which `_cudnn_init_dropout_state` makes",
     "_fill_mem_eff_dropout_mask_": "is given a seed",
