@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import unisono as uo
-from processes.harness import PROCESSES
+from processes.forked import PROCESSES
 from processes.namespaces import enter
 from unisono.cluster import Membership
 from unisono.cluster.elastic import ElasticMembers, Met, share_state

@@ -89,7 +89,9 @@ class DistributedInput:
         self._pending: tuple[Progress, bool] | None = None
         self._latest: weakref.ref[DistributedIterator] | None = None
 
-    def move(self, devices: Sequence[Device], input_context: InputContext, generation: int) -> None:
+    def _move(
+        self, devices: Sequence[Device], input_context: InputContext, generation: int
+    ) -> None:
         """In an elastic job: this worker has other replicas from now on, among other workers."""
         assert isinstance(self._placement, MovingPlacement)
         self._placement.move(devices, generation)

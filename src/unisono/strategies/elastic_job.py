@@ -201,7 +201,7 @@ class ElasticJob(ElasticValues):
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
             self._snapshot.restore()
-            self._extended.undo_drawing()
+            self._extended._undo_drawing()
 
         try:
             with _Busy(self):
@@ -307,10 +307,10 @@ class ElasticJob(ElasticValues):
         before, numbers = extended.layout, self._numbers
         counts = dealt(before.total, len(met.members))
         devices = spread(self._devices, counts[met.rank])
-        extended.relayout(devices, self._make_ops(devices), met.communicator, counts)
+        extended._relayout(devices, self._make_ops(devices), met.communicator, counts)
         self.generation = met.generation
         for one in list(self._inputs):
-            one.move(devices, extended.strategy._input_context, met.generation)
+            one._move(devices, extended.strategy._input_context, met.generation)
         _log.warning(
             "%s %s It took %.1f s.",
             account(before, numbers, extended.layout, met),

@@ -167,7 +167,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         places = _memories(devices)[1]
         self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
 
-    def relayout(
+    def _relayout(
         self,
         devices: tuple[Device, ...],
         ops: CrossDeviceOps,
@@ -366,7 +366,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
 
-    def undo_drawing(self) -> None:
+    def _undo_drawing(self) -> None:
         """After a run that is undone: random generators of the program are what they were."""
         if self._runner.of_run is not None:
             self._runner.of_run.undo()

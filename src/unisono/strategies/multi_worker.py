@@ -49,7 +49,7 @@ class MultiWorkerExtended(StrategyExtended):
         self.resolver = resolver
         self.membership = membership
 
-    def be_elastic(self, job: ElasticJob) -> None:
+    def _be_elastic(self, job: ElasticJob) -> None:
         """Before anything is made: lets `job` make the runs."""
         self.elastic = job
         job.begin()
@@ -324,7 +324,7 @@ class _Maker:
             **self._settings,
         )
         if members is not None:
-            made.be_elastic(ElasticJob(made, members, own, make_ops))
+            made._be_elastic(ElasticJob(made, members, own, make_ops))
         return made
 
     def _visible(self, membership: Membership, config: ConfigProto) -> tuple[Device, ...]:

@@ -102,7 +102,7 @@ def relayout(strategy: uo.Strategy, num_replicas: int) -> None:
     """Gives the only worker other replicas."""
     devices = tuple(uo.Device("cpu", i) for i in range(num_replicas))
     communicator = IdentityCommunicator()
-    strategy.extended.relayout(devices, ReductionToOneDevice(), communicator, (num_replicas,))
+    strategy.extended._relayout(devices, ReductionToOneDevice(), communicator, (num_replicas,))
 
 
 @pytest.mark.parametrize("clears", [True, False])
@@ -159,7 +159,7 @@ def test_a_run_that_is_undone_leaves_no_trace_but_what_python_did(
         assert first["0.weight"] != before["0.weight"]
         for _ in range(2):
             snapshot.restore()
-            strategy.extended.undo_drawing()
+            strategy.extended._undo_drawing()
             relayout(strategy, 3)
             after = program.state() | {"hooks": before["hooks"]}
             assert [name for name in before if before[name] != after[name]] == []
