@@ -17,7 +17,7 @@ class Guard:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._thread = 0
         self._is_exposed = False
         self._is_stopped = False
@@ -43,10 +43,15 @@ class Guard:
         """After user code that has failed: covers, even if stopped once more while it does."""
         while True:
             try:
-                return self.cover()
+                self.cover()
             except ReplicaStopped:
-                if not self._is_exposed:
-                    return None
+                if self._is_exposed:
+                    continue
+            break
+        # From Python 3.14 on, a thread can be stopped when it has just taken a lock in `with`. The
+        # lock then stays taken.
+        while self._lock._is_owned():  # type: ignore[attr-defined]
+            self._lock.release()
 
     def stop(self, *, is_again: bool = False) -> None:
         """Raises `ReplicaStopped` at the next instruction of user code, or when it is next begun.
