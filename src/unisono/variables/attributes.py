@@ -11,16 +11,22 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from unisono.errors import UnsupportedError
 from unisono.kernels import native_core
-from unisono.variables.metrics import is_own
+from unisono.variables.metrics import is_metric, is_own
 
 # Attributes of torch itself, such as hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
 _TABLES_OF_OWN = ("_parameters", "_modules")
 _KINDS: tuple[type, ...] = (list, OrderedDict, dict, set, deque)
+# What recurrent layers of torch work out from their parameters.
+_CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
+_NOTHING = object()
+# Of these, each replica sees another object.
+_STAND_INS = (nn.Module, nn.Parameter, types.MethodType)
 
 
 def raw(module: nn.Module) -> dict[str, Any]:
@@ -174,6 +180,28 @@ class Attributes:
                 clone.__dict__.pop(name, None)
         return now
 
+    def check_given(self, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]) -> None:
+        """Raises if a replica has changed an attribute for itself, so that no other worker has it.
+
+        A tensor with a graph is no such attribute: no later step can use it.
+        """
+        copied = {id(one.copies[0]): one for one in self._known.values()}
+        for i, clone in enumerate(clones):
+            held = {**raw(clone), **_slots(clone)}
+            if is_metric(held):
+                continue
+            for name in (held.keys() | given.keys()) - TORCH_TABLES - _CACHES:
+                own, (identity, first) = held.get(name, _NOTHING), given.get(name, (1, _NOTHING))
+                # Without an identity, the next run gives it to all replicas again.
+                is_kept = identity and not (isinstance(own, Tensor) and own.grad_fn is not None)
+                if is_kept and not _is_given(first, own, i, copied):
+                    raise UnsupportedError(
+                        f"A step has changed the attribute {name!r} of {type(clone).__name__}, and "
+                        "each replica keeps its own value, so no other worker can take over a "
+                        "replica. Make it a buffer, or return it from the step and pass it to the "
+                        "next one."
+                    )
+
     def _seen_attribute(self, name: str, value: Any) -> list[Any]:
         if name in _TABLES_OF_OWN:
             return [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
@@ -185,7 +213,7 @@ class Attributes:
 
     def seen(self, value: Any) -> list[Any]:
         """Returns what each replica sees in place of `value`."""
-        if isinstance(value, (nn.Module, nn.Parameter, types.MethodType)):
+        if isinstance(value, _STAND_INS):
             return [self._stand_in(value, i) for i in range(self._num_replicas)]
         if isinstance(value, tuple):
             return self._seen_tuple(value)
@@ -229,6 +257,28 @@ class Attributes:
             one.fill(own_parts)
         one.content, one.firsts = content, firsts
         return one
+
+
+def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) -> bool:
+    """Whether a replica still has what it was given together with what replica 0 was given."""
+    if isinstance(first, _STAND_INS):
+        return isinstance(own, _STAND_INS)
+    container = copied.get(id(first))
+    if container is not None:
+        firsts = container.firsts
+        if own is not container.copies[replica]:
+            return False
+        if container.kind is set:
+            plain = [one for one in firsts if not isinstance(one, _STAND_INS)]
+            return len(own) == len(firsts) and own.issuperset(plain)
+        parts = [*own, *own.values()] if issubclass(container.kind, dict) else list(own)
+    elif isinstance(first, tuple) and isinstance(own, tuple):
+        firsts, parts = list(first), list(own)
+    else:
+        return own is first
+    return len(firsts) == len(parts) and all(
+        _is_given(one, part, replica, copied) for one, part in zip(firsts, parts, strict=True)
+    )
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:

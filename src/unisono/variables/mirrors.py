@@ -109,11 +109,11 @@ class Mirrors:
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         """Between runs: forgets the replicas of this worker. The next run makes others.
 
-        These get what all share: parameters, buffers and reduced gradients.
-
         Raises:
-            UnsupportedError: If a replica has gradients that are not reduced: others lack them.
+            UnsupportedError: If a replica has gradients or attributes that other workers lack.
         """
+        for mirror in self._mirrors.values():
+            self._attributes.check_given(mirror.replicas, mirror.given)
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
         if hidden is not None:
             raise UnsupportedError(

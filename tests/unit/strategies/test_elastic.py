@@ -137,6 +137,80 @@ def test_replicas_with_gradients_of_their_own_cannot_be_replaced() -> None:
             relayout(strategy, 3)
 
 
+class Holder(nn.Module):
+    """Has attributes of all kinds, and changes one of them in each call."""
+
+    def __init__(self, change: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.count = 0
+        self.held = [self.layer, {"names": ["a"]}, (1, {2})]
+        self.table = torch.zeros(2)
+        self.change = change
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.change(self)
+        return self.layer(inputs)
+
+
+OWN = {
+    "a number": lambda one: setattr(one, "count", one.count + 1),
+    "a new attribute": lambda one: setattr(one, "seen", True),
+    "a tensor": lambda one: setattr(one, "table", torch.ones(2)),
+    "a list": lambda one: one.held.append(3),
+    "a list in a dict": lambda one: one.held[1]["names"].append("b"),
+    "a set in a tuple": lambda one: one.held[2][1].add(3),
+    "a deletion": lambda one: vars(one).pop("count", None),
+}
+
+
+@pytest.mark.parametrize("change", OWN.values(), ids=OWN)
+def test_replicas_with_attributes_of_their_own_cannot_be_replaced(
+    change: Callable[[Any], object],
+) -> None:
+    with strategy_of(2) as strategy:
+        with strategy.scope():
+            model = Holder(change)
+        strategy.run(lambda: model(torch.rand(4, 6)).sum().backward())
+
+        with pytest.raises(UnsupportedError, match="has changed the attribute"):
+            relayout(strategy, 3)
+
+
+SHARED = {
+    "nothing": (lambda: Holder(lambda one: None), 0),
+    "a tensor with a graph": (
+        lambda: Holder(lambda one: setattr(one, "kept", one.layer.weight * 2)),
+        0,
+    ),
+    "a recurrent layer": (lambda: nn.LSTM(6, 3), 1),
+    "a normalized weight": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(6, 3)), 0),
+}
+
+
+@pytest.mark.parametrize(("make", "is_tuple"), SHARED.values(), ids=SHARED)
+def test_replicas_that_have_what_all_have_can_be_replaced(
+    make: Callable[[], nn.Module], is_tuple: bool
+) -> None:
+    with strategy_of(2) as strategy:
+        with strategy.scope():
+            model = make()
+
+        def step() -> Tensor:
+            outputs = model(torch.ones(4, 6))
+            loss: Tensor = (outputs[0] if is_tuple else outputs).sum()
+            loss.backward()
+            return loss.detach()
+
+        before = strategy.run(step)
+        # What the program changes itself reaches the replicas that come, too.
+        model.eval()
+        relayout(strategy, 3)
+        after = strategy.run(step)
+
+    assert after.values[0].tolist() == before.values[0].tolist()
+
+
 @pytest.mark.parametrize("num_runs_before", [0, 2])
 @pytest.mark.parametrize("clears", [True, False])
 def test_a_run_that_is_undone_leaves_no_trace_but_what_python_did(
