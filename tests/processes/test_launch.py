@@ -307,7 +307,7 @@ def test_all_workers_start_again_when_another_host_comes(tmp_path: Path) -> None
             outputs = [process.communicate(timeout=200) for process in (first, second)]
 
     assert (first.returncode, second.returncode) == (0, 0), outputs
-    # On a busy machine a host may be taken for lost, and come again.
+    # A round that ends before the second host has joined it starts the first worker alone again.
     lines = {line.split("] ")[1] for output, _ in outputs for line in output.splitlines()}
     assert lines == {"worker 0 of 1", "worker 0 of 2", "worker 1 of 2"}
 

@@ -150,17 +150,18 @@ class Holder(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.change(self)
-        return self.layer(inputs)
+        outputs: Tensor = self.layer(inputs)
+        return outputs
 
 
-OWN = {
+OWN: dict[str, Callable[[Any], object]] = {
     "a number": lambda one: setattr(one, "count", one.count + 1),
     "a new attribute": lambda one: setattr(one, "seen", True),
     "a tensor": lambda one: setattr(one, "table", torch.ones(2)),
     "a list": lambda one: one.held.append(3),
     "a list in a dict": lambda one: one.held[1]["names"].append("b"),
     "a set in a tuple": lambda one: one.held[2][1].add(3),
-    "a deletion": lambda one: vars(one).pop("count", None),
+    "a deletion": lambda one: delattr(one, "count") if hasattr(one, "count") else None,
 }
 
 
@@ -177,7 +178,7 @@ def test_replicas_with_attributes_of_their_own_cannot_be_replaced(
             relayout(strategy, 3)
 
 
-SHARED = {
+SHARED: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "nothing": (lambda: Holder(lambda one: None), 0),
     "a tensor with a graph": (
         lambda: Holder(lambda one: setattr(one, "kept", one.layer.weight * 2)),
