@@ -16,7 +16,7 @@ from unisono.communicators.headers import HEADER_BYTES
 from unisono.communicators.transport import BrokenConnectionError
 
 # A wait looks again after a part of the time that has passed.
-_PART = 1 / 16
+_PART = 1 / 8
 _LEAST_SECONDS = 50e-6
 _MOST_SECONDS = 5e-3
 # How often it looks whether a connection is broken.
