@@ -54,7 +54,7 @@ class Play:
     def _start(self, worker: int, *, is_new: bool) -> None:
         history = self._history
         if worker in self._killed:
-            self._crew.replace(worker)
+            self._crew.replace(worker, waits=False)
             self._killed.remove(worker)
         place = history.places[worker]
         namespace = None if self._hosts is None else self._hosts.names[place]
@@ -86,7 +86,7 @@ class Play:
         if self._waiting:
             time.sleep(2.0)
         for worker in {*self._waiting, *self._killed}:
-            self._crew.replace(worker)
+            self._crew.replace(worker, waits=False)
         assert not self._failures, "\n".join([repr(self._history), *self._failures])
         return self._results
 
@@ -206,7 +206,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     for worker, one in results.items():
         if history.program.is_batch_norm_synchronized:
             # After an undone step, memory that the old workers shared may stay until the end.
-            crew.replace(worker)
+            crew.replace(worker, waits=False)
         else:
             assert one.left is None, f"{history}: worker {worker} has left {one.left}"
     return f"{len(done)} are done, {len(it.late)} came too late, {_ends(results)}"

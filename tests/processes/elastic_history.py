@@ -111,7 +111,9 @@ class History:
         if num_hosts > 1:
             if rng.random() < 0.5:
                 # A cut is enough; what is killed besides may leave nobody who may go on.
-                events = events[rng.randrange(num_killed + 1) :]
+                spared = killed[: rng.randrange(num_killed + 1)]
+                gone = [event for event in events if event.worker in spared]
+                events = [one for one in events if one.kind == "pause" or one not in gone]
             for _ in range(rng.choice((0, 1, 1, 2))):
                 events.append(_cut(rng, num_workers, program.num_runs))
         elif rng.random() < 0.1:

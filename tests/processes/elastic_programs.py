@@ -113,6 +113,7 @@ class Program:
     def drawn(rng: random.Random, num_replicas: int) -> Program:
         """Draws one."""
         batch_size = num_replicas * rng.randint(2, 4) + rng.randrange(3)
+        num_whole = rng.randint(2, 4)
         return Program(
             seed=rng.randrange(1 << 30),
             num_replicas=num_replicas,
@@ -124,7 +125,7 @@ class Program:
             is_batch_norm_synchronized=rng.random() < 0.3,
             evaluates=rng.random() < 0.4,
             # The last batch of an epoch is smaller.
-            num_samples=4 * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
+            num_samples=num_whole * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
             batch_size=batch_size,
             num_epochs=2,
         )
