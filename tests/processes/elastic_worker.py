@@ -20,8 +20,7 @@ from processes.elastic_history import COMING, JOINS, Event, History
 from processes.elastic_programs import Program, Training
 from processes.injections import left_over
 from processes.leftovers import Holdings
-from processes.namespaces import enter
-from unisono.cluster.elastic import doors
+from processes.namespaces import apart, enter
 from unisono.cluster.elastic import share_state as share_with_those_who_join
 from unisono.errors import CommunicationError
 from unisono.experimental import CommunicationOptions
@@ -134,7 +133,7 @@ def work(
         if namespace is not None:
             enter(namespace)
             if history.are_apart:
-                stack.enter_context(_apart(namespace))
+                stack.enter_context(apart(namespace))
         fate = _Fate(desk, history, worker, is_new=is_new)
         found, why = _end_of(desk, history, addresses, worker, fate, is_new=is_new)
         if "without this one" in why:
@@ -177,14 +176,6 @@ def _told_when_others_join(fate: _Fate) -> Iterator[None]:
         return original(*args)
 
     with patch.object(elastic_job, "share_state", share_state):
-        yield
-
-
-@contextmanager
-def _apart(namespace: str) -> Iterator[None]:
-    """Processes of other hosts are not seen to end, as on machines of their own."""
-    own = f"{doors.machine_identity()} {namespace}"
-    with patch.object(doors, "machine_identity", lambda: own):
         yield
 
 

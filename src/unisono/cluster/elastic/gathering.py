@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -96,6 +96,7 @@ class Gathering:
         lost: Workers that are probably lost, by number.
         gone: Workers that have left, and do not come.
         admits: Whether workers that want to join are let in.
+        known: For a worker that wants to join, the generation that it knows of.
     """
 
     def __init__(
@@ -106,10 +107,12 @@ class Gathering:
         gone: Collection[int] = (),
         *,
         admits: bool = False,
+        known: Generation | None = None,
     ) -> None:
         self._me = me
         self._admits = admits
         self._position = position
+        self._known = known
         self._lost = set(lost)
         self._gone = set(gone)
         self._start = time.monotonic()
@@ -135,8 +138,9 @@ class Gathering:
         numbers = {one.process: number for number, one in self._contacts().items()}
         return numbers[self._me.contact.process]
 
-    def _contacts(self) -> dict[int, Contact]:
-        return self._standing().contacts
+    def _contacts(self) -> Mapping[int, Contact]:
+        # A worker that wants to join may be on the host of one that has ended, and know of that.
+        return self._standing().contacts if self._known is None else self._known.contacts
 
     def _dead(self) -> list[str]:
         contacts = self._contacts().items()
@@ -224,8 +228,7 @@ class Gathering:
     def _vote(self) -> Vote:
         me = self._me
         me.num_votes += 1
-        dead = [] if me.standing is None else self._dead()
-        return Vote(me.contact, me.num_votes, me.standing, self._position, dead, me.card)
+        return Vote(me.contact, me.num_votes, me.standing, self._position, self._dead(), me.card)
 
     def _accepted(self, proposal: Generation, store: JobStore, token: str) -> Generation | None:
         attempt = proposal.votes.get(self._me.contact.process)
