@@ -37,6 +37,8 @@ _GRACE_SECONDS = 5.0
 # How long to wait for those who have knocked, and for a proposal to be accepted.
 _KNOCK_SECONDS = 3.0
 _ACCEPT_SECONDS = 20.0
+# How long the door of a meeting may take to answer. It may be cut off, or its worker paused.
+_SILENT_SECONDS = 10.0
 _log = logging.getLogger("unisono")
 
 
@@ -196,13 +198,14 @@ class Gathering:
             return None
 
     def _attend(self, store: JobStore, token: str) -> Agreed | None:
-        store.answer_by = None
+        store.answer_by = time.monotonic() + _SILENT_SECONDS
         number = store.add(f"{token}/votes", 1)
         store.set(f"{token}/vote/{number}", self._vote().to_text())
         keys = [f"{token}/{what}" for what in ("proposal", "commit", "refusal")]
         keys += [f"refused/{self._me.contact.process}", "open"]
         accepted: Generation | None = None
         for _ in self._pauses():
+            store.answer_by = time.monotonic() + _SILENT_SECONDS
             proposal, commit, refusal, refused, opened = store.look(keys)
             if refusal is not None:
                 store.add(f"{token}/read", 1)
