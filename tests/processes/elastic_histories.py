@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -18,7 +19,8 @@ from processes.namespaces import Hosts
 from processes.ports import free_ports
 
 _SECONDS = 120.0
-_FIRST_PORT = 4000
+# On a host of its own, nobody else listens. A job may end later than the next one begins.
+_ports = itertools.cycle(range(4000, 9000))
 
 
 class Play:
@@ -35,10 +37,7 @@ class Play:
         if hosts is None:
             self._addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
         else:
-            self._addresses = [
-                f"{hosts.address(place)}:{port}"
-                for port, place in enumerate(history.places, _FIRST_PORT)
-            ]
+            self._addresses = [f"{hosts.address(place)}:{next(_ports)}" for place in history.places]
         self._waiting: set[int] = set()
         self._results: dict[int, Outcome] = {}
         self._failures: list[str] = []
@@ -195,9 +194,15 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
         for host in range(0 if hosts is None else len(hosts.names)):
             hosts.mend(host)
         expected = spare.hear(_SECONDS)
+        saved = list(history.folder.glob("*"))
+        shutil.rmtree(history.folder, ignore_errors=True)
     assert expected["samples"] == history.program.samples(), f"{history}: other samples"
     done = {worker: one.found for worker, one in results.items() if one.found is not None}
     assert done or history.is_harsh, f"{history}: nobody is left"
+    assert not saved or history.is_harsh, f"{history}: there are checkpoints: {saved}"
+    preempted = {one.worker for one in history.events if one.kind == "leave"}
+    others = {worker for worker, one in results.items() if "has left" in one.why} - preempted
+    assert not others or saved, f"{history}: {others} have left, and were not preempted"
     for worker, found in done.items():
         differing = [name for name in expected if found.get(name) != expected[name]]
         assert found.keys() == expected.keys(), f"{history}: other results"

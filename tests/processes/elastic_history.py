@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+import tempfile
 import uuid
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from processes.elastic_programs import POINTS, Program
 from unisono.experimental import CommunicationImplementation
@@ -28,13 +30,15 @@ class Event:
     """What happens to a worker or to its host.
 
     Attributes:
-        kind: "kill", "pause", "return" of one that was killed, "join" of a new one, "cut" of its
-            host from the others, "mute" of its host, which then hears but is not heard, or "mend".
+        kind: "kill", "leave" of one that is preempted, "pause", "return" of one that was killed or
+            has left, "join" of a new one, "cut" of its host from the others, "mute" of its host,
+            which then hears but is not heard, or "mend".
         worker: Which one.
         run: In which of its runs; the others wait there for one that comes.
         point: Where in the run; "" for some time after its begin.
         seconds: How long after the begin.
-        lasting: How many seconds a worker is paused or a host is cut off.
+        lasting: How many seconds a worker is paused, a host is cut off, or a step takes in which a
+            worker is preempted.
     """
 
     kind: str
@@ -78,6 +82,16 @@ class History:
         return is_host_lost or any(one.lasting >= HARSH_SECONDS / 3 for one in self.events)
 
     @property
+    def has_preemptions(self) -> bool:
+        """Whether workers are to leave."""
+        return any(one.kind == "leave" for one in self.events)
+
+    @property
+    def folder(self) -> Path:
+        """Where a checkpoint may be saved."""
+        return Path(tempfile.gettempdir(), f"unisono-{self.name}")
+
+    @property
     def timeout_seconds(self) -> float:
         """How long workers wait for each other."""
         return HARSH_SECONDS if self.is_harsh else USUAL_SECONDS
@@ -108,6 +122,8 @@ class History:
         if runs and len(left) > 1 and rng.random() < 0.5:
             events.append(Event("kill", rng.choice(left), rng.choice(runs), JOINS))
         implementation = rng.choice(_IMPLEMENTATIONS)
+        if rng.random() < 0.3:
+            events = [_preempted(rng, one) if one.kind == "kill" else one for one in events]
         if num_hosts > 1:
             if rng.random() < 0.5:
                 # A cut is enough; what is killed besides may leave nobody who may go on.
@@ -136,6 +152,14 @@ def _killed(rng: random.Random, worker: int, num_runs: int) -> Event:
     if rng.random() < 0.5:
         return Event("kill", worker, run, rng.choice(POINTS))
     return Event("kill", worker, run, "", rng.random() * rng.choice((0.005, 0.05, 0.3)))
+
+
+def _preempted(rng: random.Random, event: Event) -> Event:
+    """Perhaps this instead. After a second, a preempted worker waits no longer for others."""
+    if event.point == JOINS or rng.random() < 0.3:
+        return event
+    point = event.point or "before the run"
+    return Event("leave", event.worker, event.run, point, lasting=rng.choice((0.0, 1.1, 1.1)))
 
 
 def _paused(rng: random.Random, worker: int, num_runs: int, lasting: float | None = None) -> Event:

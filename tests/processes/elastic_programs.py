@@ -157,9 +157,18 @@ class Program:
 
 
 class Training:
-    """A program that is under way on one worker."""
+    """A program that is under way on one worker.
 
-    def __init__(self, strategy: uo.Strategy, program: Program, at: At) -> None:
+    Args:
+        strategy: What it trains with.
+        program: What it trains.
+        at: Called with where it is.
+        folder: Where it saves if all workers are preempted. Without it, SIGTERM ends the process.
+    """
+
+    def __init__(
+        self, strategy: uo.Strategy, program: Program, at: At, folder: str | None = None
+    ) -> None:
         self._strategy, self._program, self._at = strategy, program, at
         torch.manual_seed(program.seed)
         with strategy.scope():
@@ -179,19 +188,24 @@ class Training:
         self._batches = strategy.experimental_distribute_dataset(program.loader())
         unseen = DataLoader(program.data(), program.batch_size)
         self._unseen = strategy.experimental_distribute_dataset(unseen)
+        self._handler: uo.experimental.PreemptionCheckpointHandler | None = None
         if isinstance(strategy, uo.MultiWorkerMirroredStrategy) and strategy.extended.elastic:
-            strategy.experimental_admit(
-                uo.experimental.Checkpoint(
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    scheduler=self.scheduler,
-                    critic=self.critic,
-                    second=self.second,
-                    average=self.average,
-                    input=self._batches,
-                    progress=self,
-                )
+            checkpoint = uo.experimental.Checkpoint(
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                critic=self.critic,
+                second=self.second,
+                average=self.average,
+                input=self._batches,
+                progress=self,
             )
+            if folder is None:
+                strategy.experimental_admit(checkpoint)
+            else:
+                self._handler = uo.experimental.PreemptionCheckpointHandler(
+                    strategy.cluster_resolver, checkpoint, folder
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """What a worker that joins must know of the loop."""
@@ -205,24 +219,37 @@ class Training:
 
     def train(self, begin_run: Callable[[int], None]) -> dict[str, Any]:
         """Returns everything that a program can see at the end."""
-        strategy, at = self._strategy, self._at
+        run = self._train_on if self._handler is None else self._run_with_handler
         while self._epoch < self._program.num_epochs:
             self.model.train()
             for batch in self._batches:
                 begin_run(len(self._losses))
-                at("before the run")
-                results = strategy.run(self._step, args=batch)
-                at("after the run")
-                loss = strategy.reduce("MEAN", results["loss"])
-                samples = strategy.gather(results["numbers"], axis=0)
-                at("after the reduction")
-                self._others.append(strategy.reduce("SUM", results["right"]))
-                self._losses.append(loss)
-                self._samples.append(samples)
+                run(batch)
             if self._program.evaluates:
                 self._evaluate()
             self._epoch += 1
         return dict(self._found())
+
+    def close(self) -> None:
+        """Gives signals back to what they did before."""
+        if self._handler is not None:
+            self._handler.close()
+
+    def _run_with_handler(self, batch: Any) -> None:
+        assert self._handler is not None
+        self._handler.run(self._train_on, batch)
+
+    def _train_on(self, batch: Any) -> None:
+        strategy, at = self._strategy, self._at
+        at("before the run")
+        results = strategy.run(self._step, args=batch)
+        at("after the run")
+        loss = strategy.reduce("MEAN", results["loss"])
+        samples = strategy.gather(results["numbers"], axis=0)
+        at("after the reduction")
+        self._others.append(strategy.reduce("SUM", results["right"]))
+        self._losses.append(loss)
+        self._samples.append(samples)
 
     def _evaluate(self) -> None:
         self.model.eval()

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -22,12 +22,14 @@ from processes.injections import left_over
 from processes.leftovers import Holdings
 from processes.namespaces import apart, enter
 from unisono.cluster.elastic import share_state as share_with_those_who_join
-from unisono.errors import CommunicationError
+from unisono.errors import CommunicationError, JobMismatchError
 from unisono.experimental import CommunicationOptions
 from unisono.strategies import elastic_job
 
 # What a worker tells: it is in the job, or it was given up and asks to be let in again.
 IN, AGAIN = "in", "again"
+# Why a worker has not come to the end: it was preempted.
+LEFT = "it has left"
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 # Worker 0 serves the store of a job's first meeting until its next job.
 _NOTHING_BUT_THE_STORE = _NOTHING._replace(ports=1)
@@ -105,6 +107,10 @@ class _Fate:
                 self._waiting.remove(event)
             if event.kind == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if event.kind == "leave":
+                os.kill(os.getpid(), signal.SIGTERM)
+                time.sleep(event.lasting)
+                return
             self._desk.tell(event)
             os.kill(os.getpid(), signal.SIGSTOP)
             return
@@ -150,6 +156,7 @@ def _end_of(
     """Returns what a worker finds, or why it has not come to the end."""
     torch.manual_seed(worker)
     options = CommunicationOptions(1 << 10, history.timeout_seconds, history.implementation)
+    folder = str(history.folder) if history.has_preemptions else None
     try:
         strategy = _strategy(addresses, worker, history.program, options, elastic=True)
         if is_new:
@@ -157,12 +164,16 @@ def _end_of(
         fate.strategy = strategy
         try:
             with _told_when_others_join(fate):
-                return Training(strategy, history.program, fate).train(fate.begin), ""
+                training = Training(strategy, history.program, fate, folder)
+                with closing(training):
+                    return training.train(fate.begin), ""
         finally:
             fate.strategy = None
             strategy.close()
+    except SystemExit as left:
+        return None, LEFT if left.code == 0 else f"it has left with {left.code}"
     except CommunicationError as error:
-        if not history.is_harsh:
+        if not history.is_harsh or isinstance(error, JobMismatchError):
             raise
         return None, f"{type(error).__name__}: {error}"
 
