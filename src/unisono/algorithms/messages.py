@@ -27,13 +27,7 @@ class Message(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One round of one rank.
-
-    Attributes:
-        peers: The ranks that it exchanges messages with, which may be empty.
-        sends: What it sends, by peer.
-        receives: What it receives, by peer.
-    """
+    """One round of one rank."""
 
     peers: tuple[tuple[int, ...], tuple[int, ...]]
     sends: tuple[Message, ...]
@@ -46,9 +40,6 @@ def turns_of(
     """Returns what `rank` does, round by round.
 
     Args:
-        rounds: The algorithm.
-        rank: The rank.
-        num_terms: The number of terms of each rank.
         root: The only rank that has a term, for a broadcast; None for a sum.
     """
     run = _Run(rounds, num_terms, root)

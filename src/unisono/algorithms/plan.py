@@ -28,8 +28,6 @@ class Combine(NamedTuple):
     """Combines buffers of one memory, and writes the result to each target.
 
     Attributes:
-        sources: The buffers, in the order of the tree.
-        targets: The buffers to write.
         is_result: Whether this is the reduction's result, and not a part of it.
         is_whole: Whether the sources are the replicas' own values, all of them.
     """

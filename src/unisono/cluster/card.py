@@ -30,20 +30,7 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class WorkerCard:
-    """A worker: who it is, and what must be equal on all.
-
-    Attributes:
-        rank: Its place among the workers.
-        host: The name of its host.
-        process_id: Its process there.
-        size: How many workers it counts.
-        num_devices: How many devices it has.
-        num_replicas: How many replicas it wants on all workers; None for one per device.
-        script: The name of its script, and a digest of the file.
-        library: Its version of Unisono.
-        python: Its version of Python, without the last number.
-        torch: Its version of torch.
-    """
+    """A worker: who it is, and what must be equal on all."""
 
     rank: int
     host: str
@@ -63,14 +50,7 @@ class WorkerCard:
         num_replicas: int | None = None,
         script: str | None = None,
     ) -> WorkerCard:
-        """Returns the card of this process.
-
-        Args:
-            membership: Its place among the workers.
-            num_devices: How many devices it has.
-            num_replicas: How many replicas it wants on all workers; None for one per device.
-            script: The file that it runs; `sys.argv[0]` if not given.
-        """
+        """Returns the card of this process."""
         return WorkerCard(
             rank=membership.rank,
             host=socket.gethostname(),

@@ -33,21 +33,7 @@ _GRACE_SECONDS = 1.0
 
 
 def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[WorkerCard, ...]:
-    """Waits for all workers of the job, and checks that they belong together.
-
-    Args:
-        store: The store that `open_store` has returned.
-        card: What this worker says of itself.
-        timeout_seconds: How long to wait for the others.
-
-    Returns:
-        The cards of all workers, by rank.
-
-    Raises:
-        JobMismatchError: On every rank, if workers differ; it says who differs in what.
-        WorkerTimeoutError: If workers have not come in time; it names them.
-        WorkerLostError: If the store is gone, and with it rank 0 or the launcher.
-    """
+    """Waits for all workers of the job, and checks that they belong together."""
     with translated_store_errors():
         return _Meeting(store, card, timeout_seconds).hold()
 

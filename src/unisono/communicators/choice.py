@@ -58,12 +58,7 @@ class Choice:
     """What to connect ranks with.
 
     Attributes:
-        carrier: What carries collectives.
-        why: The reason, in words.
-        engine: What carries messages between hosts, or between all ranks.
-        cost: What an all-reduce is predicted to cost; None if that is not known.
         parts_bytes: From how many bytes on every rank of a host carries its part.
-        link: The constants that decide between algorithms.
     """
 
     carrier: Carrier
@@ -91,11 +86,6 @@ def choose(
     """Chooses for ranks on given hosts.
 
     Args:
-        layout: Where the ranks are.
-        has_native_core: Whether every rank has the native core, which memory is shared through.
-        implementation: What was asked for.
-        is_encrypted: Whether connections are to be encrypted, which TCP connections can be.
-        has_mpi: Whether MPI has started all ranks, and all have mpi4py.
         tuning: The constants of the links, the same on all ranks.
     """
     if layout.size == 1:

@@ -32,9 +32,6 @@ class Communicator(ABC):
     Tensors are dense; an implementation says in `takes` which memories it serves.
 
     Attributes:
-        rank: Which rank this is.
-        size: How many there are.
-        cost: What an all-reduce is predicted to cost, where that is known.
         timeout_seconds: How long a collective may wait for others; None if it never waits.
     """
 
@@ -64,8 +61,6 @@ class Communicator(ABC):
         The terms are contiguous and have one shape and dtype. The others may be overwritten.
 
         Args:
-            op: How terms are combined. A mean is that of floating point or complex numbers.
-            terms: What this rank brings.
             count: For a mean, what to divide the sum by; the number of all terms if not given.
         """
 

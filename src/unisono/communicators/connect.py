@@ -57,15 +57,8 @@ def connect(
     host memory, and sums have the order of the tree.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        timeout_seconds: How long a collective may wait for others; five minutes if not given.
-        implementation: Who carries the collectives.
-        host: The address that other hosts reach this one by; found out if not given.
         joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
             given.
-        tuning: The constants of the links if they were measured, the same on all ranks.
         gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
         can_allocate: Whether `allocate` returns memory that the ranks of a host share, which takes
             a file descriptor.

@@ -45,10 +45,6 @@ class HierarchicalCommunicator(Communicator):
     """Ranks on several hosts, all with the same number of ranks, which follow each other.
 
     Args:
-        inside: Connects the ranks of this host, in order.
-        between: Connects the ranks that have the same position on each host, by host.
-        layout: The ranks of all hosts.
-        watch: The watch over all ranks; closed with this communicator.
         parts_bytes: From here on every rank carries its part between hosts; below, the first rank
             carries all.
     """
@@ -229,12 +225,7 @@ class HierarchicalCommunicator(Communicator):
 
     @contextmanager
     def _collective(self, header: Header, *, agrees: bool = True) -> Iterator[None]:
-        """Surrounds a collective, which begins with a look at whether the ranks of a host agree.
-
-        Args:
-            header: What is called.
-            agrees: Whether they agree here. Otherwise their headers travel with the first data.
-        """
+        """Surrounds a collective, which begins with a look at whether the ranks of a host agree."""
         self._sequence += 1
         with self._watch.collective(header):
             try:

@@ -63,9 +63,6 @@ def all_reduce_nodes(
     """Combines the nodes of all ranks into the first term of each rank.
 
     Args:
-        communicator: Connects the ranks.
-        op: How terms are combined.
-        terms: The nodes that this rank brings: contiguous, of one shape and dtype.
         nodes: Which nodes each rank brings, by rank. Together they are all replicas.
         count: For a mean, what to divide the sum by; the number of replicas if not given.
     """

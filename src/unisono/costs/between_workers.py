@@ -86,12 +86,7 @@ def _by_host_phases(algorithm: str, between: Rounds, ranks_per_host: int) -> tup
 
 
 def running(cluster: Cluster, num_bytes: float) -> tuple[str, tuple[Phase, ...]]:
-    """Returns the name and the phases of the algorithm that Unisono runs for a tensor of this size.
-
-    Args:
-        cluster: The ranks and the constants of their links.
-        num_bytes: The size of one rank's tensor.
-    """
+    """Returns the name and phases of the algorithm that Unisono runs for this size of a tensor."""
     hosts, ranks = cluster.num_hosts, cluster.ranks_per_host
     if hosts == 1:
         # Through shared memory.

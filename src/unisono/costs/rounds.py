@@ -25,7 +25,6 @@ class Phase(NamedTuple):
     """Rounds among some ranks of each host, or all.
 
     Attributes:
-        rounds: What the ranks send each other.
         stride: How far they are apart, counted over all hosts.
         groups: How many groups of such ranks a host takes part in at the same time.
         share: The part of the tensor that each group handles.

@@ -20,11 +20,7 @@ def schedule_seconds(
     """Returns how long `schedule` takes for tensors of `num_bytes`.
 
     Args:
-        schedule: The moves.
-        memories: The memory of each place.
-        link: The cost of a copy between memories.
         memory: The cost of a sum: to begin it, and per byte that is read or written.
-        num_bytes: The size of one replica's tensor.
     """
     free: dict[int, float] = {}
     for move in schedule:

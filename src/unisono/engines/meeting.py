@@ -61,7 +61,6 @@ class ReplicaMeeting:
     (`has_workers`).
 
     Attributes:
-        recorder: What records the run; None if nothing does.
         is_apart: Whether Python does all that is done in meetings again at every replay.
         orders_streams: Whether replicas wait for the streams of each other. Streams that are
             captured separately must not.

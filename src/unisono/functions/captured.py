@@ -50,14 +50,7 @@ class Run(Protocol):
 
 
 class Captures:
-    """The functions that one strategy has captured.
-
-    Args:
-        places: The torch device of each replica.
-        mirrors: The modules of the strategy.
-        generators: What each replica draws from.
-        run: Runs a step eagerly.
-    """
+    """The functions that one strategy has captured."""
 
     def __init__(
         self,
@@ -340,11 +333,7 @@ class _CapturedFunction:
         return step.results()
 
     def stay_eager(self, reason: str) -> None:
-        """Runs the function eagerly from now on.
-
-        Raises:
-            CaptureError: If the function is strict.
-        """
+        """Runs the function eagerly from now on."""
         self.reason = reason
         self._steps.clear()
         if self._function.strict:

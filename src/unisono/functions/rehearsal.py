@@ -36,10 +36,7 @@ class Rehearsal:
 
     Attributes:
         reason: Why the step cannot be captured; empty if nothing was found.
-        settings: Those of the optimizers that could be captured.
         waiting: What they did that waits for the GPU.
-        streams: See `Lanes.streams`.
-        is_capturing: False.
     """
 
     generators: RunGenerators | None = None

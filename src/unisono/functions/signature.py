@@ -40,7 +40,6 @@ class Inputs(NamedTuple):
 
     Attributes:
         key: Equal for arguments that one capture can serve.
-        tensors: The tensors whose values may differ from call to call.
         reason: Why the arguments cannot be captured; empty if they can.
     """
 
@@ -94,11 +93,7 @@ def modes() -> Hashable:
 
 
 class OuterVariables:
-    """The global and outer variables that a function names, as far as they are constants.
-
-    Args:
-        fn: The function.
-    """
+    """The global and outer variables that a function names, as far as they are constants."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         found: Any = inspect.unwrap(fn)

@@ -136,9 +136,6 @@ def seal(leaf: nn.Parameter) -> None:
 
     A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
     replicas is there.
-
-    Raises:
-        ContextError: If there is one already.
     """
     _let_hooks_be_refused()
     hooks = leaf._post_accumulate_grad_hooks

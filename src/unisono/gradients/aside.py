@@ -17,10 +17,6 @@ class Aside:
     """Keeps reduced gradients apart while new ones come, and adds them to these afterwards.
 
     A mean of what is reduced already stays what it is, so for a mean it does nothing.
-
-    Args:
-        op: How gradients become one.
-        is_copied: Whether the next pass writes to the memory of reduced gradients.
     """
 
     def __init__(self, op: ReduceOp, *, is_copied: bool) -> None:

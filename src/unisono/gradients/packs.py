@@ -25,9 +25,6 @@ class Pack(ABC):
 
     It is filled, exchanged with the other workers if there are any, and given to the replicas. One
     of the replicas, or the thread that sends, does each of these for all of them.
-
-    Args:
-        members: The parameters.
     """
 
     def __init__(self, members: Sequence[Leaves]) -> None:
@@ -53,14 +50,7 @@ class Pack(ABC):
 
 
 class Reduction:
-    """How gradients become one within this worker, or wherever its operations reach.
-
-    Args:
-        ops: What reduces them.
-        op: How.
-        options: Hints.
-        devices: The devices of the replicas.
-    """
+    """How gradients become one within this worker, or wherever its operations reach."""
 
     def __init__(
         self,

@@ -21,7 +21,6 @@ class Pass:
     """One backward pass of all replicas of this worker.
 
     Attributes:
-        full: The packs that all replicas have filled before the pass has ended.
         sent: Of these, the exchanges with other workers, in the order of the packs.
         trail: The streams on which gradients came, and those on which they were reduced.
     """

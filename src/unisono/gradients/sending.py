@@ -7,11 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Sender:
-    """Exchanges packs one after another.
-
-    Args:
-        close: Ends the connection to the other workers.
-    """
+    """Exchanges packs one after another."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close

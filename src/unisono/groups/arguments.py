@@ -28,9 +28,7 @@ def options(kind: type[Options], given: object, **fields: Any) -> Options:
     """Returns the options of a collective.
 
     Args:
-        kind: What holds them.
         given: All of them, or the first of `fields`, or None.
-        fields: Options by their names in `kind`; None leaves what torch has for it.
     """
     if isinstance(given, kind):
         return given

@@ -49,10 +49,6 @@ class PackLayout:
     """Where each tensor of a batch is in which pack.
 
     A layout holds no tensor and never changes, so all replicas and threads can share it.
-
-    Attributes:
-        specs: The tensors of the batch.
-        packs: The packs, each a run of segments of one dtype.
     """
 
     specs: tuple[Spec, ...]

@@ -24,13 +24,7 @@ _BYTES_PER_PACK = 16 << 20
 
 
 class AcrossWorkers(CrossDeviceOps):
-    """Reduces over the replicas of all workers, which call the same reductions in one order.
-
-    Args:
-        local: What reduces between the devices of this worker.
-        workers: All workers.
-        devices: The devices of this worker's replicas.
-    """
+    """Reduces over the replicas of all workers, which call the same reductions in one order."""
 
     reads_values = True
 

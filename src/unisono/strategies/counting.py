@@ -33,8 +33,6 @@ class Counting:
     """Knows how many samples each replica has in a run, and had in those before.
 
     Args:
-        devices: The devices of this worker's replicas.
-        workers: All workers.
         is_moving: Whether a worker may get other replicas: it then returns `PerReplica` values,
             however many replicas it has.
 

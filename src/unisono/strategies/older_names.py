@@ -89,15 +89,7 @@ def _distribute_dataset(strategy: Strategy) -> Callable[..., Any]:
 
 
 def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
-    """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`.
-
-    Args:
-        strategy: Whose replicas have the value.
-        aggregation: A `VariableAggregation`, or what `extended.reduce_to` takes.
-        value: The value of the replicas.
-        destinations: Devices as `extended.reduce_to` takes them, a list of names, or None for the
-            devices of the value.
-    """
+    """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`."""
     extended = strategy.extended
     if destinations is None:
         is_here = isinstance(value, DistributedValues)

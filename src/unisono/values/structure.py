@@ -105,11 +105,7 @@ def _record_like(value: Any, fields: Sequence[str], items: list[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A structure without its leaves. Structures of the same containers and names are equal.
-
-    Attributes:
-        paths: The name of each leaf, such as `['image']` or `[0].x`.
-    """
+    """A structure without its leaves. Structures of the same containers and names are equal."""
 
     paths: tuple[str, ...]
     kinds: tuple[type, ...]
@@ -144,7 +140,6 @@ def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, lis
     """Returns the tree of `structure`, and its leaves in order.
 
     Args:
-        structure: The structure.
         is_leaf: Called with a container and its depth; returns whether to treat it as a leaf.
     """
     visitor = _Visitor(is_leaf)
@@ -197,11 +192,6 @@ def regroup(
 
     An object that all replicas share stays as it is, so a single replica's values are never
     wrapped.
-
-    Args:
-        structures: One per replica.
-        devices: The devices of the replicas.
-        counts: How many samples each replica of all workers had, if not all had the same number.
     """
     try:
         return _regroup(structures, (), devices, counts)

@@ -116,10 +116,6 @@ class Attributes:
     Lists, dicts, sets and deques are copied for each replica, also inside one another. One that is
     held in two places is one copy per replica, too. A replica's changes stay in its copy until the
     module's own container changes.
-
-    Args:
-        num_replicas: The number of replicas.
-        stand_in: Returns what a replica sees in place of a module or parameter.
     """
 
     def __init__(self, num_replicas: int, stand_in: Callable[[Any, int], Any]) -> None:
@@ -154,8 +150,6 @@ class Attributes:
         """Gives the clones of a module its attributes, and returns which they are.
 
         Args:
-            module: The primary.
-            clones: The clone of each replica.
             given: What this returned before. Clones keep what they have of attributes that are
                 still the same.
         """

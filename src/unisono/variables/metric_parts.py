@@ -26,12 +26,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def packed(found: Mapping[int, Sequence[Part]], names: Mapping[int, str]) -> list[Tensor]:
-    """Returns parts as tensors, the first of which says what the others are.
-
-    Args:
-        found: What the replicas of this worker have counted, by the numbers of the metrics.
-        names: What the metrics are called.
-    """
+    """Returns parts as tensors, the first of which says what the others are."""
     numbers, tensors = [], []
     for number, parts in found.items():
         numbers += [number, len(parts)]
@@ -51,12 +46,7 @@ def packed(found: Mapping[int, Sequence[Part]], names: Mapping[int, str]) -> lis
 def unpacked(
     tensors: Sequence[Tensor], states: Mapping[int, Sequence[str]]
 ) -> Iterator[tuple[int, list[Part]]]:
-    """Yields the numbers of metrics, with what the replicas of one worker have counted.
-
-    Args:
-        tensors: What `packed` has returned there.
-        states: The names of the states of each metric.
-    """
+    """Yields the numbers of metrics, with what the replicas of one worker have counted."""
     numbers, rest = iter(tensors[0].tolist() if tensors else ()), iter(tensors[1:])
 
     def value() -> Any:

@@ -71,10 +71,6 @@ class MirroredMetric(NamedTuple):
     """A metric, and its clones.
 
     Attributes:
-        number: What it is called among workers.
-        name: What it is called in errors.
-        primary: The metric itself, which the clones do not keep alive.
-        clones: One for each replica of this worker.
         fixed: The numbers and tensors of the primary that are no states.
     """
 
@@ -154,15 +150,7 @@ class MirroredMetric(NamedTuple):
         self.attributes.update(states, _update_count=num_updates, _computed=None)
 
     def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
-        """Returns the number of updates and the states of the primary and all replicas together.
-
-        Args:
-            parts: What the replicas have counted, in the order of their ids.
-            with_own: Whether what the primary has counts.
-
-        Raises:
-            UnsupportedError: If the states cannot be merged.
-        """
+        """Returns the number of updates and the states of the primary and all replicas together."""
         if any(part.was_reset for part in parts) or not with_own:
             states, num_before = self._defaults(), 0
         else:
@@ -220,12 +208,7 @@ class MirroredMetric(NamedTuple):
 
 
 class Metrics:
-    """The metrics of one strategy.
-
-    Args:
-        places: Where the replicas of this worker are.
-        workers: All workers.
-    """
+    """The metrics of one strategy."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places
@@ -267,9 +250,6 @@ class Metrics:
 
         On many workers this is a collective if a metric was updated or reset, so all workers must
         do so in the same runs.
-
-        Args:
-            weights: What each replica counts for; 0 if it had no samples.
         """
         metrics = self._all()
         if not any(metric.is_changed for metric in metrics):

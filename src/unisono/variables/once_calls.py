@@ -37,7 +37,6 @@ class _Owner:
     """Which strategy an object belongs to.
 
     Attributes:
-        mirrors: That of the strategy.
         found: The leaves of an optimizer's parameters, in which generation, and of which. It is
             replaced as a whole.
     """

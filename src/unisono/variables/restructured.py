@@ -18,14 +18,7 @@ _PERSISTENCE = "_non_persistent_buffers_set"
 
 
 class Restructured:
-    """What is to be done to the primaries, so that they have what their replicas have.
-
-    Args:
-        modules: The primaries.
-        primaries: Their buffers.
-        attributes: For each replica, the attributes of its clones.
-        keys: Which buffers: the place of the module, and the name.
-    """
+    """What is to be done to the primaries, so that they have what their replicas have."""
 
     def __init__(
         self,
@@ -40,11 +33,7 @@ class Restructured:
         self._keys = keys
 
     def settle(self, weights: Sequence[float], workers: Workers) -> None:
-        """Changes the primaries.
-
-        Raises:
-            ReplicaMismatchError: On all workers, if the replicas do not have the same.
-        """
+        """Changes the primaries."""
         self._check(workers)
         for module, name in self._keys:
             buffers = [own[module]["_buffers"] for own in self._attributes]

@@ -69,12 +69,7 @@ class _Flat:
 
 
 class Statistics:
-    """The small buffers of all modules.
-
-    Args:
-        places: Where the replicas of this worker are.
-        workers: All workers.
-    """
+    """The small buffers of all modules."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places

@@ -12,12 +12,7 @@ from unisono.errors import ClusterError
 
 
 def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
-    """Returns the job and the number of each of `size` tasks, by rank.
-
-    Args:
-        jobs: How many tasks each job has; None means that all are workers.
-        size: How many tasks there are.
-    """
+    """Returns the job and the number of each of `size` tasks, by rank."""
     counts = {"worker": size} if jobs is None else dict(jobs)
     if sum(counts.values()) != size:
         raise ClusterError(
@@ -47,7 +42,6 @@ class SharedGpus:
     Attributes:
         gpus_per_node: How many the host has; counted if None.
         gpus_per_task: How many each task uses; an even share if None.
-        most_tasks: How many tasks the host with the most has.
     """
 
     gpus_per_node: int | None
