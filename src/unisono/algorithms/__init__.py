@@ -1,6 +1,4 @@
-"""Algorithms as data: who sends what to whom. Plans for given devices, and the code that runs
-them.
-"""
+"""Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
 
 from unisono.algorithms.doubling import doubling, halving
 from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread

@@ -71,10 +71,7 @@ class Engine:
 
 
 def _traced(communicator: Communicator) -> Communicator:
-    """Returns a communicator whose collectives are recorded. Every rank of a group calls it.
-
-    The first group of a process, torch's default one, tells which worker the process is.
-    """
+    """Returns a communicator whose collectives are recorded. Every rank of a group calls it."""
     if not distributed.is_initialized():
         join_workers(communicator.rank, communicator.size)
     # Traces of the ranks are matched by it, so no other group of the job may have the same.

@@ -26,11 +26,7 @@ def make_backend(
     timeout: timedelta,
     check_health: Callable[[float], None] = lambda _: None,
 ) -> tuple[distributed.ProcessGroup.BackendType, Any]:
-    """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time.
-
-    Args:
-        check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
-    """
+    """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time."""
     name = _name_for(group, device)
     own = PrefixStore(f"{device.type}/{name}", store)
     if name == "gloo":

@@ -12,14 +12,7 @@ from unisono.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class Membership:
-    """The same ranks for every launcher: the chief first, then the workers.
-
-    Attributes:
-        coordinator_host: Where the store is served at which all meet; "" for a process alone.
-        coordinator_port: The port of that store; 0 for a process alone.
-        job: The same text on all workers of one job.
-        gpus: The GPUs of its host that this process uses; None means its share of them.
-    """
+    """The same ranks for every launcher: the chief first, then the workers."""
 
     rank: int
     size: int

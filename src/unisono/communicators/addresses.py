@@ -17,10 +17,7 @@ from unisono.system import interface_address
 def own_address(
     store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
 ) -> str:
-    """Returns the address of this rank, on the network that leads to the coordinator.
-
-    All ranks call it.
-    """
+    """Returns the address of this rank, on the network that leads to the coordinator."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     own = host or (
         address_of_interface(interface)

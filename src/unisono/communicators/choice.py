@@ -55,11 +55,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """What to connect ranks with.
-
-    Attributes:
-        parts_bytes: From how many bytes on every rank of a host carries its part.
-    """
+    """What to connect ranks with."""
 
     carrier: Carrier
     why: str
@@ -83,11 +79,7 @@ def choose(
     has_mpi: bool = False,
     tuning: Tuning | None = None,
 ) -> Choice:
-    """Chooses for ranks on given hosts.
-
-    Args:
-        tuning: The constants of the links, the same on all ranks.
-    """
+    """Chooses for ranks on given hosts."""
     if layout.size == 1:
         return Choice(Carrier.NOTHING, "one rank has nothing to exchange")
     if implementation is CommunicationImplementation.RING:

@@ -62,11 +62,7 @@ class StrangeError(ConnectionError):
 
 
 class Greeted(NamedTuple):
-    """A connection to a process of the job.
-
-    Attributes:
-        key: A new key that only both ends know.
-    """
+    """A connection to a process of the job."""
 
     socket: socket.socket
     rank: int

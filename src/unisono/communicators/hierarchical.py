@@ -42,12 +42,7 @@ _MOST_CHUNK_BYTES = 16 << 20
 
 
 class HierarchicalCommunicator(Communicator):
-    """Ranks on several hosts, all with the same number of ranks, which follow each other.
-
-    Args:
-        parts_bytes: From here on every rank carries its part between hosts; below, the first rank
-            carries all.
-    """
+    """Ranks on several hosts, all with the same number of ranks, which follow each other."""
 
     def __init__(
         self,
@@ -85,10 +80,7 @@ class HierarchicalCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result.
-
-        It moves as much as `all_reduce`.
-        """
+        """Combines all terms, and returns the part of this rank in the flattened result."""
         copies = [term.detach().clone() for term in terms]
         self._reduce("reduce_scatter", op, copies, count)
         total = copies[0].view(-1)

@@ -152,10 +152,7 @@ class Collective:
         return [self.link.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
-        """Begins to receive what a peer sends in the same way, into `tensors`.
-
-        Those of a peer that this rank has heard from before may be in memory of the messages.
-        """
+        """Begins to receive what a peer sends in the same way, into `tensors`."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if peer not in self.headers:
             room = self.link.room_of(peer)
@@ -169,10 +166,7 @@ class Collective:
         return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for the headers of peers that this rank hears from for the first time.
-
-        Then what does not come with the headers begins to be received.
-        """
+        """Waits for the headers of peers that this rank hears from for the first time."""
         new = [one for one in received if one.peer not in self.headers]
         if new:
             self.hear(new)

@@ -178,10 +178,7 @@ class NetworkCommunicator(Communicator):
     def _gathered(
         self, collective: Collective, own: Tensor, receivers: Sequence[int]
     ) -> list[Tensor]:
-        """Sends this rank's tensor to `receivers`, and returns those of all ranks on each of them.
-
-        Their shapes may differ, and are in the headers.
-        """
+        """Sends this rank's tensor to `receivers`, which get those of all ranks."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         received = [collective.receive(peer, []) for peer in peers]
         given = {peer: [own] if peer in receivers else [] for peer in peers}

@@ -203,10 +203,7 @@ def coordinator_address(store: Store) -> tuple[str, int] | None:
 
 
 def store_for_threads(store: Store, rank: int, timeout_seconds: float) -> Store:
-    """Returns a store that threads of C++ may use at any time, also while Python ends.
-
-    All ranks call it. The store is torch's own, which rank 0 serves beside that of the job.
-    """
+    """Returns a store that threads of C++ may use at any time, also while Python ends."""
     address = coordinator_address(store)
     if address is None or not isinstance(coordinator_store(store), JobStore):
         return store

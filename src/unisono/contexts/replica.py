@@ -37,12 +37,7 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class CrossReplicaContext:
-    """The code runs once, for all replicas of `strategy`.
-
-    Attributes:
-        replica_id: The replica whose component of a variable is being updated, if one is.
-        generators: What the code draws random numbers from; None outside a run.
-    """
+    """The code runs once, for all replicas of `strategy`."""
 
     replicas: Replicas = field(repr=False)
     replica_id: int | None = None

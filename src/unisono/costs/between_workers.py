@@ -127,10 +127,7 @@ def rounds_of(algorithm: str, num_ranks: int) -> Rounds:
 
 
 def fastest_flat(num_ranks: int, num_bytes: int, link: Link) -> str:
-    """Returns the algorithm that ranks run for a tensor of this size.
-
-    All ranks choose the same one, because they have the same constants.
-    """
+    """Returns the algorithm that ranks run for a tensor of this size."""
     if num_ranks in _LARGE:
         return _LARGE[num_ranks]
     # The choice changes at few sizes, so one power of two stands for all sizes up to the next.

@@ -118,10 +118,7 @@ def _load(one: Round, phase: Phase, ranks_per_host: int) -> Load:
 
 
 def _pairs(send: Send, size: int, hosts: Ranks) -> tuple[Ranks, Ranks]:
-    """Returns who sends to whom, message by message.
-
-    If all hosts do the same, the first host stands for all: each receives what it sends.
-    """
+    """Returns who sends to whom, message by message."""
     senders = np.asarray(send.senders, dtype=np.int64)
     if len(senders) == size:
         senders = senders[hosts[senders] == 0]

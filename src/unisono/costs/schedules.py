@@ -17,11 +17,7 @@ _FAR_BYTES = 1 << 40
 def schedule_seconds(
     schedule: Schedule, memories: Sequence[Hashable], link: Link, memory: Link, num_bytes: float
 ) -> float:
-    """Returns how long `schedule` takes for tensors of `num_bytes`.
-
-    Args:
-        memory: The cost of a sum: to begin it, and per byte that is read or written.
-    """
+    """Returns how long `schedule` takes for tensors of `num_bytes`."""
     free: dict[int, float] = {}
     for move in schedule:
         places = (move.root, *move.members)

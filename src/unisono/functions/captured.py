@@ -266,10 +266,7 @@ class _CapturedFunction:
         *,
         is_last: bool,
     ) -> Any:
-        """Runs eagerly, and finds out whether the step can be captured.
-
-        What only the first call does, such as setting up a library, is no obstacle.
-        """
+        """Runs eagerly, and finds out whether the step can be captured."""
         rehearsal = Rehearsal(self._of.lanes.streams)
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)

@@ -40,12 +40,7 @@ class Lane:
 
 
 class Lanes:
-    """The memories of all replicas of this worker.
-
-    Attributes:
-        streams: For each replica the stream that it computes on if its memory is one of several;
-            otherwise empty, and all use the stream of their caller.
-    """
+    """The memories of all replicas of this worker."""
 
     def __init__(self, memories: Sequence[Hashable], places: Sequence[torch.device]) -> None:
         found: dict[Hashable, list[int]] = {}
@@ -62,10 +57,7 @@ class Lanes:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Within the block this thread uses the streams of the lanes.
-
-        A capture needs a stream that is not the default one, and so do the calls before it.
-        """
+        """Within the block this thread uses the streams of the lanes."""
         # One for each GPU.
         firsts = list({lane.place: lane.stream for lane in reversed(self.all)}.values())
         self.fork()

@@ -32,12 +32,7 @@ _LIBRARIES = (
 
 
 class Rehearsal:
-    """Watches one eager run.
-
-    Attributes:
-        reason: Why the step cannot be captured; empty if nothing was found.
-        waiting: What they did that waits for the GPU.
-    """
+    """Watches one eager run."""
 
     generators: RunGenerators | None = None
     is_capturing = False

@@ -36,12 +36,7 @@ def constant(value: Any) -> Hashable:
 
 
 class Inputs(NamedTuple):
-    """The arguments of a run, taken apart.
-
-    Attributes:
-        key: Equal for arguments that one capture can serve.
-        reason: Why the arguments cannot be captured; empty if they can.
-    """
+    """The arguments of a run, taken apart."""
 
     key: Hashable
     tensors: list[Tensor]

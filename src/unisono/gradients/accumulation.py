@@ -64,11 +64,7 @@ class Weighting:
         owners: Iterable[Leaves],
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        """Before a run: hooks the leaves of replicas that do not count as one.
-
-        Autograd adds to a leaf on the stream on which the leaf was hooked, so each is hooked on the
-        stream of its replica.
-        """
+        """Before a run: hooks the leaves of replicas that do not count as one."""
         if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
@@ -172,10 +168,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:
-    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order.
-
-    It is called in a meeting of the replicas.
-    """
+    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order."""
     with for_all(context):
         for one in owners:
             for hook in list((one.primary._post_accumulate_grad_hooks or {}).values()):

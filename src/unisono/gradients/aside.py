@@ -31,10 +31,7 @@ class Aside:
         return bool(self._kept)
 
     def hook(self, one: Leaves) -> list[Callable[[], None]]:
-        """Puts aside what the leaves of a parameter have before something is added to it.
-
-        Returns what takes the hooks away again.
-        """
+        """Puts aside what the leaves of a parameter have before something is added to it."""
         if not self._is_needed:
             return []
         return [self._hook_leaf(one, replica_id) for replica_id in range(len(one.leaves))]

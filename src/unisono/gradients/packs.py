@@ -35,10 +35,7 @@ class Pack(ABC):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """Takes in the gradients of this worker's replicas; of some parameters there are new ones.
-
-        Some may have been `combined` before, by a user's own reduction.
-        """
+        """Takes in this worker's gradients, some of which may have been `combined` before."""
 
     @abstractmethod
     def exchange(self) -> None:

@@ -14,10 +14,7 @@ class Sender:
         self._threads: ThreadPoolExecutor | None = None
 
     def send(self, exchange: Callable[[], None], sent: list[Future[None]]) -> None:
-        """Exchanges a pack after those that were `sent`, and adds it to them.
-
-        If the one before it failed, it does: the same packs do on all workers.
-        """
+        """Exchanges a pack after those that were `sent`, and adds it to them."""
         before = sent[-1:]
 
         def send() -> None:

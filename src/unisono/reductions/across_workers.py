@@ -176,10 +176,7 @@ class AcrossWorkers(CrossDeviceOps):
         ]
 
     def combine_gradients(self, op: ReduceOp, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Lets a user's own reduction combine all gradients of this worker's replicas.
-
-        The sum over all workers follows, and for a mean the division by the number of all replicas.
-        """
+        """Lets a user's own reduction combine all gradients of this worker's replicas."""
         target = Destinations(self._devices[:1])
         pairs = [(PerReplica.placed(tuple(own), self._devices), target) for own in values]
         results = self._local.reduce_gradients(_undivided(op), pairs)

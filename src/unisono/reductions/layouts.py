@@ -25,13 +25,7 @@ def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What each worker contributes to a sum: its replicas, combined as far as the tree allows.
-
-    Attributes:
-        first: The first replica of this worker.
-        are_plain: Whether a communicator adds the terms as they are. Otherwise each term is a node
-            of the tree of all replicas.
-    """
+    """What each worker contributes to a sum: its replicas, combined as far as the tree allows."""
 
     by_rank: tuple[tuple[Node, ...], ...]
     rank: int

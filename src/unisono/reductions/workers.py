@@ -101,10 +101,7 @@ class Workers:
         return (torch.cat(gathered, dim=axis) if len(gathered) > 1 else here), first
 
     def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the lists of tensors of all workers, in host memory.
-
-        Lengths, shapes and dtypes may differ.
-        """
+        """Returns the lists of tensors of all workers, in host memory."""
         kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
         header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
         packs = [one.detach().to(_HOST).contiguous().flatten().view(torch.uint8) for one in tensors]

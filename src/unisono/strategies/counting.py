@@ -99,10 +99,7 @@ class Counting:
         )
 
     def factors(self, op: ReduceOp) -> list[float]:
-        """Returns what the values of this worker's replicas count for in the run under way.
-
-        Those of a replica without samples count nothing, and the others alike. Empty if all do.
-        """
+        """Returns what the values of this worker's replicas count for in the run under way."""
         return self._factors(op, self.presence)
 
     @property

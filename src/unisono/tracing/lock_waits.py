@@ -20,13 +20,7 @@ _SCHEDULED = "/proc/thread-self/schedstat"
 
 
 class Reading(NamedTuple):
-    """What one thread did with its time, in nanoseconds.
-
-    Attributes:
-        running: On a core.
-        queued: Ready, while other threads had the cores.
-        slices: How often it got a core.
-    """
+    """What one thread did with its time, in nanoseconds."""
 
     wall: int = 0
     running: int = 0

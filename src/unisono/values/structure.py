@@ -137,11 +137,7 @@ class _Node(NamedTuple):
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:
-    """Returns the tree of `structure`, and its leaves in order.
-
-    Args:
-        is_leaf: Called with a container and its depth; returns whether to treat it as a leaf.
-    """
+    """Returns the tree of `structure`, and its leaves in order."""
     visitor = _Visitor(is_leaf)
     try:
         root = visitor.visit(structure, "", ())
@@ -188,11 +184,7 @@ def regroup(
     devices: tuple[Device, ...],
     counts: tuple[int, ...] | None = None,
 ) -> Any:
-    """Makes one structure of `PerReplica` values from the structures of the replicas.
-
-    An object that all replicas share stays as it is, so a single replica's values are never
-    wrapped.
-    """
+    """Makes one structure of `PerReplica` values from the structures of the replicas."""
     try:
         return _regroup(structures, (), devices, counts)
     except RecursionError:
@@ -235,10 +227,7 @@ def _regroup(
 
 
 def select_replica(replica_id: int, structure: Any) -> Any:
-    """Replaces every distributed value in `structure` by its component of one replica.
-
-    A mapping or dataclass without a distributed value stays the same object.
-    """
+    """Replaces every distributed value in `structure` by its component of one replica."""
     # The common case: tensors, which need no opening.
     kind = type(structure)
     if isinstance(structure, DistributedValues):

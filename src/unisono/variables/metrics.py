@@ -55,10 +55,7 @@ def is_clone(attributes: dict[str, Any]) -> bool:
 
 
 def note_updates(clone: nn.Module, count: int) -> None:
-    """Notes what becomes of a clone whose number of updates is set to `count`.
-
-    `forward` resets a metric for a while, and sets the number back to what it was.
-    """
+    """Notes what becomes of a clone whose number of updates is set to `count`."""
     own = clone.__dict__
     if count == 0:
         own[_HAD_BEEN_RESET] = own[_WAS_RESET]
@@ -68,11 +65,7 @@ def note_updates(clone: nn.Module, count: int) -> None:
 
 
 class MirroredMetric(NamedTuple):
-    """A metric, and its clones.
-
-    Attributes:
-        fixed: The numbers and tensors of the primary that are no states.
-    """
+    """A metric, and its clones."""
 
     number: int
     name: str
@@ -246,11 +239,7 @@ class Metrics:
             metric.begin()
 
     def end(self, weights: Sequence[float]) -> None:
-        """After a successful run: adds the counts of all replicas to the primaries.
-
-        On many workers this is a collective if a metric was updated or reset, so all workers must
-        do so in the same runs.
-        """
+        """After a successful run: adds the counts of all replicas to the primaries."""
         metrics = self._all()
         if not any(metric.is_changed for metric in metrics):
             return

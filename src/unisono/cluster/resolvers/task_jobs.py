@@ -37,12 +37,7 @@ def spec_of(named: Sequence[tuple[str, int]], addresses: Sequence[str | None]) -
 
 @dataclass(frozen=True)
 class SharedGpus:
-    """How the tasks of a host share its GPUs.
-
-    Attributes:
-        gpus_per_node: How many the host has; counted if None.
-        gpus_per_task: How many each task uses; an even share if None.
-    """
+    """How the tasks of a host share its GPUs."""
 
     gpus_per_node: int | None
     gpus_per_task: int | None
