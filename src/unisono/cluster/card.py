@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unisono.cluster.membership import Membership
+from unisono.communicators.headers import ranks_in_words
 
 # What must be equal on all workers, and how a message names it.
 _FACTS = {
@@ -90,18 +91,12 @@ def differences(cards: Sequence[WorkerCard]) -> tuple[list[str], list[int]]:
         for card in cards:
             holders.setdefault(getattr(card, fact), []).append(card.rank)
         if len(holders) > 1:
-            groups = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items()]
+            groups = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items()]
             sentences.append(f"{name}: {', '.join(groups)}")
             # Of equally many, those with the lowest rank count as right.
             _, *others = sorted(holders.values(), key=lambda ranks: (-len(ranks), min(ranks)))
             odd.update(rank for ranks in others for rank in ranks)
     return sentences, sorted(odd)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns `rank 2`, or `ranks 1, 3 and 4`."""
-    *first, last = map(str, ranks)
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _script(path: str) -> str:

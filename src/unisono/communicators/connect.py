@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.gloo import GlooMaker
-from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
-from unisono.communicators.hosts import Layout, host_identity
+from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.limits import check_limits, own_limits
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
@@ -213,7 +212,7 @@ class _Link:
         number, position = layout.place(self._rank)
         peers = [ranks[position] for ranks in layout.hosts]
         with ExitStack() as made:
-            with _named_globally(layout.hosts[number], "which are on one host"):
+            with _named_globally(layout.hosts[number]):
                 inside = SharedMemoryCommunicator(
                     PrefixStore(f"host {number}", self._store),
                     position,
@@ -236,7 +235,7 @@ class _Link:
             gloo = None
             if self._gloo is not None and choice.engine is Engine.GLOO:
                 gloo = self._gloo(watch.check_health)
-            with _named_globally(peers, "one on each host", watch):
+            with _named_globally(peers, watch, "one on each host"):
                 between = NetworkCommunicator(
                     PrefixStore(f"position {position}", self._store),
                     number,
@@ -258,7 +257,9 @@ class _Link:
 
 
 @contextmanager
-def _named_globally(ranks: Sequence[int], which: str, watch: Watch | None = None) -> Iterator[None]:
+def _named_globally(
+    ranks: Sequence[int], watch: Watch | None = None, which: str = ON_ONE_HOST
+) -> Iterator[None]:
     """Gives the ranks of an error of a part, which counts its own, the numbers of the whole.
 
     The errors of `watch`, which is over the whole, have them already.
@@ -268,7 +269,4 @@ def _named_globally(ranks: Sequence[int], which: str, watch: Watch | None = None
     except CommunicationError as error:
         if watch is not None and error is watch.failure:
             raise
-        raise type(error)(
-            f"Among {ranks_in_words(ranks)}, {which} and counted from 0 there: {error}",
-            [ranks[rank] for rank in error.ranks],
-        ) from error
+        raise named_globally(error, ranks, which) from error

@@ -19,13 +19,8 @@ from torch import Tensor
 
 from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import (
-    HEADER_BYTES,
-    Header,
-    check_agreement,
-    ranks_in_words,
-)
-from unisono.communicators.hosts import Layout
+from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.hosts import Layout, named_globally
 from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.sums import combine_into
@@ -255,12 +250,7 @@ class HierarchicalCommunicator(Communicator):
         # What `between` raises has gone through the watch, which knows the ranks of all hosts.
         if error is self._watch.failure:
             return error
-        ranks = self._layout.hosts[self._between.rank]
-        return type(error)(
-            f"Among {ranks_in_words(ranks)}, which are on one host and counted from 0 there: "
-            f"{error}",
-            [ranks[rank] for rank in error.ranks],
-        )
+        return named_globally(error, self._layout.hosts[self._between.rank])
 
 
 def _of_sums(op: ReduceOp) -> ReduceOp:

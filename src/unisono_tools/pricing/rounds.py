@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.algorithms import Round, Rounds, Send
-from unisono.costs.links import Cluster, Line
+from unisono.costs import Cluster, Line
 
 Ranks: TypeAlias = npt.NDArray[np.int64]
 _FAR_BYTES = 1 << 40
