@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
+from unisono.errors import (
+    ReplicaMismatchError,
+    UnequalCollectivesError,
+    UnsupportedError,
+    add_note,
+)
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.metric_parts import Part, as_list, packed, unpacked
 
 # The attribute with the number of updates.
 UPDATES = "_update_count"
@@ -62,6 +66,15 @@ def note_updates(clone: nn.Module, count: int) -> None:
         own[_WAS_RESET] = True
     elif count != own[UPDATES] + 1:
         own[_WAS_RESET] = own[_HAD_BEEN_RESET]
+
+
+class Part(NamedTuple):
+    """What one replica counted in a run."""
+
+    num_updates: int
+    was_reset: bool
+    # Tensors, and lists of tensors.
+    states: dict[str, Any]
 
 
 class MirroredMetric(NamedTuple):
@@ -184,7 +197,7 @@ class MirroredMetric(NamedTuple):
 
     def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
         if isinstance(own, list) or isinstance(values[0], list):
-            return [one for value in (own, *values) for one in as_list(value)]
+            return [one for value in (own, *values) for one in _as_list(value)]
         reduction = self.attributes["_reductions"][name]
         how = _how(reduction)
         here = [value.to(own.device) for value in values]
@@ -285,6 +298,10 @@ def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
     return is_number and not is_own(attributes, name)
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _how(reduction: Any) -> str:
     """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
     name = getattr(reduction, "__name__", "")
@@ -304,9 +321,20 @@ def _parts_of_all(
     if not workers.are_many:
         return found
     names = {metric.number: metric.name for metric in metrics}
-    states = {metric.number: list(metric.attributes["_defaults"]) for metric in metrics}
+    for number, parts in found.items():
+        for name, value in ((n, v) for part in parts for n, v in part.states.items()):
+            if not all(isinstance(one, Tensor) for one in _as_list(value)):
+                raise UnsupportedError(
+                    f"The state {name!r} of {names[number]} holds objects other than tensors, "
+                    "which workers cannot exchange. Update the metric outside `run`."
+                )
     everybody: dict[int, list[Part]] = {}
-    for tensors in workers.gather_lists(packed(found, names)):
-        for number, parts in unpacked(tensors, states):
+    for of_worker in workers.gather_objects(found):
+        for number, parts in of_worker.items():
+            if number not in names:
+                raise ReplicaMismatchError(
+                    "Another worker has updated a metric that this worker does not have. Make and "
+                    "update the same metrics in the same order on every worker."
+                )
             everybody.setdefault(number, []).extend(parts)
     return everybody
