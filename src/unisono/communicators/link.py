@@ -30,12 +30,8 @@ class Link:
     """What a transport can do, with headers and with errors that name the ranks at fault.
 
     Args:
-        transport: What carries messages; closed with this object.
-        watch: Finds out what is wrong when a wait takes long, and keeps the first error.
-        owns_watch: Whether this object reports to the watch, and closes it.
         speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
         ranks: The numbers that the watch has for the ranks of the transport.
-        packed_bytes: How many bytes may travel with a header; chosen if not given.
     """
 
     def __init__(
@@ -138,12 +134,7 @@ class Link:
 
 
 class Collective:
-    """One collective, as one rank calls it.
-
-    Attributes:
-        link: What carries it.
-        headers: What the ranks call from which this one has heard.
-    """
+    """One collective, as one rank calls it."""
 
     def __init__(self, link: Link, header: Header) -> None:
         self.link = link
@@ -166,10 +157,7 @@ class Collective:
         return [self.link.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
-        """Begins to receive what a peer sends in the same way, into `tensors`.
-
-        Those of a peer that this rank has heard from before may be in memory of the messages.
-        """
+        """Begins to receive what a peer sends in the same way, into `tensors`."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if peer not in self._awaited:
             self._awaited.add(peer)
@@ -187,13 +175,7 @@ class Collective:
         return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for headers without which nothing else can be received from a peer.
-
-        Then the rest begins to be received.
-
-        Raises:
-            UnequalCollectivesError: if the headers are not those of one collective.
-        """
+        """Waits for headers before which nothing else can be received from a peer."""
         if not self.link.is_tagged([tensor for one in received for tensor in one.tensors]):
             self._meet(received)
 
