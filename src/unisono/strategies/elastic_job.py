@@ -33,13 +33,13 @@ from unisono.reductions import (
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_values import ElasticValues
 from unisono.strategies.joining import forget_elastic, remember_elastic
-from unisono.strategies.known_results import packed, unpacked
+from unisono.strategies.known_results import Told, packed, unpacked
 from unisono.values import (
     PerReplica,
     flatten,
     map_leaves,
 )
-from unisono.variables import Snapshot
+from unisono.variables import KeptVariables, Leaves, Snapshot
 
 if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
@@ -74,6 +74,7 @@ class ElasticJob(ElasticValues):
 
     Attributes:
         generation: Which workers there are: it changes with them.
+        variables: The variables of the program.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ElasticJob(ElasticValues):
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        self.variables = KeptVariables()
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
@@ -138,6 +140,7 @@ class ElasticJob(ElasticValues):
         if self._arrival is not None:
             admission.take(self._arrival["state"])
             self._snapshot.take_gradients(self._arrival["gradients"])
+            self.variables.take(self._arrival["variables"])
             self._arrival = None
 
     def at_boundary(self, given: Any) -> None:
@@ -148,7 +151,11 @@ class ElasticJob(ElasticValues):
             return
         self._is_asked = False
         start = time.monotonic()
-        state = {"state": self._admission.state_of(), "gradients": self._snapshot.gradients()}
+        state = {
+            "state": self._admission.state_of(),
+            "gradients": self._snapshot.gradients(),
+            "variables": self.variables.state(),
+        }
         # If a worker is lost meanwhile, those who join may need it when others run already.
         self._boundary = map_leaves(_kept, state)
         met, _ = self._meet(None, admits=True)
@@ -173,13 +180,16 @@ class ElasticJob(ElasticValues):
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
+        had_gradients = keeps and any(map(_has_gradient, self._extended.mirrors.all_leaves))
         self._snapshot.begin(keep_gradients=keeps)
+        self.variables.begin()
         results: list[Any] = []
 
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
+            leaves, is_asked = _distributed(results[0]), self.members.newcomers()
+            return packed(leaves, self.variables.told(), is_asked=is_asked)
 
         def undo() -> None:
             if not lost and _lost_arguments(given):
@@ -201,15 +211,20 @@ class ElasticJob(ElasticValues):
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
             self._snapshot.restore()
+            self.variables.restore()
             self._extended._undo_drawing()
 
+        is_complete = False
         try:
             with _Busy(self):
                 generation, known = self._transact(work, undo)
+            is_complete = True
         finally:
             self._snapshot.end()
-        if code is not None:
-            self._adds[code] = self._extended.gradients.has_added
+            self.variables.end(is_complete=is_complete)
+        if code is not None and (had_gradients or self._extended.gradients.has_added):
+            # A step that has added once may do so again: it may clear gradients in some runs only.
+            self._adds[code] = self._extended.gradients.has_added or self._adds.get(code, False)
         leaves = _distributed(results[0])
         for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
             leaf.note_origin(generation, of_all)
@@ -254,9 +269,9 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
-                known, is_asked = unpacked(rows)
-                self._is_asked = self._is_asked or is_asked
-                return generation, known
+                told = self._told(rows)
+                self._is_asked = self._is_asked or told.is_asked
+                return generation, told.known
             caller.restore()
             start = time.monotonic()
             try:
@@ -268,9 +283,16 @@ class ElasticJob(ElasticValues):
                 failure = None
             if handed is None:
                 undo()
-            self._move(met, start, is_undone=handed is None)
-            if handed is not None:
-                return generation, unpacked(handed)[0]
+            taken = None if handed is None else self._told(handed)
+            self._move(met, start, is_undone=taken is None)
+            if taken is not None:
+                return generation, taken.known
+
+    def _told(self, rows: list[Tensor]) -> Told:
+        """Reads what came with a commit. What replicas wrote for themselves is known then."""
+        told = unpacked(rows)
+        self.variables.settle(told.variables, self._extended.layout)
+        return told
 
     def _meet(
         self, error: CommunicationError | None, *, admits: bool = False
@@ -331,6 +353,10 @@ class _Busy:
 
     def __exit__(self, *error: object) -> None:
         self._job._is_busy = False
+
+
+def _has_gradient(leaves: Leaves) -> bool:
+    return leaves.primary.grad is not None
 
 
 def _kept(leaf: Any) -> Any:

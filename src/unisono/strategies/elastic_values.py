@@ -38,6 +38,7 @@ class ElasticValues:
         generation: int
         _extended: MultiWorkerExtended
         _is_busy: bool
+        is_arriving: bool
 
         def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
             """See `ElasticJob.transact`."""
@@ -85,6 +86,12 @@ class ElasticValues:
             for tensor, count in zip(tensors, counts, strict=True)
         ]
         return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
+
+    def of_chief(self, tensor: Tensor) -> Tensor:
+        """Returns the value that the chief has. A worker that joins gets all values later."""
+        if self.is_arriving:
+            return tensor
+        return self.transact(lambda: self._extended.workers.of_chief(tensor), _nothing)
 
     def _checked(self, value: PerReplica) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""

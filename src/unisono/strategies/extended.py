@@ -185,12 +185,17 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         Raises:
             UnsupportedError: If a replica has something that only it knows.
         """
+        variables = None if self.elastic is None else self.elastic.variables
+        if variables is not None:
+            variables.check(has_unreduced=self.gradients.has_unreduced)
         self.mirrors.relayout(*_memories(devices))
         self.gradients.retire()
         self._captures.close()
         self._runner.close()
         self.workers.change(communicator, counts)
         self._lay_out(devices, ops)
+        if variables is not None:
+            variables.relayout()
 
     def bind(self, strategy: Strategy) -> None:
         """Says whose extension this is."""
