@@ -136,6 +136,9 @@ class ElasticJob(ElasticValues):
 
     def admit(self, admission: Admission) -> None:
         """Lets workers join from now on; on one that has joined, takes over what it got."""
+        for one in self._inputs:
+            if admission.holds(one):
+                one.check_known()
         self._admission = admission
         if self._arrival is not None:
             admission.take(self._arrival["state"])
@@ -148,6 +151,9 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         if not self._is_asked or self._admission is None or not self._admission.holds(given):
+            return
+        if any(one.is_read_apart for one in self._inputs):
+            # A new worker would not know how far the others are.
             return
         self._is_asked = False
         start = time.monotonic()
@@ -370,6 +376,6 @@ def _distributed(structure: Any) -> list[PerReplica]:
 def _lost_arguments(given: Any) -> str:
     """Names an argument of which this worker does not know the components of all replicas."""
     for leaf in _distributed(given):
-        if leaf.known_everywhere is None:
+        if not leaf.can_be_laid_out:
             return f"a `PerReplica` of {len(leaf.values)} values"
     return ""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from unisono.devices import cpu_slots, this_machine
 from unisono.errors import UnsupportedError
-from unisono.input import copied
+from unisono.input import copied, filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
-from unisono.reductions import Destinations, ReductionToOneDevice
+from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout
+from unisono.strategies.known_results import packed
 from unisono.values import (
     Mirrored,
     PerReplica,
@@ -26,6 +27,7 @@ from unisono.values import (
 )
 
 if TYPE_CHECKING:
+    from unisono.cluster.elastic import ElasticMembers
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
@@ -39,6 +41,13 @@ class ElasticValues:
         _extended: MultiWorkerExtended
         _is_busy: bool
         is_arriving: bool
+
+        members: ElasticMembers
+
+        def _transact(
+            self, work: Callable[[], Tensor], undo: Callable[[], None]
+        ) -> tuple[int, list[tuple[Any, ...] | None]]:
+            """See `ElasticJob._transact`."""
 
         def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
             """See `ElasticJob.transact`."""
@@ -87,6 +96,25 @@ class ElasticValues:
         ]
         return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
 
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each worker has."""
+        return self._extended.layout
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The number of the worker that each replica has. A worker keeps its number."""
+        pairs = zip(self.members.met.members, self.layout.counts, strict=True)
+        return tuple(number for number, count in pairs for _ in range(count))
+
+    def tell(
+        self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
+    ) -> tuple[int, tuple[int, ...]]:
+        """All workers tell each other numbers; see `unisono.input.Moving`."""
+        generation, known = self._transact(lambda: packed([PerReplica(own())]), undo)
+        assert known[0] is not None
+        return generation, known[0]
+
     def of_chief(self, tensor: Tensor) -> Tensor:
         """Returns the value that the chief has. A worker that joins gets all values later."""
         if self.is_arriving:
@@ -120,6 +148,10 @@ class ElasticValues:
             return leaf
         if leaf.origin.generation == self.generation:
             return leaf
+        if leaf.origin.step is not None:
+            parts = self._placed(filled(leaf.values, len(devices)))
+            counts = leaf.origin.step.counts_for(self.owners)
+            return PerReplica.placed(parts, devices, counts, is_input=leaf.is_input)
         of_all = leaf.origin.of_all
         if of_all is None:
             self._checked(leaf)

@@ -1,7 +1,7 @@
 """The variables of an elastic job, whose workers may get other replicas while the program runs.
 
 Of a variable with an aggregation, all workers have the same value. What replicas write for
-themselves (`ON_READ`, or the aggregation `NONE`) is told to all workers at the end of the run, so
+themselves (`ON_READ`, or the aggregation `NONE`), all workers exchange at the end of the run, so
 that another worker can go on with the component of a lost replica.
 """
 

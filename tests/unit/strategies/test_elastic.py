@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnisonoError, UnsupportedError, WorkerLostError
+from unisono.input.moving import OwnStep
 from unisono.reductions import ReductionToOneDevice
 from unisono.strategies.known_results import packed, unpacked
 from unisono.values import PerReplica
@@ -554,9 +555,65 @@ def _hook(strategy: uo.Strategy) -> None:
     strategy.register_comm_hook(None, lambda state, bucket: bucket.buffer())
 
 
-def _off(strategy: uo.Strategy) -> None:
-    options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.OFF)
-    strategy.experimental_distribute_dataset([torch.ones(4)], options)
+def test_a_step_of_data_that_workers_read_for_themselves_is_dealt_again() -> None:
+    lost: list[Any] = []
+    # Workers 0 to 2 had 2, 2 and 1 replicas.
+    step = OwnStep((0, 0, 1, 1, 2), (3, 2, 4, 4, 1), lambda *what: lost.append(what))
+
+    assert step.counts_for((0, 0, 0, 2, 2)) == (3, 2, 0, 1, 0)
+    assert step.counts_for((0, 0, 0, 0, 0)) == (3, 2, 0, 0, 0)
+    # Each lost worker counts once.
+    assert step.counts_for((0, 0, 0, 0, 0)) == (3, 2, 0, 0, 0)
+    assert lost == [([1], 8), ([2], 1)]
+    with pytest.raises(UnsupportedError, match="joined"):
+        step.counts_for((0, 1, 1, 2, 3))
+    with pytest.raises(UnsupportedError, match="only it had samples"):
+        OwnStep((0, 1), (0, 3), lambda *_: None).counts_for((0, 0))
+
+
+@pytest.mark.parametrize("policy", [uo.AutoShardPolicy.FILE, uo.AutoShardPolicy.OFF])
+def test_an_only_worker_reads_all_data_that_it_reads_for_itself(policy: uo.AutoShardPolicy) -> None:
+    options = uo.InputOptions(auto_shard_policy=policy)
+    seen = []
+    with strategy_of(3, elastic=True) as strategy:
+        losing = Losing(1)
+
+        def step(x: Tensor) -> Tensor:
+            losing()
+            return x
+
+        for x in strategy.experimental_distribute_dataset([*torch.arange(10).split(4)], options):
+            seen.append(strategy.gather(strategy.run(step, args=(x,)), 0).tolist())
+            losing.num_runs += 1
+
+    assert seen == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+
+
+def test_values_from_a_function_are_known_for_all_replicas() -> None:
+    with strategy_of(3, elastic=True) as strategy:
+        given = strategy.experimental_distribute_values_from_function(
+            lambda context: torch.tensor(context.replica_id_in_sync_group)
+        )
+        losing = Losing(0)
+
+        def step(x: Tensor) -> Tensor:
+            losing()
+            return x.view(1)
+
+        assert strategy.gather(strategy.run(step, args=(given,)), 0).tolist() == [0, 1, 2]
+
+
+OFF = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.OFF)
+
+
+def _position(strategy: uo.Strategy) -> None:
+    strategy.experimental_distribute_dataset([torch.ones(4)], OFF).state_dict()
+
+
+def _admission(strategy: uo.Strategy) -> None:
+    assert isinstance(strategy, uo.MultiWorkerMirroredStrategy)
+    data = strategy.experimental_distribute_dataset([torch.ones(4)], OFF)
+    strategy.experimental_admit(uo.experimental.Checkpoint(input=data))
 
 
 def _cluster(strategy: uo.Strategy) -> None:
@@ -567,10 +624,10 @@ def _cluster(strategy: uo.Strategy) -> None:
     "refused",
     [
         _hook,
-        _off,
+        _position,
+        _admission,
         _cluster,
         lambda strategy: strategy.process_group,
-        lambda strategy: strategy.distribute_datasets_from_function(lambda _: [torch.ones(4)]),
     ],
 )
 def test_what_only_one_worker_would_know_is_refused(refused: Callable[[uo.Strategy], None]) -> None:

@@ -81,6 +81,15 @@ class LoaderSource(Source):
         return self._loader
 
     @property
+    def num_samples(self) -> int | None:
+        """See `Source.num_samples`."""
+        loader: Any = self._loader
+        if self._is_iterable or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+            return None
+        num_samples = len(loader.sampler)
+        return num_samples - num_samples % (self.batch_size or 1) * self.drops_rest
+
+    @property
     def is_running(self) -> bool:
         """See `Source.is_running`: workers that persist are not seeded again for the next epoch."""
         return self._loader.persistent_workers and self._loader._iterator is not None

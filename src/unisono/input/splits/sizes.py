@@ -47,8 +47,18 @@ def fixed_sizes(
     ((2, 2, 2, 1), (2, 1, 2, 2))
     """
     _check(num_workers, worker_id, num_replicas)
-    sizes = even_sizes(batch_size, num_workers * num_replicas)
-    first = worker_id * num_replicas
+    return rotated_sizes(batch_size, num_workers * num_replicas, worker_id * num_replicas)
+
+
+def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
+    """Returns the sizes that a worker makes of its batches: see `fixed_sizes`.
+
+    Args:
+        batch_size: The number of samples in a batch.
+        num_replicas: The number of replicas of all workers.
+        first: The number of the worker's first replica.
+    """
+    sizes = even_sizes(batch_size, num_replicas)
     return sizes[first:] + sizes[:first]
 
 
