@@ -59,7 +59,7 @@ class Program:
         with strategy.scope():
             self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.2))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
-            # Not in the checkpoint: workers that join get variables all the same.
+            # Workers that join get all variables, also one that is not in the checkpoint.
             self.own = uo.Variable(
                 0.0,
                 synchronization=uo.VariableSynchronization.ON_READ,
@@ -70,7 +70,11 @@ class Program:
         loader = DataLoader(data, batch_size=16, shuffle=True)
         self.batches = strategy.experimental_distribute_dataset(loader)
         self.checkpoint = uo.experimental.Checkpoint(
-            model=self.model, optimizer=self.optimizer, input=self.batches, progress=self
+            model=self.model,
+            optimizer=self.optimizer,
+            input=self.batches,
+            progress=self,
+            own=self.own,
         )
         if strategy.extended.elastic is not None:
             strategy.experimental_admit(self.checkpoint)

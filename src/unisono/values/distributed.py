@@ -155,8 +155,9 @@ class PerReplica(TensorLike, DistributedValues):
     def can_be_laid_out(self) -> bool:
         """Whether workers can go on with it when they have got other replicas."""
         origin = self.origin
-        is_known = origin is not None and (origin.of_all is not None or origin.step is not None)
-        return is_known and origin.versions == tuple(map(_writes_to, self._values))  # type: ignore[union-attr]
+        if origin is None or (origin.of_all is None and origin.step is None):
+            return False
+        return origin.versions == tuple(map(_writes_to, self._values))
 
     def value(self) -> Any:
         """Returns the component of the current replica.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from unisono.variables.variable import Variable
 
 # By the number of a variable, the components of a worker's replicas.
-Told = Mapping[int, Sequence[Tensor]]
+Components = Mapping[int, Sequence[Tensor]]
 
 
 class KeptVariables:
@@ -126,7 +126,7 @@ class KeptVariables:
                 component.detach().copy_(kept)
         self._copies, self._changed = {}, set(changed)
 
-    def told(self) -> Told:
+    def told(self) -> Components:
         """At the end of a run: returns what other workers do not know."""
         return {
             number: [one.detach() for one in variable.values]
@@ -134,7 +134,7 @@ class KeptVariables:
             if number in self._changed
         }
 
-    def settle(self, rows: Sequence[Told], layout: ReplicaLayout) -> None:
+    def settle(self, rows: Sequence[Components], layout: ReplicaLayout) -> None:
         """When all workers have told what they wrote in a run.
 
         Args:
@@ -160,7 +160,7 @@ class KeptVariables:
             return None
         total = variable._replicas.num_replicas_in_sync
         of_all = self._of_all.get(variable._number)
-        return tuple(of_all or [variable.values[0].detach()] * total)
+        return tuple(of_all or [variable.values[0].detach().cpu()] * total)
 
     def write_all(self, variable: Variable, write: Write, shares: Sequence[Tensor]) -> None:
         """After a write for all replicas.

@@ -176,7 +176,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         op, job = self._policy.reduce_op, self._replicas.elastic
         known: tuple[Tensor, ...] | None = None if job is None else job.variables.known(self)
         if op is None and known is not None:
-            return known[0].to(component.device)
+            return known[0].to(component.device, copy=True)
         if op is None:
             return self._of_chief(component)
         parts = PerReplica.placed(self._values, self.devices)

@@ -381,7 +381,10 @@ def _mirrored(strategy: uo.Strategy) -> Any:
 
 
 def _trained(strategy: uo.Strategy) -> Any:
-    weights = [uo.Variable(torch.ones(6)), uo.Variable(1.0, aggregation=uo.VariableAggregation.SUM)]
+    weights: list[Any] = [
+        uo.Variable(torch.ones(6)),
+        uo.Variable(1.0, aggregation=uo.VariableAggregation.SUM),
+    ]
     optimizer = torch.optim.Adam(weights, lr=0.1)
 
     def step(x: Tensor) -> None:

@@ -83,11 +83,14 @@ class LoaderSource(Source):
     @property
     def num_samples(self) -> int | None:
         """See `Source.num_samples`."""
-        loader: Any = self._loader
-        if self._is_iterable or type(loader.batch_sampler) not in (BatchSampler, type(None)):
+        batches: Any = self._loader.batch_sampler
+        if self._is_iterable or type(batches) is not BatchSampler:
             return None
-        num_samples = len(loader.sampler)
-        return num_samples - num_samples % (self.batch_size or 1) * self.drops_rest
+        try:
+            num_samples = len(batches.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return num_samples - num_samples % batches.batch_size * batches.drop_last
 
     @property
     def is_running(self) -> bool:
