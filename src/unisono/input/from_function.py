@@ -44,17 +44,6 @@ class DistributedDatasetsFromFunction(DistributedInput):
     workers, those that come to their end sooner get such samples until all are done. With
     `InputOptions(split="tensorflow")` these batches are empty; elements without a batch dimension
     then end with the last full step, and for all workers with the first that has no more.
-
-    Args:
-        dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
-        input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
-        devices: The devices of this host's replicas.
-        options: How batches are fetched.
-        workers: What connects this worker to the others; None if nothing does.
-        job: The elastic job that this is the input of, if it is one. With `PER_REPLICA`, every
-            worker then reads the batches of all replicas. Otherwise `dataset_fn` is called again
-            when the workers have changed, before the next epoch.
     """
 
     def __init__(
@@ -126,12 +115,8 @@ def values_from_function(
 ) -> Any:
     """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
-    Args:
-        value_fn: Makes the value of a replica. It is used as it is, wherever it lives.
-        devices: The devices of this host's replicas.
-        value_contexts: What it is called with. None means that there is no other host.
-        own: Which of these are for the replicas of this host.
-        generation: In an elastic job, which workers there are. The contexts are for all replicas.
+    In an elastic job of some `generation` it is called for all replicas, of which `own` are those
+    of this worker.
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]

@@ -43,12 +43,6 @@ class OwnStep:
         """Returns how many samples each replica has when workers have other replicas.
 
         Every worker keeps its parts, and its further replicas have samples that count nothing.
-
-        Args:
-            owners: The number of the worker that each replica has now.
-
-        Raises:
-            UnsupportedError: If a worker has more parts than replicas, or nobody has samples.
         """
         counts: list[int] = []
         for worker in dict.fromkeys(owners):
@@ -83,14 +77,7 @@ def filled(values: tuple[Any, ...], num_replicas: int) -> tuple[Any, ...]:
 
 
 class MovingLockstep(Lockstep):
-    """The steps of a worker that may get other replicas at any time.
-
-    Args:
-        split: What this worker reads.
-        job: The elastic job.
-        placement: Where parts go; it knows the replicas that this worker has.
-        note_lost: See `OwnStep`.
-    """
+    """The steps of a worker that may get other replicas at any time."""
 
     def __init__(
         self, split: SplitEpoch, job: Moving, placement: Placement, note_lost: NoteLost

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +31,19 @@ if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
+
+
+class Admission(Protocol):
+    """What a worker that joins needs to know. `Checkpoint` implements it."""
+
+    def state_of(self) -> dict[str, Any]:
+        """Returns the state as this worker has it."""
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_of` has returned on another worker."""
+
+    def holds(self, one: object) -> bool:
+        """Whether it has the state of an input."""
 
 
 class ElasticValues:
@@ -175,9 +188,51 @@ class ElasticValues:
         )
 
 
+class Busy:
+    """In the block, what workers do together is part of one run."""
+
+    def __init__(self, job: ElasticValues) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        self._job._is_busy = True
+
+    def __exit__(self, *error: object) -> None:
+        self._job._is_busy = False
+
+
 def _to(place: torch.device, leaf: Any) -> Any:
     return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
 
 
 def _nothing() -> None:
     """Undoes what has changed nothing."""
+
+
+def distributed(structure: Any) -> list[PerReplica]:
+    """Returns the leaves of a structure that have a component per replica."""
+    return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
+
+
+def lost_arguments(given: Any) -> str:
+    """Names an argument of a run whose components other workers would not have."""
+    for leaf in distributed(given):
+        if not leaf.can_be_laid_out:
+            return f"a `PerReplica` of {len(leaf.values)} values"
+    return ""
+
+
+def check_again(given: Any, lost: str) -> None:
+    """Raises if a run cannot be made again, where `lost` was found in its arguments before it."""
+    if lost:
+        raise UnsupportedError(
+            f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
+            "and only the lost worker had its components. Pass what comes from "
+            "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
+            "the step."
+        )
+    if lost_arguments(given):
+        raise UnsupportedError(
+            "A worker was lost, and the run cannot be made again, because the step writes "
+            "to its input. Write to a copy: `x = x.clone()`."
+        )

@@ -25,11 +25,13 @@ class Told(NamedTuple):
             told.
         variables: By rank and by the number of a variable, what replicas wrote for themselves.
         is_asked: Whether somebody asks to be let in.
+        signs: By rank, whether the worker is preempted; see `Departures`.
     """
 
     known: list[tuple[Any, ...] | None]
     variables: list[dict[int, list[Tensor]]]
     is_asked: bool
+    signs: list[int]
 
 
 def packed(
@@ -37,6 +39,7 @@ def packed(
     variables: Mapping[int, Sequence[Tensor]] | None = None,
     *,
     is_asked: bool = False,
+    sign: int = 0,
 ) -> Tensor:
     """Returns the small components of some values, and all of some variables, as bytes.
 
@@ -44,6 +47,7 @@ def packed(
         leaves: The values.
         variables: The components of each variable, by its number.
         is_asked: Whether somebody asks this worker to be let in.
+        sign: Whether this worker is preempted.
     """
     parts: list[bytes] = []
     kinds = [[_kind(one, parts, _MOST_BYTES) for one in leaf.values] for leaf in leaves]
@@ -51,7 +55,7 @@ def packed(
         (number, [_kind(one, parts, None) for one in components])
         for number, components in (variables or {}).items()
     ]
-    header = json.dumps([is_asked, kinds, kept]).encode()
+    header = json.dumps([is_asked, sign, kinds, kept]).encode()
     pack = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *parts])
     return torch.frombuffer(bytearray(pack), dtype=torch.uint8)
 
@@ -76,22 +80,25 @@ def _is_told(component: Any) -> bool:
 
 def unpacked(rows: Sequence[Tensor]) -> Told:
     """Reads what `packed` returned on all workers, by rank."""
-    told = [_read(row.numpy().tobytes()) for row in rows]
-    by_worker, variables = [one[0] for one in told], [one[1] for one in told]
-    known: list[tuple[Any, ...] | None] = []
-    if len({len(own) for own in by_worker}) == 1:
-        for leaf in zip(*by_worker, strict=True):
-            components = tuple(one for own in leaf for one in own)
-            known.append(None if any(one is None for one in components) else components)
-    return Told(known, variables, any(one[2] for one in told))
+    asked, signs, by_worker, variables = zip(
+        *(_read(row.numpy().tobytes()) for row in rows), strict=True
+    )
+    told = Told([], list(variables), any(asked), list(signs))
+    if len({len(own) for own in by_worker}) > 1:
+        return told
+    for leaf in zip(*by_worker, strict=True):
+        components = tuple(one for own in leaf for one in own)
+        told.known.append(None if any(one is None for one in components) else components)
+    return told
 
 
-def _read(pack: bytes) -> tuple[list[list[Any]], dict[int, list[Tensor]], bool]:
+def _read(pack: bytes) -> tuple[bool, int, list[list[Any]], dict[int, list[Tensor]]]:
     start = _LENGTH_BYTES + int.from_bytes(pack[:_LENGTH_BYTES], "little")
-    is_asked, kinds, kept = json.loads(pack[_LENGTH_BYTES:start])
+    is_asked, sign, kinds, kept = json.loads(pack[_LENGTH_BYTES:start])
     reader = _Reader(memoryview(pack)[start:])
     leaves = [[reader.read(kind) for kind in leaf] for leaf in kinds]
-    return leaves, {number: [reader.read(kind) for kind in own] for number, own in kept}, is_asked
+    variables = {number: [reader.read(kind) for kind in own] for number, own in kept}
+    return is_asked, sign, leaves, variables
 
 
 class _Reader:

@@ -19,11 +19,8 @@ if TYPE_CHECKING:
 class Origin(NamedTuple):
     """Where a value comes from, in a job whose workers come and go.
 
-    Attributes:
-        generation: Which workers there were.
-        versions: How often each component had been written to.
-        of_all: The components of all replicas of all workers; None if they are not known here.
-        step: If workers read for themselves, the step of the input that it is from.
+    `of_all` has the components of all replicas, if they are known here. `step` is the step of an
+    input that workers read for themselves.
     """
 
     generation: int

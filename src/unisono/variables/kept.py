@@ -43,12 +43,7 @@ class KeptVariables:
         self._copies: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
     def add(self, variable: Variable, like: Variable | None = None) -> int:
-        """Returns the number of a new variable.
-
-        Args:
-            variable: The variable.
-            like: What it is a copy of, if it is one.
-        """
+        """Returns the number of a new variable, which may be a copy of another."""
         number, self._num_made = self._num_made, self._num_made + 1
         self._variables[number] = weakref.ref(variable, lambda _: self._forget(number))
         if like is not None and (of_all := self._of_all.get(like._number)) is not None:
@@ -84,13 +79,7 @@ class KeptVariables:
     ) -> None:
         """Before components are written to, each by one thread.
 
-        Args:
-            variable: The variable.
-            replica_ids: The replicas on this worker whose components are written.
-            is_known: Whether this worker knows what is written on all workers.
-
-        Raises:
-            UnsupportedError: If a replica writes to its component of what an optimizer updates.
+        Unless it `is_known`, other workers do not know what is written.
         """
         number, is_own = variable._number, not (variable.is_mirrored or is_known)
         if is_own and variable._is_trained:
@@ -109,11 +98,7 @@ class KeptVariables:
             self._changed.add(number)
 
     def restore(self) -> None:
-        """Makes everything what it was before the run.
-
-        Raises:
-            UnsupportedError: If the run has made a variable, which it would make again.
-        """
+        """Makes everything what it was before the run."""
         assert self._before is not None
         num_made, changed = self._before
         if self._num_made > num_made:
@@ -135,12 +120,7 @@ class KeptVariables:
         }
 
     def settle(self, rows: Sequence[Components], layout: ReplicaLayout) -> None:
-        """When all workers have told what they wrote in a run.
-
-        Args:
-            rows: What `told` has returned, by rank.
-            layout: Which replicas each worker had.
-        """
+        """When all workers know what `told` has returned on each, by rank."""
         for number, variable in self._each():
             for own, row in zip(layout.ranges, rows, strict=True):
                 if number in row:
@@ -163,13 +143,7 @@ class KeptVariables:
         return tuple(of_all or [variable.values[0].detach().cpu()] * total)
 
     def write_all(self, variable: Variable, write: Write, shares: Sequence[Tensor]) -> None:
-        """After a write for all replicas.
-
-        Args:
-            variable: The variable.
-            write: How it was written to.
-            shares: What was written, for each replica of all workers.
-        """
+        """When `shares` are written for all replicas of all workers."""
         if variable.is_mirrored or variable._number in self._changed:
             return
         of_all = self._of_all.get(variable._number)
@@ -185,14 +159,7 @@ class KeptVariables:
             self._of_all[variable._number] = changed
 
     def check(self, *, has_unreduced: bool) -> None:
-        """Before this worker gets other replicas.
-
-        Args:
-            has_unreduced: Whether the last backward pass has left gradients unreduced.
-
-        Raises:
-            UnsupportedError: If a replica has what only its worker knows.
-        """
+        """Raises if a replica has what only its worker knows."""
         for number, variable in self._each():
             if number in self._changed:
                 raise UnsupportedError(
@@ -236,13 +203,9 @@ class KeptVariables:
 
 
 def _relayout(variable: Variable, of_all: Sequence[Tensor] | None) -> None:
-    """Gives the replicas that this worker has now a component each.
+    """Gives the replicas that this worker has now a component each, like the first if None.
 
     The first component stays the same object: an optimizer may have it.
-
-    Args:
-        variable: The variable.
-        of_all: What the components of all replicas become; None if all are like the first.
     """
     replicas, first = variable._replicas, variable.values[0]
     variable._devices = devices = replicas.worker_devices

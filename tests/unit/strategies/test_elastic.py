@@ -316,10 +316,10 @@ def test_small_results_arrive_with_their_bits() -> None:
         PerReplica(("text", "text")),
     ]
     variables = {3: [torch.zeros(5000), torch.ones(2, dtype=torch.bool)]}
-    told = unpacked([packed(values), packed(values, variables, is_asked=True)])
+    told = unpacked([packed(values), packed(values, variables, is_asked=True, sign=2)])
     numbers, halves, plain, large, text = told.known
 
-    assert told.is_asked
+    assert (told.is_asked, told.signs) == (True, [0, 2])
     assert str(told.variables) == str([{}, variables])
     assert numbers is not None
     assert str(numbers) == str(values[0].values * 2)

@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 class Readers:
-    """Workers that all read the same batches, each to keep its part; or a worker that is alone.
-
-    Args:
-        workers: All workers; None means that there is no other.
-    """
+    """Workers that all read the same batches, each to keep its part; or a worker that is alone."""
 
     are_apart = False
 
@@ -76,7 +72,7 @@ class Moving(Protocol):
         """
 
     def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers in that want to join."""
+        """Before the next batch of an input is taken: lets workers leave and join."""
 
     def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
         """Does what all workers do together, again if a worker is lost meanwhile."""
@@ -86,12 +82,7 @@ class Moving(Protocol):
 
 
 class MovingReaders(Readers):
-    """Workers of an elastic job, which all read the same batches.
-
-    Args:
-        workers: All workers.
-        job: The job.
-    """
+    """Workers of an elastic job, which all read the same batches."""
 
     def __init__(self, workers: Workers, job: Moving) -> None:
         super().__init__(workers)

@@ -27,11 +27,7 @@ class Part(NamedTuple):
 
 
 class PartQueue:
-    """The parts of this worker that are still to be used.
-
-    Args:
-        draw: Returns the parts that come next, and raises `StopIteration` after the last.
-    """
+    """The parts of this worker that are still to be used. `draw` raises `StopIteration`."""
 
     def __init__(self, draw: Callable[[], SplitBatch]) -> None:
         self._draw = draw
@@ -58,13 +54,7 @@ class PartQueue:
 
 
 def together(parts: Sequence[Part], spares: Iterable[Any], tree: Tree | None = None) -> SplitBatch:
-    """Returns the input of a step.
-
-    Args:
-        parts: The parts of the first replicas.
-        spares: What the others get, which counts nothing.
-        tree: The structure of the spares, if there are no parts.
-    """
+    """Returns the input of a step: parts, and spares of structure `tree` that count nothing."""
     if parts:
         tree = parts[0].tree if all(part.tree == parts[0].tree for part in parts) else None
     lent = list(spares)

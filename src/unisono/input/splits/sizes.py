@@ -51,13 +51,7 @@ def fixed_sizes(
 
 
 def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
-    """Returns the sizes that a worker makes of its batches: see `fixed_sizes`.
-
-    Args:
-        batch_size: The number of samples in a batch.
-        num_replicas: The number of replicas of all workers.
-        first: The number of the worker's first replica.
-    """
+    """Returns the sizes that the worker whose first replica is `first` makes of its batches."""
     sizes = even_sizes(batch_size, num_replicas)
     return sizes[first:] + sizes[:first]
 
