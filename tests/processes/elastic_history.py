@@ -86,6 +86,10 @@ class History:
         """Whether workers are to leave."""
         return any(one.kind == "leave" for one in self.events)
 
+    def key(self, worker: int) -> str:
+        """What is in the store of the crew when nobody needs to wait for a worker that comes."""
+        return f"{self.name} {worker} has knocked"
+
     @property
     def folder(self) -> Path:
         """Where a checkpoint may be saved."""
