@@ -40,7 +40,7 @@ LAYERS = [
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "namespaces", "processes"],
+    ["tables", "traces", "namespaces", "processes", "pricing"],
     ["benchmarks", "demo", "launching"],
     ["hosts", "tuning", "elastic_demo"],
     ["planning"],

@@ -12,11 +12,7 @@ from unisono.options import ReduceOp
 
 
 class DelegatingCommunicator(Communicator):
-    """Lets another communicator do everything. Subclasses override what they do themselves.
-
-    Args:
-        carrier: Does the work; closed with this communicator.
-    """
+    """Lets another communicator do everything. Subclasses override what they do themselves."""
 
     def __init__(self, carrier: Communicator) -> None:
         super().__init__(carrier.rank, carrier.size)

@@ -30,12 +30,8 @@ class Link:
     """What a transport can do, with headers and with errors that name the ranks at fault.
 
     Args:
-        transport: What carries messages; closed with this object.
-        watch: Finds out what is wrong when a wait takes long, and keeps the first error.
-        owns_watch: Whether this object reports to the watch, and closes it.
         speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
         ranks: The numbers that the watch has for the ranks of the transport.
-        packed_bytes: How many bytes may travel with a header; chosen if not given.
     """
 
     def __init__(
@@ -134,12 +130,7 @@ class Link:
 
 
 class Collective:
-    """One collective, as one rank calls it.
-
-    Attributes:
-        link: What carries it.
-        headers: What the ranks call from which this one has heard.
-    """
+    """One collective, as one rank calls it."""
 
     def __init__(self, link: Link, header: Header) -> None:
         self.link = link
@@ -161,10 +152,7 @@ class Collective:
         return [self.link.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
-        """Begins to receive what a peer sends in the same way, into `tensors`.
-
-        Those of a peer that this rank has heard from before may be in memory of the messages.
-        """
+        """Begins to receive what a peer sends in the same way, into `tensors`."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         if peer not in self.headers:
             room = self.link.room_of(peer)
@@ -178,13 +166,7 @@ class Collective:
         return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for the headers of peers that this rank hears from for the first time.
-
-        Then what does not come with the headers begins to be received.
-
-        Raises:
-            UnequalCollectivesError: if the headers are not those of one collective.
-        """
+        """Waits for the headers of peers that this rank hears from for the first time."""
         new = [one for one in received if one.peer not in self.headers]
         if new:
             self.hear(new)

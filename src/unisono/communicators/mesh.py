@@ -18,12 +18,7 @@ from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
 
 
 class Mesh:
-    """Connections of one rank to all others.
-
-    Args:
-        rank: Which rank this is.
-        connections: The connections, by the rank at the other end.
-    """
+    """Connections of one rank to all others."""
 
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:
         self.name = "TCP"

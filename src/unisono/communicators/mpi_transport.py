@@ -32,12 +32,7 @@ _left_behind: list[Any] = []
 
 
 class MpiTransport:
-    """Messages through MPI.
-
-    Args:
-        comm: Made by `make_mpi_communicator`; left with this object.
-        timeout_seconds: How long the end of this process may wait for others after a failure.
-    """
+    """Messages through MPI."""
 
     def __init__(self, comm: Any, timeout_seconds: float) -> None:
         self.name = "MPI"

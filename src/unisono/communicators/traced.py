@@ -13,15 +13,7 @@ from unisono.tracing import Span, span
 
 
 class TracedCommunicator(DelegatingCommunicator):
-    """Another communicator, whose collectives are recorded while somebody records.
-
-    Args:
-        carrier: Does the work.
-        group: The number of this group of workers, which is the same on all of them.
-
-    Attributes:
-        group: That number.
-    """
+    """Another communicator, whose collectives are recorded while somebody records."""
 
     def __init__(self, carrier: Communicator, group: int) -> None:
         super().__init__(carrier)

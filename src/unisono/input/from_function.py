@@ -33,14 +33,6 @@ class DistributedDatasetsFromFunction(DistributedInput):
     workers, those that come to their end sooner get such samples until all are done. With
     `InputOptions(split="tensorflow")` these batches are empty; elements without a batch dimension
     then end with the last full step, and for all workers with the first that has no more.
-
-    Args:
-        dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
-        input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
-        devices: The devices of this host's replicas.
-        options: How batches are fetched.
-        workers: What connects this worker to the others; None if nothing does.
     """
 
     def __init__(
@@ -99,13 +91,7 @@ def values_from_function(
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
 ) -> Any:
-    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
-
-    Args:
-        value_fn: Makes the value of a replica. It is used as it is, wherever it lives.
-        devices: The devices of this host's replicas.
-        value_contexts: What it is called with. None means that there is no other host.
-    """
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves."""
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
     check_callable("value_fn", value_fn)

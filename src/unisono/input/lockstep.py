@@ -58,13 +58,6 @@ class Lockstep(Steps[PlacedBatch]):
 
     The workers tell each other what they have when the next step is asked for, on the thread that
     asks: collectives are called in one order. A step for which nobody has a sample is left out.
-
-    Args:
-        steps: What this worker reads. It may be drawn ahead.
-        workers: All workers.
-        placement: Where batches go that count nothing.
-        progress: Counts the steps that are left out.
-        splitter: Makes them.
     """
 
     def __init__(

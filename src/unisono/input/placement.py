@@ -18,12 +18,7 @@ from unisono.values import map_leaves, tensors_of
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """One step's input on its devices, where the copies may still be under way.
-
-    Attributes:
-        parts: The input.
-        copied: For each GPU, what it waits for before it may read.
-    """
+    """One step's input on its devices, where the copies may still be under way."""
 
     parts: SplitBatch
     copied: dict[torch.device, torch.cuda.Event]
@@ -90,11 +85,6 @@ class MovingPlacement(Placement):
     A batch has the parts of all replicas until it is handed out, and keeps them after that: the
     step may have to be made again by others. Tensors are no copies, which may be at other places in
     memory, where some libraries compute other bits. torch counts the writes to them.
-
-    Args:
-        devices: The devices of this worker's replicas.
-        workers: All workers.
-        to_devices: Whether parts go to the devices.
     """
 
     def __init__(self, devices: Sequence[Device], workers: Workers, *, to_devices: bool) -> None:

@@ -174,17 +174,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         communicator: Communicator,
         counts: Sequence[int],
     ) -> None:
-        """Between two runs: gives this worker other replicas. What the program made stays its own.
-
-        Args:
-            devices: The device of each replica that this worker has from now on.
-            ops: What reduces between them.
-            communicator: Connects the workers that there are now.
-            counts: How many replicas each of them has.
-
-        Raises:
-            UnsupportedError: If a replica has something that only it knows.
-        """
+        """Between two runs: gives this worker other replicas, and keeps what the program made."""
         self.mirrors.relayout(*_memories(devices))
         self.gradients.retire()
         self._captures.close()

@@ -17,13 +17,7 @@ if TYPE_CHECKING:
 
 
 class Origin(NamedTuple):
-    """Where a value comes from, in a job whose workers come and go.
-
-    Attributes:
-        generation: Which workers there were.
-        versions: How often each component had been written to.
-        of_all: The components of all replicas of all workers; None if they are not known here.
-    """
+    """Where a value comes from, in a job whose workers come and go."""
 
     generation: int
     versions: tuple[int, ...]

@@ -17,17 +17,7 @@ from unisono.errors import ClusterError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says beyond the cluster spec.
-
-    Attributes:
-        job: The same text on all workers of a job; another one in another job, as far as the
-            launcher gives something to tell them apart.
-        local_rank: Which worker of its host this is.
-        local_size: How many workers its host has, as far as is known.
-        restart_count: How often the launcher has restarted the workers.
-        uses_existing_store: Whether the launcher keeps a store at the address of the first task.
-        gpus: The GPUs of its host that this worker uses; None means its share of them.
-    """
+    """What a launcher says beyond the cluster spec."""
 
     job: str
     local_rank: int = 0

@@ -17,11 +17,7 @@ T = TypeVar("T")
 
 
 class Readers:
-    """Workers that all read the same batches, each to keep its part; or a worker that is alone.
-
-    Args:
-        workers: All workers; None means that there is no other.
-    """
+    """Workers that all read the same batches, each to keep its part; or a worker that is alone."""
 
     are_apart = False
 
@@ -65,12 +61,7 @@ class Moving(Protocol):
 
 
 class MovingReaders(Readers):
-    """Workers of an elastic job, which all read the same batches.
-
-    Args:
-        workers: All workers.
-        job: The job.
-    """
+    """Workers of an elastic job, which all read the same batches."""
 
     def __init__(self, workers: Workers, job: Moving) -> None:
         super().__init__(workers)
