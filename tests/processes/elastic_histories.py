@@ -196,8 +196,9 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     try:
         results = it.results()
     finally:
-        for host in range(0 if hosts is None else len(hosts.names)):
-            hosts.mend(host)
+        if hosts is not None:
+            for host in range(len(hosts.names)):
+                hosts.mend(host)
         expected = spare.hear(_SECONDS)
         saved = list(history.folder.glob("*"))
         shutil.rmtree(history.folder, ignore_errors=True)

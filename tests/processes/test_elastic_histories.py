@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import pytest
 
 from processes.crew import Crew
-from processes.elastic_histories import History, play
+from processes.elastic_histories import play
+from processes.elastic_history import History
 from processes.namespaces import Hosts, make_hosts
 
 NUM_HISTORIES = int(os.environ.get("UNISONO_HISTORIES", "0"))
