@@ -6,10 +6,10 @@ import math
 import random
 import tempfile
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from processes.elastic_programs import POINTS, Program
+from processes.elastic_programs import POINTS, POINTS_OF_UPDATES, Program
 from unisono.experimental import CommunicationImplementation
 
 MOST_WORKERS = 6
@@ -139,10 +139,11 @@ class History:
         elif rng.random() < 0.1:
             worker = rng.randrange(num_workers)
             events.append(_paused(rng, worker, program.num_runs, lasting=2 * HARSH_SECONDS))
+        watches = any(event.point in POINTS_OF_UPDATES for event in events)
         return History(
             seed,
             num_workers,
-            program,
+            replace(program, watches_updates=watches),
             implementation,
             tuple(events),
             # The last place is that of the one that joins.
