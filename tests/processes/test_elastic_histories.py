@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -36,8 +37,9 @@ def play_all(seeds: Sequence[int], num_hosts: int, hosts: Hosts | None = None) -
     with Crew(most + 2) as crew:
         for seed, history in histories.items():
             try:
-                num_late = play(crew, history, hosts)
-                print(f"seed {seed} is well; {num_late} came too late", flush=True)
+                start = time.monotonic()
+                told = play(crew, history, hosts)
+                print(f"seed {seed} is well: {told} ({time.monotonic() - start:.1f} s)", flush=True)
             except AssertionError as error:
                 failures.append(f"seed {seed}: {error}")
                 print(failures[-1], flush=True)

@@ -26,19 +26,13 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.reductions import (
-    CrossDeviceOps,
-    dealt,
-)
+from unisono.reductions import CrossDeviceOps, Workers, dealt
 from unisono.strategies.elastic_account import account
+from unisono.strategies.elastic_leaving import Departures
 from unisono.strategies.elastic_values import ElasticValues
 from unisono.strategies.joining import forget_elastic, remember_elastic
 from unisono.strategies.known_results import packed, unpacked
-from unisono.values import (
-    PerReplica,
-    flatten,
-    map_leaves,
-)
+from unisono.values import PerReplica, flatten, map_leaves
 from unisono.variables import Snapshot
 
 if TYPE_CHECKING:
@@ -74,6 +68,7 @@ class ElasticJob(ElasticValues):
 
     Attributes:
         generation: Which workers there are: it changes with them.
+        departures: Which of them are about to leave.
     """
 
     def __init__(
@@ -102,6 +97,7 @@ class ElasticJob(ElasticValues):
         self._boundary: Any = None
         # Whether somebody has asked one of the workers to be let in.
         self._is_asked = False
+        self.departures = Departures()
         # On a worker that has joined: what it got, and whether it has not trained with it yet.
         self._arrival: dict[str, Any] | None = None
         self.is_arriving = bool(members.met.stateless)
@@ -112,19 +108,26 @@ class ElasticJob(ElasticValues):
         """Lets an input know when this worker gets other replicas."""
         self._inputs.add(given)
 
+    @property
+    def workers(self) -> Workers:
+        """The workers that there are now."""
+        return self._extended.workers
+
     def close(self) -> None:
         """Leaves the other workers."""
-        forget_elastic(self._extended.workers)
+        forget_elastic(self)
         self.members.leave()
 
     def begin(self) -> None:
         """When the strategy is made. A worker that joins gets what the others have."""
-        remember_elastic(self._extended.workers)
+        remember_elastic(self)
         if self.is_arriving:
             start, met = time.monotonic(), self.members.met
             while self._arrival is None:
                 try:
-                    self._arrival = share_state(met.communicator, None, met.source)["state"]
+                    told = share_state(met.communicator, None, met.source)
+                    self._arrival = told["state"]
+                    self.departures.numbers = set(told["leaving"])
                 except CommunicationError as error:
                     met = self.members.meet_again(None, error)
             (self._num_commits,) = met.position
@@ -140,10 +143,29 @@ class ElasticJob(ElasticValues):
             self._snapshot.take_gradients(self._arrival["gradients"])
             self._arrival = None
 
+    def let_go(self) -> bool:
+        """Between two steps: preempted workers leave, and the others go on.
+
+        Returns:
+            Whether nobody left, because too few workers would go on. Then all of them are to end.
+        """
+        while leaving := self.departures.ranks(self._numbers):
+            if len(self._numbers) - len(leaving) < self.members.min_workers:
+                return True
+            if self.members.met.rank in leaving:
+                _log.warning("Leaving: preempted. The other workers take over and go on.")
+                self.close()
+                self.departures.leave()
+            start = time.monotonic()
+            met, _ = self._meet(None, leaving=leaving)
+            self._move(met, start, is_undone=False)
+        return False
+
     def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers in that want to join."""
+        """Before the next batch of an input is taken: lets workers leave and join."""
         if self.is_arriving:
             self._arrive()
+        self.let_go()
         if not self._is_asked or self._admission is None or not self._admission.holds(given):
             return
         self._is_asked = False
@@ -179,7 +201,11 @@ class ElasticJob(ElasticValues):
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
+            return packed(
+                _distributed(results[0]),
+                is_asked=self.members.newcomers(),
+                sign=self.departures.sign(),
+            )
 
         def undo() -> None:
             if not lost and _lost_arguments(given):
@@ -254,9 +280,10 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
-                known, is_asked = unpacked(rows)
-                self._is_asked = self._is_asked or is_asked
-                return generation, known
+                told = unpacked(rows)
+                self._is_asked = self._is_asked or told.is_asked
+                self.departures.note(told.signs, self._numbers)
+                return generation, told.known
             caller.restore()
             start = time.monotonic()
             try:
@@ -270,15 +297,20 @@ class ElasticJob(ElasticValues):
                 undo()
             self._move(met, start, is_undone=handed is None)
             if handed is not None:
-                return generation, unpacked(handed)[0]
+                return generation, unpacked(handed).known
 
     def _meet(
-        self, error: CommunicationError | None, *, admits: bool = False
+        self,
+        error: CommunicationError | None,
+        *,
+        leaving: Sequence[int] = (),
+        admits: bool = False,
     ) -> tuple[Met, list[Tensor] | None]:
         """Survivors meet, and tell those who lack something.
 
         Args:
             error: What has happened, if it has.
+            leaving: The ranks of workers that leave.
             admits: Whether workers are let in that want to join.
 
         Returns:
@@ -286,16 +318,22 @@ class ElasticJob(ElasticValues):
             passed it and another one has.
         """
         while True:
-            met = self.members.meet_again((self._num_commits,), error, admits=admits)
+            met = self.members.meet_again((self._num_commits,), error, leaving, admits=admits)
             if len(set(met.positions)) == 1:
                 return met, None
-            given = {"rows": self._rows, "is_asked": self._is_asked, "state": self._boundary}
+            given = {
+                "rows": self._rows,
+                "is_asked": self._is_asked,
+                "leaving": sorted(self.departures.numbers),
+                "state": self._boundary,
+            }
             try:
                 told: Any = share_state(met.communicator, given, met.source)
             except CommunicationError as again:
-                error, admits = again, False
+                error, leaving, admits = again, (), False
                 continue
             self._is_asked = told["is_asked"]
+            self.departures.numbers = set(told["leaving"])
             if met.position == (self._num_commits,):
                 return met, None
             (self._num_commits,), self._rows = met.position, told["rows"]
@@ -313,7 +351,7 @@ class ElasticJob(ElasticValues):
             one._move(devices, extended.strategy._input_context, met.generation)
         _log.warning(
             "%s %s It took %.1f s.",
-            account(before, numbers, extended.layout, met),
+            account(before, numbers, extended.layout, met, self.departures.numbers),
             "The last run was undone, and is made again." if is_undone else "No run was undone.",
             time.monotonic() - start,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,12 +20,27 @@ _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, 
 Known = list[tuple[Any, ...] | None]
 
 
-def packed(leaves: Sequence[PerReplica], *, is_asked: bool = False) -> Tensor:
+class Told(NamedTuple):
+    """What all workers have told each other.
+
+    Attributes:
+        known: The small components of all replicas.
+        is_asked: Whether somebody asks a worker to be let in.
+        signs: By rank, whether the worker is preempted; see `Departures`.
+    """
+
+    known: Known
+    is_asked: bool
+    signs: list[int]
+
+
+def packed(leaves: Sequence[PerReplica], *, is_asked: bool = False, sign: int = 0) -> Tensor:
     """Returns the small components of some values as bytes.
 
     Args:
         leaves: The values.
         is_asked: Whether somebody asks this worker to be let in.
+        sign: Whether this worker is preempted.
     """
     kinds: list[list[Any]] = []
     parts: list[bytes] = []
@@ -40,7 +55,7 @@ def packed(leaves: Sequence[PerReplica], *, is_asked: bool = False) -> Tensor:
             else:
                 is_number = type(component) in (bool, int, float)
                 own.append({"is": component} if is_number else None)
-    header = json.dumps([is_asked, kinds]).encode()
+    header = json.dumps([is_asked, sign, kinds]).encode()
     pack = b"".join([len(header).to_bytes(_LENGTH_BYTES, "little"), header, *parts])
     return torch.frombuffer(bytearray(pack), dtype=torch.uint8)
 
@@ -55,22 +70,21 @@ def _is_told(component: Any) -> bool:
     )
 
 
-def unpacked(rows: Sequence[Tensor]) -> tuple[Known, bool]:
-    """Reads what `packed` returned on all workers, by rank; and whether a worker is asked."""
-    told = [_read(row.numpy().tobytes()) for row in rows]
-    by_worker, is_asked = [own for _, own in told], any(is_asked for is_asked, _ in told)
-    known: Known = []
+def unpacked(rows: Sequence[Tensor]) -> Told:
+    """Reads what `packed` returned on all workers, by rank."""
+    asked, signs, by_worker = zip(*(_read(row.numpy().tobytes()) for row in rows), strict=True)
+    told = Told([], any(asked), list(signs))
     if len({len(own) for own in by_worker}) > 1:
-        return known, is_asked
+        return told
     for leaf in zip(*by_worker, strict=True):
         components = tuple(one for own in leaf for one in own)
-        known.append(None if any(one is None for one in components) else components)
-    return known, is_asked
+        told.known.append(None if any(one is None for one in components) else components)
+    return told
 
 
-def _read(pack: bytes) -> tuple[bool, list[list[Any]]]:
+def _read(pack: bytes) -> tuple[bool, int, list[list[Any]]]:
     start = _LENGTH_BYTES + int.from_bytes(pack[:_LENGTH_BYTES], "little")
-    is_asked, kinds = json.loads(pack[_LENGTH_BYTES:start])
+    is_asked, sign, kinds = json.loads(pack[_LENGTH_BYTES:start])
     found: list[list[Any]] = []
     for leaf in kinds:
         own: list[Any] = []
@@ -89,4 +103,4 @@ def _read(pack: bytes) -> tuple[bool, list[list[Any]]]:
                     tensor.view(-1).view(torch.uint8).copy_(data)
                 own.append(tensor)
                 start = stop
-    return is_asked, found
+    return is_asked, sign, found

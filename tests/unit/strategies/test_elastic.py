@@ -313,11 +313,10 @@ def test_small_results_arrive_with_their_bits() -> None:
         PerReplica((torch.zeros(5000), torch.zeros(5000))),
         PerReplica(("text", "text")),
     ]
-    known, is_asked = unpacked([packed(values), packed(values, is_asked=True)])
-    numbers, halves, plain, large, text = known
+    told = unpacked([packed(values), packed(values, is_asked=True, sign=2)])
+    numbers, halves, plain, large, text = told.known
 
-    assert is_asked
-
+    assert (told.is_asked, told.signs) == (True, [0, 2])
     assert numbers is not None
     assert str(numbers) == str(values[0].values * 2)
     assert halves is not None

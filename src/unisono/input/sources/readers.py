@@ -51,7 +51,7 @@ class Moving(Protocol):
     is_arriving: bool
 
     def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers in that want to join."""
+        """Before the next batch of an input is taken: lets workers leave and join."""
 
     def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
         """Does what all workers do together, again if a worker is lost meanwhile."""
