@@ -15,8 +15,9 @@ from unisono.communicators.gloo_peer import TAGGED_BYTES, Peer
 from unisono.communicators.headers import HEADER_BYTES
 from unisono.communicators.transport import BrokenConnectionError
 
-# A wait looks again after a part of the time that has passed.
-_PART = 1 / 8
+# A wait looks again after an eighth of the time that has passed, but not less often than this, and
+# later on after a smaller part.
+_OFTEN_SECONDS = 5e-4
 _LEAST_SECONDS = 50e-6
 _MOST_SECONDS = 5e-3
 # How often it looks whether a connection is broken.
@@ -85,7 +86,9 @@ class GlooTransport:
                 return False
             if now - self._checked > _CHECK_SECONDS:
                 self._check(now)
-            time.sleep(min(max((now - began) * _PART, _LEAST_SECONDS), _MOST_SECONDS, left))
+            passed = now - began
+            pause = min(passed / 8, max(passed / 64, _OFTEN_SECONDS), _MOST_SECONDS)
+            time.sleep(min(max(pause, _LEAST_SECONDS), left))
 
     def _look(self) -> None:
         for one in tuple(self._peers.values()):
