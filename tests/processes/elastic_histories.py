@@ -396,9 +396,5 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> int:
         differing = [name for name in expected if found.get(name) != expected[name]]
         assert found.keys() == expected.keys(), f"{history}: other results"
         assert not differing, f"{history}: worker {worker} differs in {differing}"
-        if history.program.is_batch_norm_synchronized:
-            # After an undone step, memory that the old workers shared may stay until the end.
-            crew.replace(worker)
-        else:
-            assert left is None, f"{history}: worker {worker} has left {left}"
+        assert left is None, f"{history}: worker {worker} has left {left}"
     return len(it.late)

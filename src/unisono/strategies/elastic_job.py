@@ -176,10 +176,19 @@ class ElasticJob(ElasticValues):
         self._snapshot.begin(keep_gradients=keeps)
         results: list[Any] = []
 
+        postponed = self._extended.mirrors.postponed
+
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
+            postponed.is_on = True
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
+            leaves = _distributed(results[0])
+            postponed.look_at([leaf.values for leaf in leaves])
+            return packed(leaves, is_asked=self.members.newcomers())
+
+        def complete() -> None:
+            self._snapshot.end()
+            postponed.make()
 
         def undo() -> None:
             if not lost and _lost_arguments(given):
@@ -200,14 +209,17 @@ class ElasticJob(ElasticValues):
                     "gradients of earlier runs, which were not kept. Clear and "
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
+            postponed.forget()
             self._snapshot.restore()
             self._extended._undo_drawing()
 
         try:
             with _Busy(self):
-                generation, known = self._transact(work, undo)
+                generation, known = self._transact(work, undo, complete)
         finally:
             self._snapshot.end()
+            postponed.forget()
+            postponed.is_on = False
         if code is not None:
             self._adds[code] = self._extended.gradients.has_added
         leaves = _distributed(results[0])
@@ -238,9 +250,21 @@ class ElasticJob(ElasticValues):
         return results[0]
 
     def _transact(
-        self, work: Callable[[], Tensor], undo: Callable[[], None]
+        self,
+        work: Callable[[], Tensor],
+        undo: Callable[[], None],
+        complete: Callable[[], None] = lambda: None,
     ) -> tuple[int, list[tuple[Any, ...] | None]]:
-        """Returns the generation in which the work was done, and what all told about it."""
+        """Does the work, if need be more than once.
+
+        Args:
+            work: What is done. It returns what this worker tells about it.
+            undo: Makes everything what it was before.
+            complete: Does what cannot be undone, when all workers have done the work.
+
+        Returns:
+            The generation in which the work was done, and what all told about it.
+        """
         caller = CallerThread()
         while True:
             generation = self.generation
@@ -254,6 +278,7 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
+                complete()
                 known, is_asked = unpacked(rows)
                 self._is_asked = self._is_asked or is_asked
                 return generation, known
@@ -268,6 +293,8 @@ class ElasticJob(ElasticValues):
                 failure = None
             if handed is None:
                 undo()
+            else:
+                complete()
             self._move(met, start, is_undone=handed is None)
             if handed is not None:
                 return generation, unpacked(handed)[0]
