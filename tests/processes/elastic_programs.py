@@ -155,6 +155,20 @@ class Program:
         return [int(number) for _ in epochs for numbers, *_ in loader for number in numbers]
 
 
+def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
+    """Says when updates are made that have waited for the end of their runs."""
+    postponed = strategy.extended.mirrors.postponed
+    make = postponed.make
+
+    def told() -> None:
+        if postponed.is_waiting:
+            at("at the update")
+            make()
+            at("after the update")
+
+    vars(postponed)["make"] = told
+
+
 class Training:
     """A program that is under way on one worker."""
 
@@ -168,8 +182,13 @@ class Training:
             self.critic = nn.Linear(NUM_CLASSES, 1)
             self.second = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5)
             self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
-        self.optimizer.register_step_pre_hook(lambda *_: at("at the update"))
-        self.optimizer.register_step_post_hook(lambda *_: at("after the update"))
+        # An update with hooks, or before a scheduler, does not wait for the end of its run.
+        self._has_schedule = program.schedule != "none"
+        if self._has_schedule:
+            self.optimizer.register_step_pre_hook(lambda *_: at("at the update"))
+            self.optimizer.register_step_post_hook(lambda *_: at("after the update"))
+        else:
+            tell_of_updates(strategy, at)
         next(self.model.parameters()).register_hook(lambda _: at("in the backward pass"))
         self._epoch = 0
         self._losses: list[Tensor] = []
@@ -247,7 +266,8 @@ class Training:
         elif self._program.clipping == "value":
             clip_grad_value_(self.model.parameters(), 0.05)
         self.optimizer.step()
-        self.scheduler.step()
+        if self._has_schedule:
+            self.scheduler.step()
         if extra == "all-reduce after the update":
             loss = context.all_reduce("SUM", loss.detach()) + torch.rand(())
         elif extra == "second optimizer":

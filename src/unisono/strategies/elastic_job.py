@@ -9,6 +9,7 @@ and the run is complete everywhere. In both cases the replicas are divided again
 from __future__ import annotations
 
 import logging
+import operator
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -168,21 +169,24 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         given = (tuple(args), kwargs)
-        lost = _lost_arguments(given)
+        arguments, rebuild = flatten(given)
+        lost = _lost_argument(arguments)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
         self._snapshot.begin(keep_gradients=keeps)
         results: list[Any] = []
-
+        leaves: list[PerReplica] = []
         postponed = self._extended.mirrors.postponed
 
         def work() -> Tensor:
-            args, kwargs = self._relaid(given)
+            now = [self._relaid_leaf(leaf) for leaf in arguments]
+            is_same = all(map(operator.is_, now, arguments))
+            args, kwargs = given if is_same else rebuild(now)
             postponed.is_on = True
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            leaves = _distributed(results[0])
+            leaves[:] = _distributed(results[0])
             postponed.look_at([leaf.values for leaf in leaves])
             return packed(leaves, is_asked=self.members.newcomers())
 
@@ -191,7 +195,7 @@ class ElasticJob(ElasticValues):
             postponed.make()
 
         def undo() -> None:
-            if not lost and _lost_arguments(given):
+            if not lost and _lost_argument(arguments):
                 raise UnsupportedError(
                     "A worker was lost, and the run cannot be made again, because the step writes "
                     "to its input. Write to a copy: `x = x.clone()`."
@@ -222,7 +226,6 @@ class ElasticJob(ElasticValues):
             postponed.is_on = False
         if code is not None:
             self._adds[code] = self._extended.gradients.has_added
-        leaves = _distributed(results[0])
         for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
             leaf.note_origin(generation, of_all)
         if generation == self.generation:
@@ -368,9 +371,9 @@ def _distributed(structure: Any) -> list[PerReplica]:
     return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
 
 
-def _lost_arguments(given: Any) -> str:
+def _lost_argument(leaves: Sequence[Any]) -> str:
     """Names an argument of which this worker does not know the components of all replicas."""
-    for leaf in _distributed(given):
-        if leaf.known_everywhere is None:
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica) and leaf.known_everywhere is None:
             return f"a `PerReplica` of {len(leaf.values)} values"
     return ""

@@ -20,7 +20,6 @@ from unisono.values import (
     PerReplica,
     as_tensor,
     factors_of,
-    flatten,
     map_leaves,
     weighed,
 )
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
+
+# They remember how values go from some devices to others.
+_HERE = ReductionToOneDevice()
+_slots = functools.cache(cpu_slots)
 
 
 class ElasticValues:
@@ -61,8 +64,8 @@ class ElasticValues:
         counts = value.counts
         if counts is not None and len(set(counts)) > 1:
             known = weighed(op, known, factors_of(op, counts))
-        everywhere = PerReplica.placed(known, cpu_slots(len(known)))
-        return ReductionToOneDevice().reduce(op, everywhere, destinations)
+        everywhere = PerReplica.placed(known, _slots(len(known)))
+        return _HERE.reduce(op, everywhere, destinations)
 
     def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
         """Concatenates a value of all replicas: here, if all workers know the components of all.
@@ -95,14 +98,6 @@ class ElasticValues:
                 "`all_reduce` or `all_gather` of the replica context."
             )
         return True
-
-    def _relaid(self, structure: Any) -> Any:
-        """Returns arguments of a run with the components of the replicas that there are now."""
-        leaves, rebuild = flatten(structure)
-        now = [self._relaid_leaf(leaf) for leaf in leaves]
-        if all(one is leaf for one, leaf in zip(now, leaves, strict=True)):
-            return structure
-        return rebuild(now)
 
     def _relaid_leaf(self, leaf: Any) -> Any:
         extended = self._extended
