@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "copy_each",
     "dispatch_keys",
     "flatten_each",

@@ -60,10 +60,22 @@ class Program:
         with strategy.scope():
             self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.2))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+            # Workers that join get all variables, also one that is not in the checkpoint.
+            self.own = uo.Variable(
+                0.0,
+                synchronization=uo.VariableSynchronization.ON_READ,
+                aggregation=uo.VariableAggregation.SUM,
+            )
+            self.shift = uo.Variable(torch.zeros(9), aggregation=uo.VariableAggregation.MEAN)
+            self.optimizer.add_param_group({"params": [self.shift]})
         loader = DataLoader(data, batch_size=16, shuffle=True)
         self.batches = strategy.experimental_distribute_dataset(loader)
         self.checkpoint = uo.experimental.Checkpoint(
-            model=self.model, optimizer=self.optimizer, input=self.batches, progress=self
+            model=self.model,
+            optimizer=self.optimizer,
+            input=self.batches,
+            progress=self,
+            own=self.own,
         )
         if strategy.extended.elastic is not None:
             strategy.experimental_admit(self.checkpoint)
@@ -76,7 +88,8 @@ class Program:
 
     def step(self, inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss: Tensor = self.model(inputs).square().mean()
+        loss: Tensor = (self.model(inputs) + self.shift).square().mean()
+        self.own.assign_add(loss.detach())
         loss.backward()
         self.fate("after the backward pass")
         self.optimizer.step()
@@ -94,7 +107,7 @@ class Program:
                     self.checkpoint.save(f"{path}-{self.num_steps}")
                 if self.num_steps == 14:
                     break
-        found = dict(self.model.state_dict())
+        found = self.model.state_dict() | {"own": self.own.value(), "shift": self.shift.value()}
         for i, state in enumerate(self.optimizer.state.values()):
             found |= {f"{name} {i}": value for name, value in state.items()}
         bits = {name: one.detach().numpy().tobytes() for name, one in found.items()}
@@ -132,6 +145,17 @@ def train(strategy: uo.Strategy, fate: Fate, has_hooks: bool) -> dict[str, Any]:
         )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        # Of the replicas' own, of all replicas, and trained.
+        own = uo.Variable(
+            torch.zeros(2, dtype=torch.float64),
+            synchronization=uo.VariableSynchronization.ON_READ,
+            aggregation=uo.VariableAggregation.SUM,
+        )
+        mean = uo.Variable(1.0, trainable=False, aggregation=uo.VariableAggregation.MEAN)
+        scale = uo.Variable(torch.ones(3), aggregation=uo.VariableAggregation.MEAN)
+        optimizer.add_param_group({"params": [scale]})
+        average = nn.Linear(20, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     if has_hooks:
         optimizer.register_step_pre_hook(lambda *_: fate("at the update"))
         optimizer.register_step_post_hook(lambda *_: fate("after the update"))
@@ -140,15 +164,25 @@ def train(strategy: uo.Strategy, fate: Fate, has_hooks: bool) -> dict[str, Any]:
     first = next(model.parameters())
     first.register_hook(lambda _: fate("in the backward pass"))
 
+    def follow() -> None:
+        for one, other in zip(average.parameters(), model[0].parameters(), strict=True):
+            one.data.lerp_(other.data, 0.1)
+
     def step(numbers: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(model(inputs) * scale, labels)
+        own.assign_add(torch.stack([loss.detach(), numbers.sum()]))
         fate("before the backward pass")
-        loss.backward()
+        (scaler.scale(loss) if has_hooks else loss).backward()
         fate("after the backward pass")
-        optimizer.step()
+        mean.assign(0.5 * mean + loss.detach())
         if has_hooks:
+            scaler.step(optimizer)
+            scaler.update()
             scheduler.step()
+            uo.once(follow)
+        else:
+            optimizer.step()
         fate("at the end")
         return loss.detach(), numbers
 
@@ -162,15 +196,17 @@ def train(strategy: uo.Strategy, fate: Fate, has_hooks: bool) -> dict[str, Any]:
             if not has_hooks:
                 scheduler.step()
             fate("after the run")
-            losses.append(strategy.reduce("MEAN", loss))
+            losses += [strategy.reduce("MEAN", loss), own.value().sum(), mean.value()]
             samples.append(strategy.gather(numbers, axis=0))
             fate.run += 1
     found = {"losses": torch.stack(losses), "samples": torch.cat(samples)} | model.state_dict()
+    found |= {"own": own.value(), "mean": mean.value(), "scale": scale.value()}
+    found |= {f"average {name}": one for name, one in average.state_dict().items()}
     for i, state in enumerate(optimizer.state.values()):
         found |= {f"{name} {i}": value for name, value in state.items()}
     found["next random number"] = torch.rand(1)
     bits = {name: one.detach().numpy().tobytes() for name, one in found.items()}
-    return bits | {"lr": scheduler.get_last_lr()}
+    return bits | {"lr": scheduler.get_last_lr(), "loss scale": scaler.get_scale()}
 
 
 def work(
@@ -199,8 +235,8 @@ def survivors_of(size: int, plan: Plan, *, has_hooks: bool = True) -> dict[int, 
     return found
 
 
-def undisturbed() -> Any:
-    ((alone, _),) = run_ranks(1, work, free_ports(1), {}, False, True)
+def undisturbed(*, has_hooks: bool = True) -> Any:
+    ((alone, _),) = run_ranks(1, work, free_ports(1), {}, False, has_hooks)
     return alone
 
 
@@ -228,7 +264,7 @@ def test_survivors_of_kills_around_an_update_that_waits_have_the_same_bits() -> 
         2: (5, "at the end"),
         1: (7, "after the run"),
     }
-    expected = undisturbed()
+    expected = undisturbed(has_hooks=False)
     for _, (found, _) in survivors_of(5, plan, has_hooks=False).items():
         assert differing(found, expected) == []
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from unisono.errors import CommunicationError
 from unisono.torch_private import (
+    TorchDispatchMode,
     dispatch_keys,
     num_dispatch_modes,
     num_function_modes,
