@@ -5,12 +5,9 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import os
 import re
-import signal
 import sys
-import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -19,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
-from processes.programs import is_alive, program, run, wait_until_gone
+from processes.programs import run
 
 from unisono.kernels import native_core
 from unisono_tools.benchmarks import BenchmarkError, Row
@@ -321,39 +318,6 @@ def test_numbers_alone_come_out_when_they_are_asked_for_there() -> None:
     assert content["sweep"]["sizes"] == [4]
     assert content["machine"]["kernel"] == native_core().status
     assert "Left out: TensorFlow (give --tensorflow PYTHON)." in result.stderr
-
-
-def test_ctrl_c_ends_all_processes_without_a_word_too_many() -> None:
-    pytest.importorskip("rich")
-    words = ["bench", "all-reduce", "--ranks", "2", "--sizes", "64", "--seconds", "60"]
-
-    with program([*UNISONO, *words]) as process:
-        started = five_of_group(process.pid)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=200)
-
-    assert process.returncode == 130
-    assert "Interrupted." in errors
-    assert "Traceback" not in errors
-    assert wait_until_gone(started) == []
-
-
-def five_of_group(group: int) -> list[int]:
-    """The benchmark, two ranks, what forks and what watches them, as soon as all are there."""
-    deadline = time.monotonic() + 200
-    while time.monotonic() < deadline:
-        everybody = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
-        found = [one for one in everybody if is_alive(one) and group_of(one) == group]
-        if len(found) == 5:
-            return found
-        time.sleep(0.05)
-    raise AssertionError("The processes did not start in time.")
-
-
-def group_of(process_id: int) -> int | None:
-    with suppress(ProcessLookupError):
-        return os.getpgid(process_id)
-    return None
 
 
 def test_a_row_has_the_percentiles_of_its_turns_and_ratios_of_medians() -> None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
+import os
+import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -13,14 +18,30 @@ import torch
 def quick_processes(*modules: str) -> Any:
     """Returns a multiprocessing context whose processes have imported `modules` already.
 
-    They are forked from one that has. A process that has looked for GPUs cannot be forked, so on a
-    machine with GPUs every process imports the modules itself.
+    They are forked from one that has, which ends with this process. A process that has looked for
+    GPUs cannot be forked, so on a machine with GPUs every process imports the modules itself.
     """
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(modules))
+    _end_fork_server_at_exit()
     return context
+
+
+@cache
+def _end_fork_server_at_exit() -> None:
+    """By itself it would go on: it imports all modules first, and then takes a second to end."""
+    atexit.register(_end_fork_server, os.getpid())
+
+
+def _end_fork_server(owner: int) -> None:
+    server: Any = forkserver._forkserver
+    # What this process has forked must leave it alone.
+    if owner == os.getpid() and server._forkserver_pid is not None:
+        with suppress(OSError):
+            os.kill(server._forkserver_pid, signal.SIGKILL)
+            server._stop()
 
 
 @contextmanager

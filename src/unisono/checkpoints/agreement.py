@@ -39,10 +39,6 @@ class Agreement:
     every worker can still reach it, and no worker has gone beyond. A thread answers, because the
     program may be waiting for another worker within its step. While nobody wants to stop, a step
     takes a lock twice and sends nothing.
-
-    Args:
-        notice: Says whether this worker is to stop.
-        joined: What connects the workers, and the store of their job; None without other workers.
     """
 
     def __init__(self, notice: Notice, joined: tuple[TracedCommunicator, JobStore] | None) -> None:
@@ -76,11 +72,7 @@ class Agreement:
             self._is_in_step = False
 
     def end(self) -> bool:
-        """After a step. Returns whether it was the last one.
-
-        Raises:
-            CommunicationError: If another worker is lost, or does not answer.
-        """
+        """After a step. Returns whether it was the last one."""
         with self._lock:
             self._is_in_step = False
             if self._error is not None:

@@ -141,12 +141,7 @@ class Checkpoint:
 
 
 class told_to_all:
-    """A block in which the chief does something. If it fails there, all workers raise an error.
-
-    Args:
-        workers: All workers, which leave the block together.
-        what: What the chief does, in words.
-    """
+    """A block in which the chief does something. If it fails there, all workers raise an error."""
 
     def __init__(self, workers: Workers, what: str) -> None:
         self._workers = workers

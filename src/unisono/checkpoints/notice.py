@@ -65,19 +65,7 @@ class TerminationConfig:
 
 
 class Notice:
-    """Notes when the end of this process was announced, and says when it is time to leave.
-
-    Args:
-        config: What announces it.
-
-    Attributes:
-        step_seconds: How long a step takes.
-        save_seconds: How long a save takes; 0 if that is not known.
-        is_leaving: Whether the program is being left.
-
-    Raises:
-        ContextError: If only a signal announces it, and this is not the main thread.
-    """
+    """Notes when the end of this process was announced, and says when it is time to leave."""
 
     def __init__(self, config: TerminationConfig) -> None:
         watcher = config.termination_watcher_fn

@@ -270,10 +270,7 @@ def elastic_job() -> ElasticJob | None:
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:
-    """Returns what connects the workers that this process has joined last, and the job's store.
-
-    Workers that it has left do not count.
-    """
+    """Returns what connects the workers that this process has joined last, and the job's store."""
     with _lock:
         for joined in reversed(_stores.values()):
             if users := [one for one in joined.users if isinstance(one, TracedCommunicator)]:

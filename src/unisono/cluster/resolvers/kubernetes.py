@@ -8,14 +8,14 @@ from collections.abc import Mapping
 from unisono.cluster.address import Address
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
 
 NUM_WORKERS = "UNISONO_NUM_WORKERS"
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(KnownCluster):
     """A pod of an Indexed Job, alone or in a JobSet: worker JOB_COMPLETION_INDEX of the job.
 
     Kubernetes numbers the pods. The manifest says the rest: UNISONO_NUM_WORKERS, the number of
@@ -42,12 +42,6 @@ class KubernetesClusterResolver(ClusterResolver):
         addresses = [str(first), *(_address_of(rank, first) for rank in range(1, size))]
         self._spec = ClusterSpec({"worker": addresses})
         self._launch = Launch(job=f"kubernetes-{first}")
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def launch(self) -> Launch:
-        return self._launch
 
 
 def _address_of(rank: int, first: Address) -> str | None:
