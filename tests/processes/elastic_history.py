@@ -37,8 +37,8 @@ class Event:
         run: In which of its runs; the others wait there for one that comes.
         point: Where in the run; "" for some time after its begin.
         seconds: How long after the begin.
-        lasting: For how many seconds a worker is paused or a host is cut off. For a worker that is
-            preempted, how long its step takes then.
+        lasting: How long a worker is paused or a host is cut off. For a worker that is preempted,
+            how long its step takes then.
     """
 
     kind: str
