@@ -111,6 +111,19 @@ class ClusterResolver(ABC):
         return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))
 
 
+class KnownCluster(ClusterResolver):
+    """A resolver that knows its cluster, and perhaps what the launcher says, from the start."""
+
+    _spec: ClusterSpec
+    _launch: Launch | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def launch(self) -> Launch:
+        return super().launch() if self._launch is None else self._launch
+
+
 def check_task(task_type: str | None, task_id: int | None, rpc_layer: str | None = None) -> None:
     """Raises unless these can name a task, or are None."""
     check_optional("task_type", task_type, str, "a text, such as 'worker', or None")
