@@ -95,7 +95,7 @@ def test_a_worker_that_runs_something_else_is_not_let_in() -> None:
 def job_on_hosts(
     places: list[int], fates: dict[int, dict[int, str]], **more: Any
 ) -> Iterator[tuple[list[Worker], list[Task], Hosts]]:
-    """Starts workers on hosts of their own, which do not see when the others' processes end."""
+    """Starts workers on several hosts. None sees when a process of another host ends."""
     with make_hosts(max(places) + 1) as hosts:
         addresses = [f"{hosts.address(place)}:{port}" for port, place in enumerate(places, 4000)]
         tasks = [
