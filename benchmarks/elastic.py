@@ -4,7 +4,8 @@
 
 `lost` is the time from the kill of one of four workers to the next finished step of all others.
 Beside it stands torchrun, which starts all workers of a DistributedDataParallel program again. They
-load the checkpoint that rank 0 has saved after the last step. `step` has two workers that make
+load the checkpoint that rank 0 has saved after the last step. Elastic Horovod is described, not
+measured: what its documentation says is in docs/elastic.md. `step` has two workers that make
 steps with `elastic=True` and without it in turn, so that a busy machine disturbs both alike: the
 median of the ratios of neighboring turns. `work` is the same for the time of the processor.
 """

@@ -186,7 +186,7 @@ def demonstrate(options: argparse.Namespace) -> Elastic:
     found.weights.append(weights)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
-        command = [sys.executable, __file__, "--epochs", str(options.epochs), "--folder", name]
+        command = [__file__, "--epochs", str(options.epochs), "--folder", name]
         addresses = [f"127.0.0.1:{port}" for port in free_ports(MAX_WORKERS)]
         (folder / "job").write_text(json.dumps({"command": command, "addresses": addresses}))
         script = str(Path(__file__).with_name("elastic_trouble.py"))

@@ -11,13 +11,15 @@ import argparse
 import json
 import os
 import random
+import runpy
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from unisono_tools.processes import quick_processes
 
 
 class Workers:
@@ -28,7 +30,9 @@ class Workers:
         job = json.loads((folder / "job").read_text())
         self._command, self._addresses = job["command"], job["addresses"]
         self._num_first = num_first
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        # They are forked from a process that has loaded torch, which takes seconds.
+        self._forks = quick_processes("torch._dynamo", "unisono_tools.elastic_demo")
+        self._processes: dict[int, Any] = {}
         for _ in range(num_first):
             self.start()
 
@@ -38,16 +42,16 @@ class Workers:
         # The first ones know of no others.
         known = self._addresses[: max(self._num_first, number + 1)]
         task = {"cluster": {"worker": known}, "task": {"type": "worker", "index": number}}
-        environment = os.environ | {"TF_CONFIG": json.dumps(task), "OMP_NUM_THREADS": "1"}
-        self._processes[number] = subprocess.Popen(
-            [*self._command, "--worker", str(number)], env=environment
-        )
+        words = [*self._command, "--worker", str(number)]
+        process = self._forks.Process(target=run, args=(words, json.dumps(task)), daemon=True)
+        process.start()
+        self._processes[number] = process
         print(f"worker {number} starts", flush=True)
 
     def kill(self, number: int) -> None:
         """Kills one, without a warning."""
         self._processes[number].kill()
-        self._processes[number].wait()
+        self._processes[number].join()
         print(f"worker {number} was killed", flush=True)
 
     def training(self) -> list[int]:
@@ -55,7 +59,7 @@ class Workers:
         return [
             number
             for number, process in self._processes.items()
-            if process.poll() is None and "step" in self._told(number)
+            if process.is_alive() and "step" in self._told(number)
         ]
 
     def num_steps(self) -> int:
@@ -72,14 +76,14 @@ class Workers:
 
     def check(self) -> None:
         """Raises if nobody is left who could come to the end."""
-        if all(process.poll() is not None for process in self._processes.values()):
+        if not any(process.is_alive() for process in self._processes.values()):
             raise SystemExit("All workers have ended before the training did. See their errors.")
 
     def end(self) -> None:
         """Ends those that are left: they wait for a job that has ended."""
         for process in self._processes.values():
             process.kill()
-            process.wait()
+            process.join()
 
     def _told(self, number: int) -> dict[str, Any]:
         """The last thing that a worker has told."""
@@ -88,6 +92,13 @@ class Workers:
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         last: dict[str, Any] = json.loads(whole.rpartition("\n")[2] or "{}")
         return last
+
+
+def run(words: list[str], tf_config: str) -> None:
+    """Runs a script in a process of its own."""
+    os.environ["TF_CONFIG"] = tf_config
+    sys.argv = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def make_trouble(options: argparse.Namespace) -> None:

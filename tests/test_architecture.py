@@ -17,7 +17,7 @@ ROOT = SRC / "unisono"
 TOOLS = SRC / "unisono_tools"
 MAX_LINES = 400
 MAX_LINES_OF_A_TRANSPORT = 150
-TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "gloo_waiter", "mpi_transport"]
+TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "gloo_memory", "mpi_transport"]
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [

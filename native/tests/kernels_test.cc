@@ -114,11 +114,12 @@ void checkAll(const KernelTable& table, DType dtype) {
       const auto by = [&](std::size_t divisor) { return mean ? divisor : 0; };
       for (std::size_t r = 1; r <= 17; ++r) {
         for (std::size_t count : {0, 1, 7, 33, 255, 256, 257, 513, 2049}) {
+          if (count == 2049 && r % 8 > 1) continue;  // the many blocks of some are enough
           check<Value>(table, dtype, {op, by(r), r, count, count % 3, 1, r, false});
           check<Value>(table, dtype, {op, by(r), r, count, 1, count % 4, r, true});
           check<Value>(table, dtype, {op, by(r), r, count, 0, 1 + count % 3, r, true});
         }
-        for (std::size_t k = 0; k < r; ++k) {
+        for (std::size_t k = 0; k < r; k += r < 10 ? 1 : (r - 1) / 2) {
           check<Value>(table, dtype, {op, by(k + 1), r, 300, 2, k % 3, k, false});
         }
       }
@@ -127,7 +128,7 @@ void checkAll(const KernelTable& table, DType dtype) {
         check<Value>(table, dtype, {op, by(8), 8, count, 0, 1, 8, false});
       }
       for (std::size_t r : {63, 64, 65, 129, 513}) {
-        check<Value>(table, dtype, {op, by(r + 1), r, 600, 0, 1, r, false});
+        check<Value>(table, dtype, {op, by(r + 1), r, 300, 0, 1, r, false});
       }
     }
   }

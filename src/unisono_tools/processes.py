@@ -36,7 +36,7 @@ def _end_fork_server_at_exit() -> None:
 
 
 def _end_fork_server(owner: int) -> None:
-    server: Any = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     # What this process has forked must leave it alone.
     if owner == os.getpid() and server._forkserver_pid is not None:
         with suppress(OSError):

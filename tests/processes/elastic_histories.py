@@ -14,11 +14,12 @@ from pathlib import Path
 
 from processes.crew import Crew
 from processes.elastic_history import COMING, Event, History
-from processes.elastic_worker import AGAIN, IN, Outcome, undisturbed, work
+from processes.elastic_worker import AGAIN, IN, LEFT, Outcome, undisturbed, work
 from processes.namespaces import Hosts
 from processes.ports import free_ports
 
 _SECONDS = 120.0
+_PATIENCE_SECONDS = 2.0
 # On a host of its own, nobody else listens. A job may end later than the next one begins.
 _ports = itertools.cycle(range(4000, 9000))
 
@@ -42,7 +43,7 @@ class Play:
         self._results: dict[int, Outcome] = {}
         self._failures: list[str] = []
         self._killed: set[int] = set()
-        self._come: set[Event] = set()
+        self._come: dict[Event, float] = {}
         self._outside: set[int] = set()
         self._later: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -136,7 +137,7 @@ class Play:
         elif event.kind not in COMING:
             self._do_later(event.seconds, event)
         elif event not in self._come:
-            self._come.add(event)
+            self._come[event] = time.monotonic()
             self._let_come(event)
 
     def _do_later(self, seconds: float, event: Event) -> None:
@@ -144,8 +145,12 @@ class Play:
 
     def _let_come(self, event: Event) -> None:
         if event.kind == "return" and event.worker in self._waiting:
-            # It has been killed, or is about to be, and nobody has heard of that yet.
-            self._do_later(0.05, event)
+            # It has been killed or has left, or is about to, and nobody has heard of that yet.
+            if time.monotonic() < self._come[event] + _PATIENCE_SECONDS:
+                self._do_later(0.05, event)
+            else:
+                # It was preempted, and waits with the others: it does not leave in time.
+                self._crew.store.set(self._history.key(event.worker), "")
             return
         self._start(event.worker, is_new=True)
 
@@ -191,8 +196,9 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     try:
         results = it.results()
     finally:
-        for host in range(0 if hosts is None else len(hosts.names)):
-            hosts.mend(host)
+        if hosts is not None:
+            for host in range(len(hosts.names)):
+                hosts.mend(host)
         expected = spare.hear(_SECONDS)
         saved = list(history.folder.glob("*"))
         shutil.rmtree(history.folder, ignore_errors=True)
@@ -200,8 +206,10 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     done = {worker: one.found for worker, one in results.items() if one.found is not None}
     assert done or history.is_harsh, f"{history}: nobody is left"
     assert not saved or history.is_harsh, f"{history}: there are checkpoints: {saved}"
+    odd = [one.why for one in results.values() if one.why.startswith("it has left with")]
+    assert not odd, f"{history}: {odd}"
     preempted = {one.worker for one in history.events if one.kind == "leave"}
-    others = {worker for worker, one in results.items() if "has left" in one.why} - preempted
+    others = {worker for worker, one in results.items() if one.why == LEFT} - preempted
     assert not others or saved, f"{history}: {others} have left, and were not preempted"
     for worker, found in done.items():
         differing = [name for name in expected if found.get(name) != expected[name]]

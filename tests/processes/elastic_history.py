@@ -6,10 +6,10 @@ import math
 import random
 import tempfile
 import uuid
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from processes.elastic_programs import POINTS, Program
+from processes.elastic_programs import POINTS, POINTS_OF_UPDATES, Program
 from unisono.experimental import CommunicationImplementation
 
 MOST_WORKERS = 6
@@ -86,6 +86,10 @@ class History:
         """Whether workers are to leave."""
         return any(one.kind == "leave" for one in self.events)
 
+    def key(self, worker: int) -> str:
+        """What is in the store of the crew when nobody needs to wait for a worker that comes."""
+        return f"{self.name} {worker} has knocked"
+
     @property
     def folder(self) -> Path:
         """Where a checkpoint may be saved."""
@@ -135,10 +139,11 @@ class History:
         elif rng.random() < 0.1:
             worker = rng.randrange(num_workers)
             events.append(_paused(rng, worker, program.num_runs, lasting=2 * HARSH_SECONDS))
+        watches = any(event.point in POINTS_OF_UPDATES for event in events)
         return History(
             seed,
             num_workers,
-            program,
+            replace(program, watches_updates=watches),
             implementation,
             tuple(events),
             # The last place is that of the one that joins.

@@ -17,13 +17,13 @@ import unisono as uo
 
 NUM_FEATURES, NUM_CLASSES = 12, 3
 # Where a program says that it is, for something to happen there.
+POINTS_OF_UPDATES = ("at the update", "after the update")
 POINTS = (
     "before the run",
     "in the forward pass",
     "in the backward pass",
     "after the backward pass",
-    "at the update",
-    "after the update",
+    *POINTS_OF_UPDATES,
     "at the end of the run",
     "after the run",
     "after the reduction",
@@ -108,6 +108,8 @@ class Program:
     num_samples: int
     batch_size: int
     num_epochs: int
+    # Whether hooks of the optimizer say where it is. Updates without hooks take other ways.
+    watches_updates: bool = False
 
     @staticmethod
     def drawn(rng: random.Random, num_replicas: int) -> Program:
@@ -178,8 +180,9 @@ class Training:
             self.critic = nn.Linear(NUM_CLASSES, 1)
             self.second = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5)
             self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
-        self.optimizer.register_step_pre_hook(lambda *_: at("at the update"))
-        self.optimizer.register_step_post_hook(lambda *_: at("after the update"))
+        if program.watches_updates:
+            self.optimizer.register_step_pre_hook(lambda *_: at(POINTS_OF_UPDATES[0]))
+            self.optimizer.register_step_post_hook(lambda *_: at(POINTS_OF_UPDATES[1]))
         next(self.model.parameters()).register_hook(lambda _: at("in the backward pass"))
         self._epoch = 0
         self._losses: list[Tensor] = []

@@ -60,7 +60,7 @@ class _Fate:
 
     def __init__(self, desk: Desk, history: History, worker: int, *, is_new: bool) -> None:
         self._desk = desk
-        self._name = f"{history.seed} {history.name}"
+        self._key_of = history.key
         own = [one for one in history.events if one.worker == worker and one.kind not in COMING]
         self._waiting = [] if is_new else own
         self._coming = [one for one in history.events if one.kind in COMING]
@@ -90,8 +90,7 @@ class _Fate:
     def _wait_for(self, event: Event) -> None:
         """Waits until a worker has knocked at one of all doors."""
         self._desk.tell(event)
-        key, deadline = f"{self._name} {event.worker} has knocked", time.monotonic()
-        deadline += self._patience
+        key, deadline = self._key_of(event.worker), time.monotonic() + self._patience
         while time.monotonic() < deadline and not self._desk.store.check([key]):
             if self._job().members.newcomers():
                 self._desk.store.set(key, "")

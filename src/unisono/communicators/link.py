@@ -1,8 +1,8 @@
 """A transport under the eyes of a watch, with a header in front of the first message of each pair.
 
-A rank may send on before it has heard from a peer, but it receives more from that peer only once it
-has seen the header. So ranks that call different collectives find out before anything is mixed up,
-and the header costs no message of its own where data follows at once.
+A rank may send on before it has heard from a peer. It receives more from that peer only once it has
+seen the header, unless the transport keeps messages of different lengths apart. So ranks that call
+different collectives find out before anything is mixed up, and nobody waits for a header alone.
 """
 
 from __future__ import annotations
@@ -77,6 +77,10 @@ class Link:
         """Whether so many bytes travel in one message with a header."""
         return num_bytes <= self._packed_bytes
 
+    def is_tagged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors can begin to be received before the header has come."""
+        return all(tensor.nbytes < self._transport.tagged_bytes for tensor in tensors)
+
     def room_of(self, peer: int) -> Tensor:
         """Returns the room for the first message of a peer, whatever it calls."""
         if peer not in self._rooms:
@@ -138,6 +142,7 @@ class Collective:
         self._encoded = header.encode()
         self._prefix = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
         self._greeted: set[int] = set()
+        self._awaited: set[int] = set()
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
         """Begins to send tensors, with a header in front of the first message to a peer."""
@@ -154,9 +159,13 @@ class Collective:
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
         """Begins to receive what a peer sends in the same way, into `tensors`."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if peer not in self.headers:
+        if peer not in self._awaited:
+            self._awaited.add(peer)
             room = self.link.room_of(peer)
-            return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            first = Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            if not self.link.is_packed(num_bytes) and self.link.is_tagged(tensors):
+                first.rest = self._receive_into(peer, tensors)
+            return first
         if len(tensors) > 1 and self.link.is_packed(num_bytes) and num_bytes:
             room = torch.empty(num_bytes, dtype=torch.uint8)
             return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
@@ -166,7 +175,11 @@ class Collective:
         return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for the headers of peers that this rank hears from for the first time."""
+        """Waits for headers before which nothing else can be received from a peer."""
+        if not self.link.is_tagged([tensor for one in received for tensor in one.tensors]):
+            self._meet(received)
+
+    def _meet(self, received: Sequence[Received]) -> None:
         new = [one for one in received if one.peer not in self.headers]
         if new:
             self.hear(new)
@@ -190,11 +203,12 @@ class Collective:
             if self.link.is_packed(sum(tensor.nbytes for tensor in one.tensors)):
                 one.unpack(HEADER_BYTES)
             else:
-                one.messages = self._receive_into(one.peer, one.tensors)
+                one.messages = one.rest or self._receive_into(one.peer, one.tensors)
             one.room = None
 
     def finish(self, sent: Iterable[Any], received: Sequence[Received]) -> None:
-        """Waits until all messages are done."""
+        """Waits until all messages are done, with the first headers of peers among them."""
+        self._meet(received)
         messages = [*sent, *(message for one in received for message in one.messages)]
         if messages:
             self.link.wait(messages)
@@ -213,6 +227,8 @@ class Received:
         self.tensors = tensors
         self.room = room
         self.messages = messages
+        # Messages after the one with the header, if they are received before it has come.
+        self.rest: list[Any] = []
 
     def unpack(self, start: int) -> None:
         """Copies tensors out of the room that they came in."""

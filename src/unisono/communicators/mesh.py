@@ -25,6 +25,7 @@ class Mesh:
         self.rank = rank
         self.size = len(connections) + 1
         self.packed_bytes = PACKED_BYTES
+        self.tagged_bytes = 0
         self._connections = connections
 
     def send(self, peer: int, data: Tensor) -> Message:

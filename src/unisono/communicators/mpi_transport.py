@@ -39,6 +39,7 @@ class MpiTransport:
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.packed_bytes = PACKED_BYTES
+        self.tagged_bytes = 0
         self._timeout_seconds = timeout_seconds
         self._mpi = import_mpi()
         self._comm = comm

@@ -103,6 +103,9 @@ class MovingPlacement(Placement):
 
     def hand_out(self, placed: PlacedBatch) -> SplitBatch:
         parts = placed.parts
+        if parts.step is not None:
+            # The parts of this worker, which others do not have.
+            return super().hand_out(super().place(parts))
         own = self._workers.layout(len(self.devices)).own
         mine = [tuple(map(_apart, leaf[own.start : own.stop])) for leaf in parts.leaves]
         parts = replace(parts, leaves=mine, of_all=parts.leaves, generation=self._generation)

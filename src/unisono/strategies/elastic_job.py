@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -29,11 +29,18 @@ from unisono.errors import (
 from unisono.reductions import CrossDeviceOps, Workers, dealt
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_leaving import Departures
-from unisono.strategies.elastic_values import ElasticValues
+from unisono.strategies.elastic_values import (
+    Admission,
+    Busy,
+    ElasticValues,
+    check_again,
+    distributed,
+    lost_arguments,
+)
 from unisono.strategies.joining import forget_elastic, remember_elastic
-from unisono.strategies.known_results import packed, unpacked
-from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import Snapshot
+from unisono.strategies.known_results import Told, packed, unpacked
+from unisono.values import map_leaves
+from unisono.variables import KeptVariables, Leaves, Snapshot
 
 if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
@@ -42,19 +49,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("unisono")
 _FAULTS_OF_THE_PROGRAM = (UnequalCollectivesError, JobMismatchError)
-
-
-class Admission(Protocol):
-    """What a worker that joins needs to know. `Checkpoint` implements it."""
-
-    def state_of(self) -> dict[str, Any]:
-        """Returns the state as this worker has it."""
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_of` has returned on another worker."""
-
-    def holds(self, one: object) -> bool:
-        """Whether it has the state of an input."""
 
 
 class ElasticJob(ElasticValues):
@@ -68,6 +62,7 @@ class ElasticJob(ElasticValues):
 
     Attributes:
         generation: Which workers there are: it changes with them.
+        variables: The variables of the program.
         departures: Which of them are about to leave.
     """
 
@@ -85,6 +80,7 @@ class ElasticJob(ElasticValues):
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        self.variables = KeptVariables()
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
@@ -137,10 +133,14 @@ class ElasticJob(ElasticValues):
 
     def admit(self, admission: Admission) -> None:
         """Lets workers join from now on; on one that has joined, takes over what it got."""
+        for one in self._inputs:
+            if admission.holds(one):
+                one.check_known()
         self._admission = admission
         if self._arrival is not None:
             admission.take(self._arrival["state"])
             self._snapshot.take_gradients(self._arrival["gradients"])
+            self.variables.take(self._arrival["variables"])
             self._arrival = None
 
     def let_go(self) -> bool:
@@ -168,9 +168,16 @@ class ElasticJob(ElasticValues):
         self.let_go()
         if not self._is_asked or self._admission is None or not self._admission.holds(given):
             return
+        if any(one.is_read_apart for one in self._inputs):
+            # A new worker would not know how far the others are.
+            return
         self._is_asked = False
         start = time.monotonic()
-        state = {"state": self._admission.state_of(), "gradients": self._snapshot.gradients()}
+        state = {
+            "state": self._admission.state_of(),
+            "gradients": self._snapshot.gradients(),
+            "variables": self.variables.state(),
+        }
         # If a worker is lost meanwhile, those who join may need it when others run already.
         self._boundary = map_leaves(_kept, state)
         met, _ = self._meet(None, admits=True)
@@ -190,36 +197,25 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         given = (tuple(args), kwargs)
-        lost = _lost_arguments(given)
+        lost = lost_arguments(given)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
+        had_gradients = keeps and any(map(_has_gradient, self._extended.mirrors.all_leaves))
         self._snapshot.begin(keep_gradients=keeps)
+        self.variables.begin()
         results: list[Any] = []
 
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(
-                _distributed(results[0]),
-                is_asked=self.members.newcomers(),
-                sign=self.departures.sign(),
-            )
+            leaves, is_asked = distributed(results[0]), self.members.newcomers()
+            variables, sign = self.variables.told(), self.departures.sign()
+            return packed(leaves, variables, is_asked=is_asked, sign=sign)
 
         def undo() -> None:
-            if not lost and _lost_arguments(given):
-                raise UnsupportedError(
-                    "A worker was lost, and the run cannot be made again, because the step writes "
-                    "to its input. Write to a copy: `x = x.clone()`."
-                )
-            if lost:
-                raise UnsupportedError(
-                    f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
-                    "and only the lost worker had its components. Pass what comes from "
-                    "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
-                    "the step."
-                )
+            check_again(given, lost)
             if had_unreduced or (self._extended.gradients.has_added and not keeps):
                 raise UnsupportedError(
                     "A worker was lost, and the run cannot be made again, because it adds to "
@@ -227,16 +223,21 @@ class ElasticJob(ElasticValues):
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
             self._snapshot.restore()
+            self.variables.restore()
             self._extended._undo_drawing()
 
+        is_complete = False
         try:
-            with _Busy(self):
+            with Busy(self):
                 generation, known = self._transact(work, undo)
+            is_complete = True
         finally:
             self._snapshot.end()
-        if code is not None:
-            self._adds[code] = self._extended.gradients.has_added
-        leaves = _distributed(results[0])
+            self.variables.end(is_complete=is_complete)
+        if code is not None and (had_gradients or self._extended.gradients.has_added):
+            # A step that has added once may do so again: it may clear gradients in some runs only.
+            self._adds[code] = self._extended.gradients.has_added or self._adds.get(code, False)
+        leaves = distributed(results[0])
         for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
             leaf.note_origin(generation, of_all)
         if generation == self.generation:
@@ -259,7 +260,7 @@ class ElasticJob(ElasticValues):
             return packed(())
 
         self._extended.mirrors.shared.note()
-        with _Busy(self):
+        with Busy(self):
             self._transact(work_once, undo)
         return results[0]
 
@@ -280,7 +281,7 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
-                told = unpacked(rows)
+                told = self._told(rows)
                 self._is_asked = self._is_asked or told.is_asked
                 self.departures.note(told.signs, self._numbers)
                 return generation, told.known
@@ -295,9 +296,16 @@ class ElasticJob(ElasticValues):
                 failure = None
             if handed is None:
                 undo()
-            self._move(met, start, is_undone=handed is None)
-            if handed is not None:
-                return generation, unpacked(handed).known
+            taken = None if handed is None else self._told(handed)
+            self._move(met, start, is_undone=taken is None)
+            if taken is not None:
+                return generation, taken.known
+
+    def _told(self, rows: list[Tensor]) -> Told:
+        """Reads what came with a commit. What replicas wrote for themselves is known then."""
+        told = unpacked(rows)
+        self.variables.settle(told.variables, self._extended.layout)
+        return told
 
     def _meet(
         self,
@@ -358,30 +366,9 @@ class ElasticJob(ElasticValues):
         self._numbers = met.members
 
 
-class _Busy:
-    """In the block, what workers do together is part of one run."""
-
-    def __init__(self, job: ElasticJob) -> None:
-        self._job = job
-
-    def __enter__(self) -> None:
-        self._job._is_busy = True
-
-    def __exit__(self, *error: object) -> None:
-        self._job._is_busy = False
+def _has_gradient(leaves: Leaves) -> bool:
+    return leaves.primary.grad is not None
 
 
 def _kept(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-
-def _distributed(structure: Any) -> list[PerReplica]:
-    return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
-
-
-def _lost_arguments(given: Any) -> str:
-    """Names an argument of which this worker does not know the components of all replicas."""
-    for leaf in _distributed(given):
-        if leaf.known_everywhere is None:
-            return f"a `PerReplica` of {len(leaf.values)} values"
-    return ""

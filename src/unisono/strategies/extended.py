@@ -175,12 +175,16 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         counts: Sequence[int],
     ) -> None:
         """Between two runs: gives this worker other replicas, and keeps what the program made."""
+        if self.elastic is not None:
+            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
         self.mirrors.relayout(*_memories(devices))
         self.gradients.retire()
         self._captures.close()
         self._runner.close()
         self.workers.change(communicator, counts)
         self._lay_out(devices, ops)
+        if self.elastic is not None:
+            self.elastic.variables.relayout()
 
     def bind(self, strategy: Strategy) -> None:
         """Says whose extension this is."""
@@ -248,8 +252,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
         if self.elastic is not None:
             raise UnsupportedError(
-                "A communication hook has a state that only its worker knows, so none could go "
-                "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
+                "A communication hook combines the replicas of each worker first, so its result "
+                "depends on who has which replicas. Leave out `elastic=True`, or the hook."
             )
         if self.has_hook:
             raise ContextError(

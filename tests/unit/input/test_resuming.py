@@ -27,7 +27,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
 )
-from unisono.input.dataset import DistributedInput
+from unisono.input.distributed import DistributedInput
 from unit.input.parts import own_samples
 
 # From Python 3.12 on, starting workers by fork warns once torch has its own threads.

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from late import Late
 from torch import nn
 
 import unisono as uo
 
-transformers = pytest.importorskip("transformers")
+transformers = Late("transformers")
 Make = Callable[..., uo.MirroredStrategy]
 
 SMALL: dict[str, Any] = {"vocab_size": 20, "bos_token_id": 1, "eos_token_id": 2}

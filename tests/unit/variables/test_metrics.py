@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from late import Late
 from torch import Tensor, nn
 from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError, UnsupportedError
 
-tm: Any = pytest.importorskip("torchmetrics")
+tm = Late("torchmetrics")
+own_metric = Late("unit.variables.own_metric")
 
 Make = Callable[..., uo.MirroredStrategy]
 # Of the last batch, three replicas have one sample each; of four replicas, one has none.
@@ -53,9 +55,9 @@ METRICS: dict[str, Callable[[], Any]] = {
     "auroc with thresholds": lambda: tm.AUROC(task="binary", thresholds=5),
     "calibration": lambda: tm.CalibrationError(task="binary"),
     "confusion": lambda: tm.ConfusionMatrix(task="binary"),
-    "mean squared error": tm.MeanSquaredError,
-    "r2": tm.R2Score,
-    "rank correlation": tm.SpearmanCorrCoef,
+    "mean squared error": lambda: tm.MeanSquaredError(),
+    "r2": lambda: tm.R2Score(),
+    "rank correlation": lambda: tm.SpearmanCorrCoef(),
     "signal to noise": lambda: tm.image.PeakSignalNoiseRatio(data_range=2.0),
     "of each class": lambda: tm.ClasswiseWrapper(
         tm.Accuracy(task="multiclass", num_classes=2, average=None)
@@ -192,36 +194,10 @@ def test_forward_gives_the_value_of_the_part_or_of_the_batch(mirrored: Make) -> 
     assert own.compute().item() == common.compute().item() == 14.0
 
 
-class Own(tm.Metric):  # type: ignore[misc]
-    """States of all kinds, with defaults that are not zero."""
-
-    full_state_update = False
-    total: Tensor
-    average: Tensor
-    product: Tensor
-    rows: list[Any]
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(10.0), dist_reduce_fx="sum")
-        self.add_state("average", torch.tensor(0.0), dist_reduce_fx="mean")
-        self.add_state("product", torch.tensor(1.0), dist_reduce_fx=lambda x: x.prod(0))
-        self.add_state("rows", [], dist_reduce_fx=None)
-
-    def update(self, x: Tensor) -> None:
-        self.total += x.sum()
-        self.average = x.mean()
-        self.product = self.product * x.prod()
-        self.rows.append(x)
-
-    def compute(self) -> tuple[Any, ...]:
-        return self.total, self.average, self.product, torch.cat(self.rows)
-
-
 def test_states_of_all_kinds(mirrored: Make) -> None:
     strategy = mirrored(2)
     with strategy.scope():
-        metric = Own()
+        metric = own_metric.Own()
     (x,) = strategy.experimental_distribute_dataset([torch.tensor([1.0, 2.0, 3.0, 6.0])])
     strategy.run(metric.update, args=(x,))
 
@@ -234,7 +210,7 @@ def test_states_of_all_kinds(mirrored: Make) -> None:
 @pytest.mark.parametrize(
     ("make", "why"),
     [
-        (tm.PearsonCorrCoef, "'mean_x' with `dist_reduce_fx=None`"),
+        (lambda: tm.PearsonCorrCoef(), "'mean_x' with `dist_reduce_fx=None`"),
         (lambda: tm.RunningMean(window=2), "keeps '_num_vals_seen' between updates"),
     ],
 )
@@ -403,7 +379,7 @@ def test_runs_without_updates_need_no_other_worker() -> None:
 def test_states_that_are_no_tensors_cannot_travel() -> None:
     def on_worker(strategy: uo.Strategy) -> str:
         with strategy.scope():
-            metric = Own()
+            metric = own_metric.Own()
 
         def step() -> None:
             metric.update(torch.ones(1))

@@ -20,6 +20,7 @@ class Progress:
 
     Attributes:
         num_left_out: Those of them that were not handed out, because no worker had a sample.
+        batches_per_step: Batches that each source gives in `steps_per_batch` steps.
         at_start: The random generators before the sources were opened, of each worker that reads
             its own data; None when no epoch is under way, because none was begun or the last
             one came to its end.
@@ -45,12 +46,12 @@ class Progress:
     @property
     def num_consumed(self) -> int:
         """How many batches of each source are used up."""
-        return self.num_steps // self.steps_per_batch * self.batches_per_step
+        return self.num_steps * self.batches_per_step // self.steps_per_batch
 
     @property
     def is_amid_batch(self) -> bool:
         """Whether the next batch was drawn and used in part."""
-        return self.num_steps % self.steps_per_batch > 0
+        return self.num_steps * self.batches_per_step % self.steps_per_batch > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `from_state_dict` reads."""

@@ -11,7 +11,7 @@ import torch
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnsupportedError
 from unisono.input.sources.random_state import RandomState, random_state, set_random_state
-from unisono.reductions import Workers
+from unisono.reductions import ReplicaLayout, Workers
 
 T = TypeVar("T")
 
@@ -49,6 +49,27 @@ class Moving(Protocol):
 
     generation: int
     is_arriving: bool
+
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each worker has."""
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The number of the worker that each replica has. A worker keeps its number."""
+
+    def tell(
+        self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
+    ) -> tuple[int, tuple[int, ...]]:
+        """All workers tell each other numbers, again if a worker is lost meanwhile.
+
+        Args:
+            own: Returns the numbers of this worker.
+            undo: Makes everything what it was before `own`.
+
+        Returns:
+            The generation of the workers that have told, and all their numbers by rank.
+        """
 
     def at_boundary(self, given: Any) -> None:
         """Before the next batch of an input is taken: lets workers leave and join."""
@@ -96,6 +117,13 @@ class ReadersApart(Readers):
                 f"{communicator.size} workers. Resume with {len(states)} workers."
             )
         return states[communicator.rank]
+
+
+class MovingReadersApart(ReadersApart):
+    """Workers of an elastic job, each with its own data. What one has read, others do not know."""
+
+    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
+        return (random_state(generators),)
 
 
 def readers_of(workers: Workers | None, *, own_data: bool) -> Readers:

@@ -35,6 +35,11 @@ class Source(ABC):
         """Whether something is kept from an earlier epoch that changes how the next one opens."""
         return False
 
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples an epoch has, if it says so."""
+        return None
+
     @abstractmethod
     def open(self) -> Iterator[Any]:
         """Begins an epoch."""
