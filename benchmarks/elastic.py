@@ -4,7 +4,8 @@
 
 `lost` is the time from the kill of one of four workers to the next finished step of all others.
 Beside it stands torchrun, which starts all workers of a DistributedDataParallel program again. They
-load the checkpoint that rank 0 has saved after the last step. `step` has two workers that make
+load the checkpoint that rank 0 has saved after the last step. Elastic Horovod is described, not
+measured: what its documentation says is in docs/elastic.md. `step` has two workers that make
 steps with `elastic=True` and without it in turn, so that a busy machine disturbs both alike: the
 median of the ratios of neighboring turns. `work` is the same for the time of the processor.
 """
@@ -17,7 +18,6 @@ import logging
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -34,6 +34,7 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono_tools.benchmarks.peers.models import CASES, Case, train_step
 from unisono_tools.benchmarks.rows import machine
+from unisono_tools.launching.local_tasks import free_ports
 
 NUM_WORKERS, NUM_REPLICAS = 4, 4
 STEPS_PER_TURN = 10
@@ -241,7 +242,7 @@ def _turn(training: Training) -> Times:
 @contextmanager
 def workers(role: str, count: int, **task: Any) -> Iterator[list[Program]]:
     """Starts workers of this script, and ends them."""
-    ports = [_free_ports(count) for _ in range(2)]
+    ports = [free_ports(count) for _ in range(2)]
     with ExitStack() as stack:
         tasks = [{"role": role, "rank": rank, "ports": ports, **task} for rank in range(count)]
         command = [sys.executable, __file__, "--worker"]
@@ -272,14 +273,6 @@ def _program(command: Sequence[str], **environ: str) -> Iterator[Program]:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(10)
             process.kill()
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _tell(kind: str, **more: Any) -> None:

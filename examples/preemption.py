@@ -4,10 +4,14 @@
     python examples/preemption.py                        # goes on at step 20
 
     unisono launch -n 2 examples/preemption.py --replicas 2
+    unisono launch -n 2 --elastic examples/preemption.py --elastic --stop-after 20
 
 Send SIGTERM to any worker, or to the launcher: all workers finish the same step, one saves, and
 all leave. The next start resumes there, and ends with the same bits as a run without a stop. It may
 have another number of workers, as long as the number of replicas is the same.
+
+With --elastic, only the worker that got SIGTERM leaves. The others take over its replicas, and end
+with the same bits.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import hashlib
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -29,7 +34,10 @@ import unisono as uo
 
 def main(arguments: Sequence[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--replicas", type=int, default=4, help="per worker (default: 4)")
+    parser.add_argument(
+        "--replicas", type=int, default=4, help="per worker, with --elastic of all (default: 4)"
+    )
+    parser.add_argument("--elastic", action="store_true", help="others go on without a worker")
     parser.add_argument("--steps", type=int, default=50, help="number of steps (default: 50)")
     parser.add_argument("--folder", type=Path, default=Path("preempted"), help="for checkpoints")
     parser.add_argument("--stop-after", type=int, help="end workers after this step")
@@ -38,7 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> str:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    strategy = uo.MultiWorkerMirroredStrategy(devices=[f"cpu:{i}" for i in range(options.replicas)])
+    if options.elastic:
+        strategy = uo.MultiWorkerMirroredStrategy(num_replicas=options.replicas, elastic=True)
+    else:
+        devices = [f"cpu:{i}" for i in range(options.replicas)]
+        strategy = uo.MultiWorkerMirroredStrategy(devices=devices)
     with strategy.scope():
         model = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Dropout(0.1), nn.Linear(16, 1))
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -74,11 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> str:
         print(f"{strategy.num_replicas_in_sync} replicas, from step {handler.total_run_calls}")
 
     loss = torch.tensor(float("nan"))
-    is_ended = not strategy.is_chief or strategy.num_replicas_in_sync == options.replicas
+    is_alone = len(strategy.extended.worker_devices) == strategy.num_replicas_in_sync
+    is_ended = is_alone or not strategy.is_chief
     while handler.total_run_calls < options.steps:
         for batch in batches:
             if is_ended and handler.total_run_calls + 1 == options.stop_after:
                 os.kill(os.getpid(), signal.SIGTERM)
+                # A worker of an elastic job waits a second for others that get the signal, too.
+                time.sleep(1.1 if options.elastic else 0.0)
             loss = handler.run(train_step, *batch)
             if handler.total_run_calls == options.steps:
                 break

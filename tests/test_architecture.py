@@ -17,7 +17,7 @@ ROOT = SRC / "unisono"
 TOOLS = SRC / "unisono_tools"
 MAX_LINES = 400
 MAX_LINES_OF_A_TRANSPORT = 150
-TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "gloo_waiter", "mpi_transport"]
+TRANSPORTS = ["mesh", "connection", "gloo_transport", "gloo_peer", "gloo_memory", "mpi_transport"]
 
 # Bottom first. Packages on one line do not see each other.
 LAYERS = [
@@ -40,7 +40,7 @@ LAYERS = [
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "namespaces", "processes"],
+    ["tables", "traces", "namespaces", "processes", "pricing"],
     ["benchmarks", "demo", "launching"],
     ["hosts", "tuning", "elastic_demo"],
     ["planning"],

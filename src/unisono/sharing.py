@@ -16,10 +16,7 @@ T = TypeVar("T")
 
 
 class LiveSet(Generic[T]):
-    """A set of weak references that any thread may add to while others iterate over it.
-
-    A `weakref.WeakSet` raises an error there.
-    """
+    """A set of weak references that any thread may add to while others iterate over it."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -98,11 +98,7 @@ def processor() -> str:
 
 
 def interface_address(name: str) -> str:
-    """Returns the IPv4 address of a network interface, such as eth0.
-
-    Raises:
-        OSError: If it has none, or if this is not Linux.
-    """
+    """Returns the IPv4 address of a network interface, such as eth0."""
     if fcntl is None or platform.system() != "Linux":
         raise OSError(errno.ENOTSUP, "only Linux can be asked for it")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -111,11 +107,7 @@ def interface_address(name: str) -> str:
 
 
 def create_segment(num_bytes: int) -> int:
-    """Returns a descriptor of new memory that can grow, of which pages are used when touched.
-
-    Raises:
-        OSError: If there is no memory, or if this is not Linux.
-    """
+    """Returns a descriptor of new memory that can grow, of which pages are used when touched."""
     if fcntl is None or not hasattr(os, "memfd_create"):
         raise OSError(errno.ENOTSUP, "memory without a name takes Linux")
     fd = os.memfd_create("unisono", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -131,11 +123,7 @@ def create_segment(num_bytes: int) -> int:
 
 
 def check_connections() -> None:
-    """Raises unless this system can watch many connections at a time.
-
-    Raises:
-        UnsupportedError: On Windows.
-    """
+    """Raises unless this system can watch many connections at a time."""
     if not hasattr(select, "poll"):
         raise UnsupportedError(
             f"Several workers need `poll`, which {platform.system()} lacks. Use MirroredStrategy, "

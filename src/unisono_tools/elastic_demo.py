@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import multiprocessing
-import socket
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from rich.console import Console
@@ -27,7 +26,11 @@ from torch.utils.data import DataLoader
 
 import unisono as uo
 from unisono_tools.demo import BATCH_SIZE, ConvNet, load
-from unisono_tools.processes import one_thread
+from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import one_thread, quick_processes
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NUM_REPLICAS = 6
 NUM_WORKERS = 3
@@ -145,10 +148,8 @@ class Show:
         self.found = Elastic()
         self._num_epochs, self._console = num_epochs, console
         self._states = dict.fromkeys(range(NUM_WORKERS + 2), "")
-        self._addresses = [f"127.0.0.1:{port}" for port in _free_ports(len(self._states))]
-        # Workers are forked from a process that has loaded torch, which takes seconds.
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch._dynamo", __name__])
+        self._addresses = [f"127.0.0.1:{port}" for port in free_ports(len(self._states))]
+        self._context = quick_processes("torch._dynamo", __name__)
         self._processes: dict[int, BaseProcess] = {}
         self._pipes: dict[Connection, int] = {}
 
@@ -237,19 +238,18 @@ class Show:
         return table
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 def draw_elastic(found: Elastic, path: Path) -> None:
-    """Draws the losses on top of each other, and who ran which replica."""
+    """Draws what has happened into a file."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), layout="constrained")
+    paint(found, figure)
+    figure.savefig(path, dpi=120)
+
+
+def paint(found: Elastic, figure: Figure) -> None:
+    """Draws the losses on top of each other, and who ran which replica."""
+    figure.clear()
     top, bottom = figure.subplots(2, 1, sharex=True)
     top.plot(found.undisturbed, linewidth=6, color="lightgray", label="undisturbed")
     steps = sorted(found.losses)
@@ -265,5 +265,5 @@ def draw_elastic(found: Elastic, path: Path) -> None:
         ]
         bottom.scatter(*zip(*cells, strict=True), marker="s", s=14, label=f"worker {worker}")
     bottom.set(xlabel="step", ylabel="replica", title="who ran which replica")
-    bottom.legend(loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
+    if found.layout:
+        bottom.legend(loc="center left", bbox_to_anchor=(1, 0.5))

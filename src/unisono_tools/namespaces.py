@@ -49,6 +49,16 @@ class Hosts:
         """Pulls the cable of a host."""
         run("ip", "-n", self.names[host], "link", "set", "eth0", "down")
 
+    def mute(self, host: int) -> None:
+        """Drops all that a host sends. It gets what others send, and they notice no cut."""
+        nothing = ["tbf", "rate", "8bit", "burst", "1", "latency", "1ms"]
+        run("tc", "-n", self.names[host], "qdisc", "replace", "dev", "eth0", "root", *nothing)
+
+    def mend(self, host: int) -> None:
+        """Plugs the cable of a host in again, and sends what it sends."""
+        run("tc", "-n", self.names[host], "qdisc", "replace", "dev", "eth0", "root", "pfifo")
+        run("ip", "-n", self.names[host], "link", "set", "eth0", "up")
+
 
 @contextmanager
 def make_hosts(count: int) -> Iterator[Hosts]:

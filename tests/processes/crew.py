@@ -97,11 +97,17 @@ class Crew:
         self.members = [Member(self.store.port, neighbor) for neighbor in self._neighbors]
         see_to_work(self.members)
 
-    def replace(self, rank: int) -> None:
-        """Ends a member, and starts another in its place."""
+    def replace(self, rank: int, *, waits: bool = True) -> None:
+        """Ends a member, and starts another in its place.
+
+        Args:
+            rank: Which one.
+            waits: Whether to wait until the other has begun.
+        """
         self.members[rank].end()
         self.members[rank] = Member(self.store.port, self._neighbors[rank])
-        see_to_work([self.members[rank]])
+        if waits:
+            see_to_work([self.members[rank]])
 
     def __enter__(self) -> Crew:
         return self

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 import traceback
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -16,7 +17,7 @@ from torch import Tensor
 
 import unisono as uo
 from processes.forked import PROCESSES
-from processes.namespaces import enter
+from processes.namespaces import apart, enter
 from unisono.cluster import Membership
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
 from unisono.devices import cpu_slots
@@ -116,11 +117,13 @@ def _update(state: Tensor, terms: Tensor) -> None:
 def _run(pipe: Connection, task: Task) -> None:
     torch.set_num_threads(1)
     try:
-        if task.namespace is not None:
-            enter(task.namespace)
-        pipe.send(("ready", None))
-        pipe.recv()
-        _Program(pipe, task).work()
+        with ExitStack() as stack:
+            if task.namespace is not None:
+                enter(task.namespace)
+                stack.enter_context(apart(task.namespace))
+            pipe.send(("ready", None))
+            pipe.recv()
+            _Program(pipe, task).work()
     except CommunicationError as error:
         pipe.send(("raised", (type(error).__name__, str(error))))
     except BaseException:

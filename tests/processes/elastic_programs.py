@@ -17,13 +17,13 @@ import unisono as uo
 
 NUM_FEATURES, NUM_CLASSES = 12, 3
 # Where a program says that it is, for something to happen there.
+POINTS_OF_UPDATES = ("at the update", "after the update")
 POINTS = (
     "before the run",
     "in the forward pass",
     "in the backward pass",
     "after the backward pass",
-    "at the update",
-    "after the update",
+    *POINTS_OF_UPDATES,
     "at the end of the run",
     "after the run",
     "after the reduction",
@@ -108,11 +108,14 @@ class Program:
     num_samples: int
     batch_size: int
     num_epochs: int
+    # Whether hooks of the optimizer say where it is. Updates without hooks take other ways.
+    watches_updates: bool = False
 
     @staticmethod
     def drawn(rng: random.Random, num_replicas: int) -> Program:
         """Draws one."""
         batch_size = num_replicas * rng.randint(2, 4) + rng.randrange(3)
+        num_whole = rng.randint(2, 4)
         return Program(
             seed=rng.randrange(1 << 30),
             num_replicas=num_replicas,
@@ -124,7 +127,7 @@ class Program:
             is_batch_norm_synchronized=rng.random() < 0.3,
             evaluates=rng.random() < 0.4,
             # The last batch of an epoch is smaller.
-            num_samples=4 * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
+            num_samples=num_whole * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
             batch_size=batch_size,
             num_epochs=2,
         )
@@ -156,9 +159,18 @@ class Program:
 
 
 class Training:
-    """A program that is under way on one worker."""
+    """A program that is under way on one worker.
 
-    def __init__(self, strategy: uo.Strategy, program: Program, at: At) -> None:
+    Args:
+        strategy: What it trains with.
+        program: What it trains.
+        at: Called with where it is.
+        folder: Where it saves if all workers are preempted. Without it, SIGTERM ends the process.
+    """
+
+    def __init__(
+        self, strategy: uo.Strategy, program: Program, at: At, folder: str | None = None
+    ) -> None:
         self._strategy, self._program, self._at = strategy, program, at
         torch.manual_seed(program.seed)
         with strategy.scope():
@@ -168,8 +180,9 @@ class Training:
             self.critic = nn.Linear(NUM_CLASSES, 1)
             self.second = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5)
             self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
-        self.optimizer.register_step_pre_hook(lambda *_: at("at the update"))
-        self.optimizer.register_step_post_hook(lambda *_: at("after the update"))
+        if program.watches_updates:
+            self.optimizer.register_step_pre_hook(lambda *_: at(POINTS_OF_UPDATES[0]))
+            self.optimizer.register_step_post_hook(lambda *_: at(POINTS_OF_UPDATES[1]))
         next(self.model.parameters()).register_hook(lambda _: at("in the backward pass"))
         self._epoch = 0
         self._losses: list[Tensor] = []
@@ -178,19 +191,24 @@ class Training:
         self._batches = strategy.experimental_distribute_dataset(program.loader())
         unseen = DataLoader(program.data(), program.batch_size)
         self._unseen = strategy.experimental_distribute_dataset(unseen)
+        self._handler: uo.experimental.PreemptionCheckpointHandler | None = None
         if isinstance(strategy, uo.MultiWorkerMirroredStrategy) and strategy.extended.elastic:
-            strategy.experimental_admit(
-                uo.experimental.Checkpoint(
-                    model=self.model,
-                    optimizer=self.optimizer,
-                    scheduler=self.scheduler,
-                    critic=self.critic,
-                    second=self.second,
-                    average=self.average,
-                    input=self._batches,
-                    progress=self,
-                )
+            checkpoint = uo.experimental.Checkpoint(
+                model=self.model,
+                optimizer=self.optimizer,
+                scheduler=self.scheduler,
+                critic=self.critic,
+                second=self.second,
+                average=self.average,
+                input=self._batches,
+                progress=self,
             )
+            if folder is None:
+                strategy.experimental_admit(checkpoint)
+            else:
+                self._handler = uo.experimental.PreemptionCheckpointHandler(
+                    strategy.cluster_resolver, checkpoint, folder
+                )
 
     def state_dict(self) -> dict[str, Any]:
         """What a worker that joins must know of the loop."""
@@ -204,24 +222,37 @@ class Training:
 
     def train(self, begin_run: Callable[[int], None]) -> dict[str, Any]:
         """Returns everything that a program can see at the end."""
-        strategy, at = self._strategy, self._at
+        run = self._train_on if self._handler is None else self._run_with_handler
         while self._epoch < self._program.num_epochs:
             self.model.train()
             for batch in self._batches:
                 begin_run(len(self._losses))
-                at("before the run")
-                results = strategy.run(self._step, args=batch)
-                at("after the run")
-                loss = strategy.reduce("MEAN", results["loss"])
-                samples = strategy.gather(results["numbers"], axis=0)
-                at("after the reduction")
-                self._others.append(strategy.reduce("SUM", results["right"]))
-                self._losses.append(loss)
-                self._samples.append(samples)
+                run(batch)
             if self._program.evaluates:
                 self._evaluate()
             self._epoch += 1
         return dict(self._found())
+
+    def close(self) -> None:
+        """Gives signals back to what they did before."""
+        if self._handler is not None:
+            self._handler.close()
+
+    def _run_with_handler(self, batch: Any) -> None:
+        assert self._handler is not None
+        self._handler.run(self._train_on, batch)
+
+    def _train_on(self, batch: Any) -> None:
+        strategy, at = self._strategy, self._at
+        at("before the run")
+        results = strategy.run(self._step, args=batch)
+        at("after the run")
+        loss = strategy.reduce("MEAN", results["loss"])
+        samples = strategy.gather(results["numbers"], axis=0)
+        at("after the reduction")
+        self._others.append(strategy.reduce("SUM", results["right"]))
+        self._losses.append(loss)
+        self._samples.append(samples)
 
     def _evaluate(self) -> None:
         self.model.eval()

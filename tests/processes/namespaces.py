@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from unittest.mock import patch
 
 import pytest
 
+from unisono.cluster.elastic import doors
 from unisono.errors import UnsupportedError
 from unisono_tools import namespaces
 from unisono_tools.namespaces import Hosts, enter
 
-__all__ = ["Hosts", "enter", "make_hosts"]
+__all__ = ["Hosts", "apart", "enter", "make_hosts"]
 
 
 @contextmanager
@@ -23,3 +25,11 @@ def make_hosts(count: int) -> Iterator[Hosts]:
         except UnsupportedError as error:
             pytest.skip(str(error))
         yield hosts
+
+
+@contextmanager
+def apart(name: str) -> Iterator[None]:
+    """Processes of other hosts are not seen to end, as on machines of their own."""
+    own = f"{doors.machine_identity()} {name}"
+    with patch.object(doors, "machine_identity", lambda: own):
+        yield

@@ -59,10 +59,22 @@ class Program:
         with strategy.scope():
             self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.2))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
+            # Workers that join get all variables, also one that is not in the checkpoint.
+            self.own = uo.Variable(
+                0.0,
+                synchronization=uo.VariableSynchronization.ON_READ,
+                aggregation=uo.VariableAggregation.SUM,
+            )
+            self.shift = uo.Variable(torch.zeros(9), aggregation=uo.VariableAggregation.MEAN)
+            self.optimizer.add_param_group({"params": [self.shift]})
         loader = DataLoader(data, batch_size=16, shuffle=True)
         self.batches = strategy.experimental_distribute_dataset(loader)
         self.checkpoint = uo.experimental.Checkpoint(
-            model=self.model, optimizer=self.optimizer, input=self.batches, progress=self
+            model=self.model,
+            optimizer=self.optimizer,
+            input=self.batches,
+            progress=self,
+            own=self.own,
         )
         if strategy.extended.elastic is not None:
             strategy.experimental_admit(self.checkpoint)
@@ -75,7 +87,8 @@ class Program:
 
     def step(self, inputs: Tensor) -> Tensor:
         self.optimizer.zero_grad()
-        loss: Tensor = self.model(inputs).square().mean()
+        loss: Tensor = (self.model(inputs) + self.shift).square().mean()
+        self.own.assign_add(loss.detach())
         loss.backward()
         self.fate("after the backward pass")
         self.optimizer.step()
@@ -93,7 +106,7 @@ class Program:
                     self.checkpoint.save(f"{path}-{self.num_steps}")
                 if self.num_steps == 14:
                     break
-        found = dict(self.model.state_dict())
+        found = self.model.state_dict() | {"own": self.own.value(), "shift": self.shift.value()}
         for i, state in enumerate(self.optimizer.state.values()):
             found |= {f"{name} {i}": value for name, value in state.items()}
         bits = {name: one.detach().numpy().tobytes() for name, one in found.items()}
@@ -131,19 +144,38 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
         )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, gamma=0.5)
+        # Of the replicas' own, of all replicas, and trained.
+        own = uo.Variable(
+            torch.zeros(2, dtype=torch.float64),
+            synchronization=uo.VariableSynchronization.ON_READ,
+            aggregation=uo.VariableAggregation.SUM,
+        )
+        mean = uo.Variable(1.0, trainable=False, aggregation=uo.VariableAggregation.MEAN)
+        scale = uo.Variable(torch.ones(3), aggregation=uo.VariableAggregation.MEAN)
+        optimizer.add_param_group({"params": [scale]})
+        average = nn.Linear(20, 40)
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
     optimizer.register_step_pre_hook(lambda *_: fate("at the update"))
     optimizer.register_step_post_hook(lambda *_: fate("after the update"))
     first = next(model.parameters())
     first.register_hook(lambda _: fate("in the backward pass"))
 
+    def follow() -> None:
+        for one, other in zip(average.parameters(), model[0].parameters(), strict=True):
+            one.data.lerp_(other.data, 0.1)
+
     def step(numbers: Tensor, inputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(inputs), labels)
+        loss = nn.functional.cross_entropy(model(inputs) * scale, labels)
+        own.assign_add(torch.stack([loss.detach(), numbers.sum()]))
         fate("before the backward pass")
-        loss.backward()
+        scaler.scale(loss).backward()
         fate("after the backward pass")
-        optimizer.step()
+        mean.assign(0.5 * mean + loss.detach())
+        scaler.step(optimizer)
+        scaler.update()
         scheduler.step()
+        uo.once(follow)
         fate("at the end")
         return loss.detach(), numbers
 
@@ -155,15 +187,17 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
             fate("before the run")
             loss, numbers = strategy.run(step, args=batch)
             fate("after the run")
-            losses.append(strategy.reduce("MEAN", loss))
+            losses += [strategy.reduce("MEAN", loss), own.value().sum(), mean.value()]
             samples.append(strategy.gather(numbers, axis=0))
             fate.run += 1
     found = {"losses": torch.stack(losses), "samples": torch.cat(samples)} | model.state_dict()
+    found |= {"own": own.value(), "mean": mean.value(), "scale": scale.value()}
+    found |= {f"average {name}": one for name, one in average.state_dict().items()}
     for i, state in enumerate(optimizer.state.values()):
         found |= {f"{name} {i}": value for name, value in state.items()}
     found["next random number"] = torch.rand(1)
     bits = {name: one.detach().numpy().tobytes() for name, one in found.items()}
-    return bits | {"lr": scheduler.get_last_lr()}
+    return bits | {"lr": scheduler.get_last_lr(), "loss scale": scaler.get_scale()}
 
 
 def work(store: Store, rank: int, size: int, ports: list[int], plan: Plan, elastic: bool) -> Any:

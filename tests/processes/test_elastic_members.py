@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from processes.elastic_job import Task, Worker, start, undisturbed
-from processes.namespaces import make_hosts
+from processes.namespaces import Hosts, make_hosts
 from processes.ports import free_ports
 from unisono.experimental import CommunicationImplementation
 
@@ -92,18 +92,30 @@ def test_a_worker_that_runs_something_else_is_not_let_in() -> None:
         assert "num_replicas" in text
 
 
-def test_only_one_side_of_a_cut_goes_on() -> None:
-    """The host of rank 0 has one worker of three, so the other host goes on."""
-    places, settings = [0, 1, 1], {"timeout_seconds": 6.0}
-    with make_hosts(2) as hosts, ExitStack() as stack:
+@contextmanager
+def job_on_hosts(
+    places: list[int], fates: dict[int, dict[int, str]], **more: Any
+) -> Iterator[tuple[list[Worker], list[Task], Hosts]]:
+    """Starts workers on hosts of their own, which do not see when the others' processes end."""
+    with make_hosts(max(places) + 1) as hosts:
         addresses = [f"{hosts.address(place)}:{port}" for port, place in enumerate(places, 4000)]
         tasks = [
-            Task(addresses, n, STEPS, {}, {2: 9}, hosts.names[place], settings)
+            Task(addresses, n, STEPS, fates.get(n, {}), namespace=hosts.names[place], **more)
             for n, place in enumerate(places)
         ]
-        alone, *others = started = start(*tasks)
-        for one in started:
-            stack.callback(one.end)
+        started = start(*tasks)
+        try:
+            yield started, tasks, hosts
+        finally:
+            for one in started:
+                one.end()
+
+
+def test_only_one_side_of_a_cut_goes_on() -> None:
+    """The host of rank 0 has one worker of three, so the other host goes on."""
+    more = {"wait_for": {2: 9}, "settings": {"timeout_seconds": 6.0}}
+    with job_on_hosts([0, 1, 1], {}, **more) as (started, _, hosts):
+        alone, *others = started
         for one in started:
             one.hear("began")
         hosts.cut(0)
@@ -112,3 +124,12 @@ def test_only_one_side_of_a_cut_goes_on() -> None:
         kind, text = alone.hear("raised")
         assert kind == "CommunicationError"
         assert "cut in two" in text
+
+
+def test_a_worker_that_is_started_again_says_that_the_one_before_it_has_ended() -> None:
+    """Worker 1 alone hears nothing of rank 0 on the other host, and may not go on for that."""
+    with job_on_hosts([0, 1], {0: {3: "kill"}}, wait_for={6: 2}) as (started, tasks, _):
+        started[0].process.join(60)
+        started += start(replace(tasks[0], fate={}))
+        for one in started[1:]:
+            assert one.hear("done") == (undisturbed(STEPS), (1, 2))

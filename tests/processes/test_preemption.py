@@ -89,6 +89,20 @@ def test_a_launcher_that_is_told_to_end_lets_its_workers_save(tmp_path: Path) ->
     assert len(list((tmp_path / "saved").iterdir())) == 1
 
 
+def test_the_others_go_on_without_a_preempted_worker_of_an_elastic_job(tmp_path: Path) -> None:
+    bits = here(tmp_path / "undisturbed", "--steps", 9)
+    command = launcher("-n", "2", "--elastic", EXAMPLE, "--elastic", "--folder", tmp_path / "saved")
+
+    status, output, errors = run([*command, "--steps", "9", "--stop-after", "3"])
+
+    assert status == 0, errors
+    assert f"bits {bits}" in output
+    # The worker has left with status 0, so nothing was started again, and nothing was saved.
+    assert "Worker 1 of 2 left: worker 0 takes over replicas 2, 3." in errors
+    assert "ended" not in errors
+    assert not (tmp_path / "saved").exists()
+
+
 def test_torchrun_restarts_workers_that_leave_with_a_status(tmp_path: Path) -> None:
     bits = here(tmp_path / "undisturbed", "--steps", 20)
     arguments = of_two(tmp_path / "saved", "--steps", 20, "--stop-after", 7, "--exit-status", 42)

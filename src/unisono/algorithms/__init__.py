@@ -1,17 +1,21 @@
-"""Algorithms as data: who sends what to whom. Plans for given devices, and the code that runs
-them.
-"""
+"""Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
 
-from unisono.algorithms.doubling import doubling, halving
-from unisono.algorithms.exchange import all_gather, exchange, gather, one_step, spread
+from unisono.algorithms.doubling import doubling
+from unisono.algorithms.exchange import exchange, one_step
 from unisono.algorithms.execution import run
-from unisono.algorithms.messages import Message, Node, Turn, children, turns_of
+from unisono.algorithms.messages import (
+    Message,
+    Node,
+    Turn,
+    are_siblings,
+    children,
+    merged,
+    turns_of,
+)
 from unisono.algorithms.one_device import one_device
 from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan
-from unisono.algorithms.ring import ring
 from unisono.algorithms.rounds import Round, Rounds, Send
 from unisono.algorithms.schedule import Gather, Schedule, Spread, num_steps, num_transfers
-from unisono.algorithms.tree import tree
 from unisono.algorithms.two_level import two_level
 
 __all__ = [
@@ -28,21 +32,17 @@ __all__ = [
     "Spread",
     "Step",
     "Turn",
-    "all_gather",
+    "are_siblings",
     "children",
     "doubling",
     "exchange",
-    "gather",
-    "halving",
     "make_plan",
+    "merged",
     "num_steps",
     "num_transfers",
     "one_device",
     "one_step",
-    "ring",
     "run",
-    "spread",
-    "tree",
     "turns_of",
     "two_level",
 ]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from fractions import Fraction
 
-from unisono.algorithms.rounds import Round, Rounds, Send, at, part_of_receiver, part_of_sender
+from unisono.algorithms.rounds import Round, Rounds, Send, part_of_receiver, part_of_sender
 
 
 def exchange(num_ranks: int) -> Rounds:
@@ -33,30 +33,5 @@ def one_step(num_ranks: int) -> Rounds:
     """Sends all terms to all ranks."""
     if num_ranks == 1:
         return Rounds(1, ())
-    return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1)), Fraction(num_ranks + 1)),))
-
-
-def all_gather(num_ranks: int) -> Rounds:
-    """Sends the part of each rank to all ranks."""
-    if num_ranks == 1:
-        return Rounds(1, ())
-    return Rounds(num_ranks, (Round(_to_all(num_ranks, Fraction(1, num_ranks))),))
-
-
-def spread(num_ranks: int) -> Rounds:
-    """Sends everything from the first rank to all ranks."""
-    if num_ranks == 1:
-        return Rounds(1, ())
-    return Rounds(num_ranks, (Round((Send((0,), range(1, num_ranks), Fraction(1)),)),))
-
-
-def gather(num_ranks: int) -> Rounds:
-    """Sends everything from all ranks to the first rank."""
-    if num_ranks == 1:
-        return Rounds(1, ())
-    sends = tuple(Send((rank,), at(-rank), Fraction(1)) for rank in range(1, num_ranks))
-    return Rounds(num_ranks, (Round(sends),))
-
-
-def _to_all(num_ranks: int, share: Fraction) -> tuple[Send, ...]:
-    return (Send(range(num_ranks), range(1, num_ranks), share),)
+    send = Send(range(num_ranks), range(1, num_ranks), Fraction(1))
+    return Rounds(num_ranks, (Round((send,), Fraction(num_ranks + 1)),))

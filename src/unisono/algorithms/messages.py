@@ -27,13 +27,7 @@ class Message(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One round of one rank.
-
-    Attributes:
-        peers: The ranks that it exchanges messages with, which may be empty.
-        sends: What it sends, by peer.
-        receives: What it receives, by peer.
-    """
+    """One round of one rank."""
 
     peers: tuple[tuple[int, ...], tuple[int, ...]]
     sends: tuple[Message, ...]
@@ -46,9 +40,6 @@ def turns_of(
     """Returns what `rank` does, round by round.
 
     Args:
-        rounds: The algorithm.
-        rank: The rank.
-        num_terms: The number of terms of each rank.
         root: The only rank that has a term, for a broadcast; None for a sum.
     """
     run = _Run(rounds, num_terms, root)
@@ -62,7 +53,7 @@ def merged(nodes: Iterable[Node], num_terms: int) -> tuple[Node, ...]:
         if found and node[1] <= found[-1][1]:
             continue
         found.append(node)
-        while len(found) > 1 and _are_siblings(found[-2], found[-1], num_terms):
+        while len(found) > 1 and are_siblings(found[-2], found[-1], num_terms):
             right, left = found.pop(), found.pop()
             found.append((left[0], right[1]))
     return tuple(found)
@@ -75,7 +66,8 @@ def children(node: Node) -> tuple[Node, Node]:
     return (start, middle), (middle, stop)
 
 
-def _are_siblings(left: Node, right: Node, num_terms: int) -> bool:
+def are_siblings(left: Node, right: Node, num_terms: int) -> bool:
+    """Whether the sum of two nodes is a node of the tree over `num_terms` terms."""
     width = right[0] - left[0]
     is_node = width & (width - 1) == 0 and left[0] % (2 * width) == 0
     return left[1] == right[0] and is_node and right[1] == min(left[0] + 2 * width, num_terms)

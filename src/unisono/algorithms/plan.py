@@ -13,6 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from unisono.algorithms.messages import are_siblings
 from unisono.algorithms.schedule import Gather, Schedule
 
 
@@ -28,8 +29,6 @@ class Combine(NamedTuple):
     """Combines buffers of one memory, and writes the result to each target.
 
     Attributes:
-        sources: The buffers, in the order of the tree.
-        targets: The buffers to write.
         is_result: Whether this is the reduction's result, and not a part of it.
         is_whole: Whether the sources are the replicas' own values, all of them.
     """
@@ -159,16 +158,10 @@ class _Planner:
         nodes: list[_Term] = []
         for term in sorted(terms):
             nodes.append(term)
-            while len(nodes) > 1 and self._are_siblings(nodes[-2], nodes[-1]):
+            while len(nodes) > 1 and are_siblings(nodes[-2][:2], nodes[-1][:2], self.num_replicas):
                 right, left = nodes.pop(), nodes.pop()
                 nodes.append(_Term(left.start, right.stop, None, (left, right)))
         return nodes
-
-    def _are_siblings(self, left: _Term, right: _Term) -> bool:
-        width = right.start - left.start
-        is_node = width & (width - 1) == 0 and left.start % (2 * width) == 0
-        end = min(left.start + 2 * width, self.num_replicas)
-        return left.stop == right.start and is_node and right.stop == end
 
     def _combine(self, term: _Term) -> tuple[int, int, int]:
         """Adds the steps that put `term` into one buffer."""

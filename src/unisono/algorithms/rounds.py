@@ -43,10 +43,8 @@ class Send(NamedTuple):
     """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on.
 
     Attributes:
-        senders: The ranks that send.
         offsets: How much further on the receivers are.
         share: How much each receiver gets.
-        parts: Which parts of the tensor these are.
     """
 
     senders: tuple[int, ...] | range
@@ -59,7 +57,6 @@ class Round(NamedTuple):
     """Messages that are sent at the same time.
 
     Attributes:
-        sends: The messages.
         combined: How much a rank then reads and writes for its sum, as a share of the tensor.
         times: How many such rounds follow each other.
     """
@@ -71,13 +68,7 @@ class Round(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounds:
-    """An algorithm among `num_ranks` ranks.
-
-    Attributes:
-        num_ranks: How many ranks there are.
-        rounds: What they send each other.
-        num_parts: Into how many parts the tensor is divided.
-    """
+    """An algorithm among `num_ranks` ranks."""
 
     num_ranks: int
     rounds: tuple[Round, ...]

@@ -19,10 +19,7 @@ from unisono.algorithms.schedule import Gather, Schedule, Spread, without
 
 
 def two_level(groups: Sequence[Sequence[int]], *, turn: int = 0) -> Schedule:
-    """All-reduces over `groups`; with each `turn` the roots move on to the next device.
-
-    Successive packs take successive turns, which spreads the work of the roots over all devices.
-    """
+    """All-reduces over `groups`; with each `turn` the roots move on to the next device."""
     order = sorted(place for group in groups for place in group)
     first = order[turn % len(order)]
     roots = [first if first in group else group[turn % len(group)] for group in groups]

@@ -19,14 +19,7 @@ from unisono.errors import UnequalCollectivesError
 def check_same_call(
     communicator: Communicator, name: str, tensors: Sequence[Tensor], opts: Any
 ) -> None:
-    """Raises unless all ranks make the same call with tensors of the same shapes and dtypes.
-
-    Args:
-        communicator: Connects the ranks.
-        name: The collective.
-        tensors: Its inputs and outputs. Ranks other than the root may have fewer of a kind.
-        opts: May hold the root.
-    """
+    """Raises unless all ranks make the same call with tensors of the same shapes and dtypes."""
     # Ranks may give each other unequal parts in these.
     has_one_shape = not name.startswith("alltoall")
     kinds = {

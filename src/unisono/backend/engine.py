@@ -24,20 +24,7 @@ _KEPT_WORKS = 64
 
 
 class Engine:
-    """Connects the ranks of a group. Every rank makes it at the same time.
-
-    Args:
-        store: Where the ranks meet.
-        rank: Which rank this is.
-        size: How many there are.
-        timeout: How long to wait for other ranks, now and in each collective.
-        gloo: Returns a group of the same ranks with Gloo, which carries messages between hosts. Its
-            argument raises if a rank is lost.
-
-    Attributes:
-        timeout: How long a collective waits for other ranks, unless its options say otherwise.
-        num_begun: How many collectives were begun.
-    """
+    """Connects the ranks of a group. Every rank makes it at the same time."""
 
     def __init__(
         self, store: Store, rank: int, size: int, timeout: timedelta, gloo: GlooMaker
@@ -84,10 +71,7 @@ class Engine:
 
 
 def _traced(communicator: Communicator) -> Communicator:
-    """Returns a communicator whose collectives are recorded. Every rank of a group calls it.
-
-    The first group of a process, torch's default one, tells which worker the process is.
-    """
+    """Returns a communicator whose collectives are recorded. Every rank of a group calls it."""
     if not distributed.is_initialized():
         join_workers(communicator.rank, communicator.size)
     # Traces of the ranks are matched by it, so no other group of the job may have the same.

@@ -26,18 +26,7 @@ def make_backend(
     timeout: timedelta,
     check_health: Callable[[float], None] = lambda _: None,
 ) -> tuple[distributed.ProcessGroup.BackendType, Any]:
-    """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time.
-
-    Args:
-        group: The group that it is for.
-        device: Where the tensors are.
-        store: Where the ranks meet.
-        timeout: How long to wait for other ranks, now and in each collective.
-        check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
-
-    Returns:
-        The kind of it, and the backend.
-    """
+    """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time."""
     name = _name_for(group, device)
     own = PrefixStore(f"{device.type}/{name}", store)
     if name == "gloo":

@@ -7,10 +7,14 @@ import logging
 import threading
 import time
 import weakref
+from typing import TYPE_CHECKING
 
 from unisono.checkpoints.notice import Notice
 from unisono.communicators import STORE_ERRORS, JobStore, TracedCommunicator
 from unisono.errors import WorkerTimeoutError
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 _LEFT = "left"
 # How often a worker asks the store whether another one wants to stop. With many workers, each one
@@ -35,10 +39,6 @@ class Agreement:
     every worker can still reach it, and no worker has gone beyond. A thread answers, because the
     program may be waiting for another worker within its step. While nobody wants to stop, a step
     takes a lock twice and sends nothing.
-
-    Args:
-        notice: Says whether this worker is to stop.
-        joined: What connects the workers, and the store of their job; None without other workers.
     """
 
     def __init__(self, notice: Notice, joined: tuple[TracedCommunicator, JobStore] | None) -> None:
@@ -72,11 +72,7 @@ class Agreement:
             self._is_in_step = False
 
     def end(self) -> bool:
-        """After a step. Returns whether it was the last one.
-
-        Raises:
-            CommunicationError: If another worker is lost, or does not answer.
-        """
+        """After a step. Returns whether it was the last one."""
         with self._lock:
             self._is_in_step = False
             if self._error is not None:
@@ -130,6 +126,39 @@ class Agreement:
         self._notice.look()
         is_due = self._answer is not None or self._notice.is_due()
         return is_due if self._others is None else self._others.ask(is_due=is_due)
+
+
+class ElasticAgreement(Agreement):
+    """The same for an elastic job, whose workers tell each other with every run.
+
+    A worker that is to stop leaves, and the others go on. Only where too few would be left is the
+    step the last one.
+
+    Args:
+        notice: Says whether this worker is to stop.
+        job: The job.
+    """
+
+    def __init__(self, notice: Notice, job: ElasticJob) -> None:
+        super().__init__(notice, None)
+        self._job = job
+        job.departures.ending = notice
+
+    def end(self) -> bool:
+        """After a step. Returns whether it was the last one of all workers."""
+        with self._lock:
+            self._is_in_step = False
+            if self._error is not None:
+                raise self._error
+        if not self._job.let_go():
+            return False
+        self._job.departures.numbers.clear()
+        return True
+
+    def close(self) -> None:
+        """Ends the thread, if there is one. Nothing tells this worker any more that it ends."""
+        self._job.departures.ending = None
+        super().close()
 
 
 class _Others:

@@ -16,7 +16,7 @@ from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.sources import random_state, set_random_state
 from unisono.reductions import Workers
-from unisono.strategies.joining import elastic_workers, newest_workers
+from unisono.strategies.joining import elastic_job, newest_workers
 from unisono.values import flatten
 from unisono.variables import Variable
 
@@ -141,12 +141,7 @@ class Checkpoint:
 
 
 class told_to_all:
-    """A block in which the chief does something. If it fails there, all workers raise an error.
-
-    Args:
-        workers: All workers, which leave the block together.
-        what: What the chief does, in words.
-    """
+    """A block in which the chief does something. If it fails there, all workers raise an error."""
 
     def __init__(self, workers: Workers, what: str) -> None:
         self._workers = workers
@@ -166,8 +161,8 @@ class told_to_all:
 
 def these_workers() -> Workers:
     """Returns the workers that this process trains with; itself alone if there are no others."""
-    if (elastic := elastic_workers()) is not None:
-        return elastic
+    if (job := elastic_job()) is not None:
+        return job.workers
     found = newest_workers()
     return Workers(IdentityCommunicator() if found is None else found[0])
 

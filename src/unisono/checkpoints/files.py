@@ -19,11 +19,7 @@ UNFINISHED = ".unfinished"
 
 
 def write(state: Any, path: Path) -> None:
-    """Saves `state` with `torch.save`. A process that is killed here leaves the old file whole.
-
-    Raises:
-        UnsupportedError: If the file could not be loaded without running code from it.
-    """
+    """Saves `state` with `torch.save`. A process that is killed here leaves the old file whole."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
     try:
         with unfinished.open("wb") as file:

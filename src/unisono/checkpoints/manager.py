@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-import threading
 import time
-from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,29 +16,6 @@ from unisono.checkpoints.checkpoint import Checkpoint, these_workers, told_to_al
 from unisono.errors import UnsupportedError
 
 _log = logging.getLogger("unisono")
-
-
-class _Writing(threading.Thread):
-    """A thread that writes a checkpoint. Python waits for it at exit."""
-
-    def __init__(self, write: Callable[..., None], *args: Any) -> None:
-        super().__init__(name="unisono checkpoint")
-        self._write = write
-        self._args_of_write = args
-        self._error: Exception | None = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            self._write(*self._args_of_write)
-        except Exception as error:
-            self._error = error
-
-    def result(self) -> None:
-        """Waits for the end, and raises the error if there was one."""
-        self.join()
-        if self._error is not None:
-            raise self._error
 
 
 class CheckpointManager:
@@ -76,7 +52,7 @@ class CheckpointManager:
         self._folder = Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
-        self._pending: _Writing | None = None
+        self._pending: Future[None] | None = None
         self._longest_seconds = 0.0
 
     @property
@@ -133,7 +109,10 @@ class CheckpointManager:
         path = self._folder / f"{self._name}-{number}.pt"
         with told_to_all(workers, f"save {path}") as is_chief:
             if is_chief and background:
-                self._pending = _Writing(self._write, files.copied(state), path, start)
+                # Python waits for the thread at exit.
+                writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
+                self._pending = writer.submit(self._write, files.copied(state), path, start)
+                writer.shutdown(wait=False)
             elif is_chief:
                 self._write(state, path, start)
         return str(path)

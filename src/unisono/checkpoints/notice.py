@@ -13,6 +13,10 @@ from typing import Any
 
 from unisono.arguments import check_callable, check_timeout, in_words
 from unisono.errors import ContextError, UnsupportedError
+from unisono.strategies.elastic_leaving import PREEMPTED, READY, READY_ALONE, UNDISTURBED
+
+# How long a worker of an elastic job goes on, since others may be preempted at the same time.
+_PATIENCE_SECONDS = 1.0
 
 
 def _exit() -> None:
@@ -31,7 +35,7 @@ class TerminationConfig:
             `signal.SIGUSR1`. A thread calls the function about every half second.
         exit_fn: What leaves the program after saving. None means `sys.exit(0)`. Platforms that
             restart only a program that failed need another status: `lambda: sys.exit(42)`. If it
-            returns, the training goes on.
+            returns, the training goes on, except on a worker that has left an elastic job.
         grace_period: The seconds from the announcement to the end. None or 0 means to save and
             leave after the current step. With a longer time, training goes on as long as three
             steps and three saves still fit. If nothing has been saved before, half of the time is
@@ -59,29 +63,16 @@ class TerminationConfig:
                 check_callable(name, getattr(self, name))
         check_timeout("grace_period", self.grace_period)
 
-    def leave(self) -> None:
-        """Leaves the program."""
-        (self.exit_fn or _exit)()
-
 
 class Notice:
-    """Notes when the end of this process was announced, and says when it is time to leave.
-
-    Args:
-        config: What announces it.
-
-    Attributes:
-        step_seconds: How long a step takes.
-        save_seconds: How long a save takes; 0 if that is not known.
-
-    Raises:
-        ContextError: If only a signal announces it, and this is not the main thread.
-    """
+    """Notes when the end of this process was announced, and says when it is time to leave."""
 
     def __init__(self, config: TerminationConfig) -> None:
         watcher = config.termination_watcher_fn
         self.step_seconds = 0.0
         self.save_seconds = 0.0
+        self.is_leaving = False
+        self._config = config
         self._came_at: float | None = None
         self._grace = config.grace_period or 0.0
         self._previous: dict[signal.Signals, Any] = {}
@@ -116,6 +107,21 @@ class Notice:
         if not self.save_seconds:
             needed = max(needed, self._grace / 2)
         return time.monotonic() >= self._came_at + self._grace - needed
+
+    def sign(self) -> int:
+        """Returns what to tell the other workers of an elastic job; see `Departures`."""
+        if self._came_at is None:
+            return UNDISTURBED
+        if not self.is_due():
+            return PREEMPTED
+        has_waited = time.monotonic() >= self._came_at + _PATIENCE_SECONDS
+        return READY_ALONE if has_waited else READY
+
+    def leave(self) -> None:
+        """Leaves the program, as the configuration says."""
+        self.is_leaving = True
+        (self._config.exit_fn or _exit)()
+        self.is_leaving = False
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         """The signal handler. It takes no lock, because the interrupted code may hold it."""

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from unisono.arguments import check_callable, check_instance, check_optional
-from unisono.checkpoints.agreement import Agreement
+from unisono.checkpoints.agreement import Agreement, ElasticAgreement
 from unisono.checkpoints.checkpoint import Checkpoint
 from unisono.checkpoints.manager import CheckpointManager
 from unisono.checkpoints.notice import Notice, TerminationConfig
 from unisono.cluster import ClusterResolver, Membership
 from unisono.communicators import JobStore, TracedCommunicator
 from unisono.errors import ClusterError, UnsupportedError
-from unisono.strategies.joining import elastic_workers, newest_workers
+from unisono.strategies.joining import elastic_job, newest_workers
 
 T = TypeVar("T")
 _log = logging.getLogger("unisono")
@@ -38,6 +38,11 @@ class PreemptionCheckpointHandler:
         while handler.total_run_calls < num_steps:
             for batch in batches:
                 loss = handler.run(train_step, batch)
+
+    In an elastic job, a worker that is preempted leaves without saving, and the others go on with
+    its replicas. Only if fewer than `min_workers` would be left do all workers save and leave. The
+    handler also lets workers join, as `MultiWorkerMirroredStrategy.experimental_admit` does. On a
+    worker that joins, making it takes over the state of the others, and reads no file.
 
     Make it on all workers, after the strategy, in the main thread. If you make a new strategy, make
     a new handler.
@@ -67,17 +72,28 @@ class PreemptionCheckpointHandler:
             "termination_config", termination_config, TerminationConfig, "a `TerminationConfig`"
         )
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        joined = _workers_of(cluster_resolver)
+        job = elastic_job()
+        check_optional(
+            "cluster_resolver",
+            cluster_resolver,
+            ClusterResolver,
+            "one of `unisono.cluster_resolver`",
+        )
+        joined = _workers_of(cluster_resolver) if job is None else None
         self._config = termination_config or TerminationConfig()
         self._notice = Notice(self._config)
         try:
             # All workers take part, so all of them watch their signals when the first one goes on.
-            self._manager.restore_or_initialize()
+            if job is None or not job.is_arriving:
+                self._manager.restore_or_initialize()
+            if job is not None:
+                job.admit(self._manager.checkpoint)
         except BaseException:
             self._notice.close()
             raise
-        self._agreement = Agreement(self._notice, joined)
-        self._is_leaving = False
+        self._agreement = (
+            Agreement(self._notice, joined) if job is None else ElasticAgreement(self._notice, job)
+        )
         # Also when the program ends.
         self._end = weakref.finalize(self, self._agreement.close)
 
@@ -89,7 +105,8 @@ class PreemptionCheckpointHandler:
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Runs one step. All workers call it the same number of times.
 
-        If a worker is about to be ended, the call saves after the step and leaves the program. What
+        If a worker is about to be ended, the call saves after the step and leaves the program, in
+        an elastic job as described above. What
         the function does is in the checkpoint, and what the program does after this call is not. So
         let the function do everything that belongs to the step, such as `scheduler.step()`.
 
@@ -145,8 +162,8 @@ class PreemptionCheckpointHandler:
 
     def __del__(self) -> None:
         # A second SIGTERM must not end a program that is about to leave with status 0.
-        if not getattr(self, "_is_leaving", True):
-            self._notice.close()
+        if (notice := getattr(self, "_notice", None)) is not None and not notice.is_leaving:
+            notice.close()
 
     def _finish(self, *args: Any, **kwargs: Any) -> None:
         self._manager.checkpoint.total_run_calls += 1
@@ -156,9 +173,7 @@ class PreemptionCheckpointHandler:
         _log.warning("Saving and leaving after step %d: preempted.", self.total_run_calls)
         (self._config.save_fn or self._manager.save)(*args, **kwargs)
         self._end()
-        self._is_leaving = True
-        self._config.leave()
-        self._is_leaving = False
+        self._notice.leave()
 
 
 def _manager(given: Checkpoint | CheckpointManager, folder: Any) -> CheckpointManager:
@@ -184,15 +199,6 @@ def _workers_of(
     resolver: ClusterResolver | None,
 ) -> tuple[TracedCommunicator, JobStore] | None:
     """Returns what connects the workers of this process, which must be those of the resolver."""
-    check_optional(
-        "cluster_resolver", resolver, ClusterResolver, "one of `unisono.cluster_resolver`"
-    )
-    if elastic_workers() is not None:
-        raise UnsupportedError(
-            "A `PreemptionCheckpointHandler` stops all workers at the same step, but those of a "
-            "strategy with `elastic=True` go on without the one that is ended. Save checkpoints "
-            "with a `CheckpointManager`, or make the strategy without `elastic=True`."
-        )
     joined = newest_workers()
     if resolver is None:
         return joined

@@ -15,12 +15,7 @@ _ADDRESS = re.compile(
 
 @dataclass(frozen=True)
 class Address:
-    """Where a task can be reached.
-
-    Attributes:
-        host: A name or an IP address; an IPv6 address without its brackets.
-        port: From 1 to 65535.
-    """
+    """Where a task can be reached."""
 
     host: str
     port: int

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from unisono.cluster.membership import Membership
+from unisono.communicators.headers import ranks_in_words
 
 # What must be equal on all workers, and how a message names it.
 _FACTS = {
@@ -30,20 +31,7 @@ _FACTS = {
 
 @dataclass(frozen=True)
 class WorkerCard:
-    """A worker: who it is, and what must be equal on all.
-
-    Attributes:
-        rank: Its place among the workers.
-        host: The name of its host.
-        process_id: Its process there.
-        size: How many workers it counts.
-        num_devices: How many devices it has.
-        num_replicas: How many replicas it wants on all workers; None for one per device.
-        script: The name of its script, and a digest of the file.
-        library: Its version of Unisono.
-        python: Its version of Python, without the last number.
-        torch: Its version of torch.
-    """
+    """A worker: who it is, and what must be equal on all."""
 
     rank: int
     host: str
@@ -63,14 +51,7 @@ class WorkerCard:
         num_replicas: int | None = None,
         script: str | None = None,
     ) -> WorkerCard:
-        """Returns the card of this process.
-
-        Args:
-            membership: Its place among the workers.
-            num_devices: How many devices it has.
-            num_replicas: How many replicas it wants on all workers; None for one per device.
-            script: The file that it runs; `sys.argv[0]` if not given.
-        """
+        """Returns the card of this process."""
         return WorkerCard(
             rank=membership.rank,
             host=socket.gethostname(),
@@ -110,18 +91,12 @@ def differences(cards: Sequence[WorkerCard]) -> tuple[list[str], list[int]]:
         for card in cards:
             holders.setdefault(getattr(card, fact), []).append(card.rank)
         if len(holders) > 1:
-            groups = [f"{value} on {name_ranks(ranks)}" for value, ranks in holders.items()]
+            groups = [f"{value} on {ranks_in_words(ranks)}" for value, ranks in holders.items()]
             sentences.append(f"{name}: {', '.join(groups)}")
             # Of equally many, those with the lowest rank count as right.
             _, *others = sorted(holders.values(), key=lambda ranks: (-len(ranks), min(ranks)))
             odd.update(rank for ranks in others for rank in ranks)
     return sentences, sorted(odd)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """Returns `rank 2`, or `ranks 1, 3 and 4`."""
-    *first, last = map(str, ranks)
-    return f"ranks {', '.join(first)} and {last}" if first else f"rank {last}"
 
 
 def _script(path: str) -> str:

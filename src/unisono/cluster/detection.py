@@ -74,9 +74,6 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
 
     A launcher that answers but has set something wrong is an error, and not a reason to ask the
     next one.
-
-    Args:
-        environ: The environment variables; those of this process if not given.
     """
     environ = os.environ if environ is None else environ
     found = [launcher for launcher in _ORDER if launcher.answers(environ)]

@@ -10,12 +10,7 @@ from unisono.errors import ClusterError
 
 
 class LauncherVariables:
-    """The environment as one launcher sets it.
-
-    Args:
-        launcher: What sets the variables, as a message names it.
-        environ: The variables; those of this process if not given.
-    """
+    """The environment as one launcher sets it."""
 
     def __init__(self, launcher: str, environ: Mapping[str, str] | None = None) -> None:
         check_optional("environ", environ, Mapping, "a dict of environment variables")

@@ -21,8 +21,9 @@ from typing import NoReturn
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from unisono.cluster.card import WorkerCard, differences, name_ranks
+from unisono.cluster.card import WorkerCard, differences
 from unisono.communicators import JOB_TOKEN, coordinator_store, translated_store_errors
+from unisono.communicators.headers import ranks_in_words
 from unisono.errors import JobMismatchError, WorkerTimeoutError
 
 # Between two looks at the store; longer and longer, so that rank 0 can serve a thousand workers.
@@ -33,21 +34,7 @@ _GRACE_SECONDS = 1.0
 
 
 def meet(store: Store, card: WorkerCard, timeout_seconds: float) -> tuple[WorkerCard, ...]:
-    """Waits for all workers of the job, and checks that they belong together.
-
-    Args:
-        store: The store that `open_store` has returned.
-        card: What this worker says of itself.
-        timeout_seconds: How long to wait for the others.
-
-    Returns:
-        The cards of all workers, by rank.
-
-    Raises:
-        JobMismatchError: On every rank, if workers differ; it says who differs in what.
-        WorkerTimeoutError: If workers have not come in time; it names them.
-        WorkerLostError: If the store is gone, and with it rank 0 or the launcher.
-    """
+    """Waits for all workers of the job, and checks that they belong together."""
     with translated_store_errors():
         return _Meeting(store, card, timeout_seconds).hold()
 
@@ -137,9 +124,9 @@ class _Meeting:
             silent = [rank for rank in others if not self._is_there(f"fits/{rank}")]
             if silent:
                 return WorkerTimeoutError(
-                    f"Rank {self._card.rank} has waited {waited:.1f} s for {name_ranks(silent)} of "
-                    f"{self._card.size}, which started, but ended or stopped before all workers "
-                    "were connected. Check the logs of these workers.",
+                    f"Rank {self._card.rank} has waited {waited:.1f} s for "
+                    f"{ranks_in_words(silent)} of {self._card.size}, which started, but ended or "
+                    "stopped before all workers were connected. Check the logs of these workers.",
                     ranks=silent,
                 )
             return WorkerTimeoutError(
@@ -157,8 +144,8 @@ class _Meeting:
         verb = "has" if len(missing) == 1 else "have"
         return WorkerTimeoutError(
             f"Rank {self._card.rank} has waited {waited:.1f} s for all {self._card.size} workers "
-            f"to start, and {name_ranks(missing)} {verb} not connected.{''.join(refused)} Check "
-            "that they were started, and that they can reach the address of rank 0.",
+            f"to start, and {ranks_in_words(missing)} {verb} not connected.{''.join(refused)} "
+            "Check that they were started, and that they can reach the address of rank 0.",
             ranks=missing,
         )
 

@@ -12,24 +12,7 @@ from unisono.cluster.spec import ClusterSpec
 
 @dataclass(frozen=True)
 class Membership:
-    """The same ranks for every launcher: the chief first, then the workers.
-
-    Attributes:
-        rank: The place of this process in the row.
-        size: How many processes train together.
-        coordinator_host: Where the store is served at which all meet; "" for a process alone.
-        coordinator_port: The port of that store; 0 for a process alone.
-        job: The same text on all workers of one job.
-        restart_count: How often the launcher has restarted the workers.
-        uses_existing_store: Whether the launcher serves the store, and rank 0 need not.
-        local_rank: Which worker of its host this is.
-        local_size: How many workers its host has, as far as is known.
-        task_type: The job name of this process in the spec; None for a process alone.
-        task_id: Its number there; None for a process alone.
-        spec: The cluster.
-        coordinator_rank: The rank that serves the store.
-        gpus: The GPUs of its host that this process uses; None means its share of them.
-    """
+    """The same ranks for every launcher: the chief first, then the workers."""
 
     rank: int
     size: int

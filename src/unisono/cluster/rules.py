@@ -14,10 +14,7 @@ _AT_MOST_ONE = ("chief", "evaluator")
 
 
 def validate(spec: ClusterSpec, task_type: str | None, task_id: int | None) -> None:
-    """Checks that the spec has known jobs and that the task is one of them.
-
-    An empty spec means that there is no other process; then no task has to be given.
-    """
+    """Checks that the spec has known jobs and that the task is one of them."""
     _check_jobs(spec)
     if not spec and task_type is None and task_id is None:
         return

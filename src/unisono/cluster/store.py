@@ -35,10 +35,6 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     another one and says there which. A process that is alone gets a store without any network.
 
     The store lives as long as what is returned: prefixes of it do not keep it.
-
-    Args:
-        membership: The place of this process among the workers.
-        timeout_seconds: How long to try, and how long the store then waits for a key.
     """
     if membership.size == 1:
         return local_store()

@@ -17,17 +17,7 @@ from unisono.system import interface_address
 def own_address(
     store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
 ) -> str:
-    """Returns the address of this rank, on the network that leads to the coordinator.
-
-    All ranks call it.
-
-    Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        host: The address, if it is known. Otherwise `GLOO_SOCKET_IFNAME` may name a network.
-        timeout_seconds: How long to wait for the others.
-    """
+    """Returns the address of this rank, on the network that leads to the coordinator."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     own = host or (
         address_of_interface(interface)

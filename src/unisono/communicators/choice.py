@@ -22,10 +22,9 @@ from unisono.costs import (
     Line,
     Link,
     Tuning,
+    by_host,
+    cost_line,
     first_bytes_for_parts,
-    hierarchical_for,
-    line_of,
-    phases_of,
 )
 from unisono.options import CommunicationImplementation
 
@@ -55,16 +54,7 @@ class Engine(Enum):
 
 @dataclass(frozen=True)
 class Choice:
-    """What to connect ranks with.
-
-    Attributes:
-        carrier: What carries collectives.
-        why: The reason, in words.
-        engine: What carries messages between hosts, or between all ranks.
-        cost: What an all-reduce is predicted to cost; None if that is not known.
-        parts_bytes: From how many bytes on every rank of a host carries its part.
-        link: The constants that decide between algorithms.
-    """
+    """What to connect ranks with."""
 
     carrier: Carrier
     why: str
@@ -88,16 +78,7 @@ def choose(
     has_mpi: bool = False,
     tuning: Tuning | None = None,
 ) -> Choice:
-    """Chooses for ranks on given hosts.
-
-    Args:
-        layout: Where the ranks are.
-        has_native_core: Whether every rank has the native core, which memory is shared through.
-        implementation: What was asked for.
-        is_encrypted: Whether connections are to be encrypted, which TCP connections can be.
-        has_mpi: Whether MPI has started all ranks, and all have mpi4py.
-        tuning: The constants of the links, the same on all ranks.
-    """
+    """Chooses for ranks on given hosts."""
     if layout.size == 1:
         return Choice(Carrier.NOTHING, "one rank has nothing to exchange")
     if implementation is CommunicationImplementation.RING:
@@ -132,12 +113,12 @@ def _faster(levels: Choice, flat: Choice, layout: Layout) -> Choice:
     """Returns the choice with the lower predicted time for a pack; two levels if it is unknown."""
     if levels.cost is None or flat.cost is None:
         return levels
-    by_host, alike = (cost.seconds(BYTES_PER_PACK) for cost in (levels.cost, flat.cost))
-    if by_host <= alike:
+    levelled, alike = (cost.seconds(BYTES_PER_PACK) for cost in (levels.cost, flat.cost))
+    if levelled <= alike:
         return levels
     why = (
         f"ranks by host are {layout}, and for {BYTES_PER_PACK >> 20} MiB the links as tuned "
-        f"promise {1e3 * alike:.3g} ms, not {1e3 * by_host:.3g} ms by host"
+        f"promise {1e3 * alike:.3g} ms, not {1e3 * levelled:.3g} ms by host"
     )
     return replace(flat, why=why)
 
@@ -153,12 +134,12 @@ def _hierarchical(engine: Engine, layout: Layout, why: str, tuning: Tuning | Non
     if tuning is None or tuning.inside is None or between is None:
         return Choice(Carrier.HIERARCHICAL, why, engine)
     cluster = _cluster(layout, tuning.inside, between, tuning)
-    shape = cluster.num_hosts, cluster.ranks_per_host
+    algorithm = by_host(cluster.num_hosts, cluster.ranks_per_host)[-1]
     return Choice(
         Carrier.HIERARCHICAL,
         why,
         engine,
-        _cost(hierarchical_for(*shape), layout, tuning.inside, between, tuning),
+        cost_line(algorithm, cluster),
         parts_bytes=first_bytes_for_parts(cluster),
         link=between,
     )
@@ -179,8 +160,7 @@ def _cost(
 ) -> Line | None:
     if tuning is None or inside is None or between is None or not layout.is_regular:
         return None
-    cluster = _cluster(layout, inside, between, tuning)
-    return line_of(phases_of(algorithm, cluster.num_hosts, cluster.ranks_per_host), cluster)
+    return cost_line(algorithm, _cluster(layout, inside, between, tuning))
 
 
 def _cluster(layout: Layout, inside: Link, between: Link, tuning: Tuning) -> Cluster:

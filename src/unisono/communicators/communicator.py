@@ -32,9 +32,6 @@ class Communicator(ABC):
     Tensors are dense; an implementation says in `takes` which memories it serves.
 
     Attributes:
-        rank: Which rank this is.
-        size: How many there are.
-        cost: What an all-reduce is predicted to cost, where that is known.
         timeout_seconds: How long a collective may wait for others; None if it never waits.
     """
 
@@ -64,8 +61,6 @@ class Communicator(ABC):
         The terms are contiguous and have one shape and dtype. The others may be overwritten.
 
         Args:
-            op: How terms are combined. A mean is that of floating point or complex numbers.
-            terms: What this rank brings.
             count: For a mean, what to divide the sum by; the number of all terms if not given.
         """
 
@@ -87,21 +82,14 @@ class Communicator(ABC):
         """Returns the tensors of all ranks on `root`, and None elsewhere."""
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank.
-
-        The parts are `slice_of(rank, size, numel)` of what is flattened. All tensors have one shape
-        and dtype.
-        """
+        """Gives every rank its part of a tensor, and returns this rank's part of each, by rank."""
         flat = tensor.detach().reshape(-1)
         parts = [flat[slice_of(rank, self.size, len(flat))] for rank in range(self.size)]
         gathered = [self.gather(part, rank) for rank, part in enumerate(parts)]
         return next(found for found in gathered if found is not None)
 
     def share_parts(self, tensor: Tensor) -> None:
-        """Overwrites each part of the contiguous `tensor` with what the rank of the part has there.
-
-        The parts are `slice_of(rank, size, numel)` of what is flattened.
-        """
+        """Overwrites each part of the contiguous `tensor` with that of the rank of the part."""
         flat = tensor.detach().view(-1)
         for root in range(self.size):
             self.broadcast(flat[slice_of(root, self.size, len(flat))], root)

@@ -15,9 +15,8 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.gloo import GlooMaker
-from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
-from unisono.communicators.hosts import Layout, host_identity
+from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.limits import check_limits, own_limits
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
@@ -57,15 +56,8 @@ def connect(
     host memory, and sums have the order of the tree.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        timeout_seconds: How long a collective may wait for others; five minutes if not given.
-        implementation: Who carries the collectives.
-        host: The address that other hosts reach this one by; found out if not given.
         joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
             given.
-        tuning: The constants of the links if they were measured, the same on all ranks.
         gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
         can_allocate: Whether `allocate` returns memory that the ranks of a host share, which takes
             a file descriptor.
@@ -87,7 +79,7 @@ def connect(
             choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
     check_limits(survey.limits, choice)
-    link = _Link(store, rank, size, timeout, host, left, gloo, can_allocate=can_allocate)
+    link = _Link(store, rank, size, timeout, host, left, gloo, can_allocate)
     chosen = link.connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -162,29 +154,17 @@ def _survey(
     )
 
 
-class _Link:
+class _Link(NamedTuple):
     """What it takes to make communicators that reach other hosts."""
 
-    def __init__(
-        self,
-        store: Store,
-        rank: int,
-        size: int,
-        timeout_seconds: float,
-        host: str | None,
-        left: Countdown,
-        gloo: GlooMaker | None,
-        *,
-        can_allocate: bool,
-    ) -> None:
-        self._store = store
-        self._rank = rank
-        self._size = size
-        self._timeout_seconds = timeout_seconds
-        self._host = host
-        self._left = left
-        self._gloo = gloo
-        self._can_allocate = can_allocate
+    store: Store
+    rank: int
+    size: int
+    timeout_seconds: float
+    host: str | None
+    left: Countdown
+    gloo: GlooMaker | None
+    can_allocate: bool
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
         """Makes what was chosen."""
@@ -193,69 +173,69 @@ class _Link:
         if choice.carrier is Carrier.FLAT:
             return self._flat(choice)
         return SharedMemoryCommunicator(
-            self._store,
-            self._rank,
-            self._size,
-            timeout_seconds=self._timeout_seconds,
-            joining_seconds=self._left.seconds(),
-            can_allocate=self._can_allocate,
+            self.store,
+            self.rank,
+            self.size,
+            timeout_seconds=self.timeout_seconds,
+            joining_seconds=self.left.seconds(),
+            can_allocate=self.can_allocate,
         )
 
     def _flat(self, choice: Choice) -> Communicator:
         """The same between all ranks."""
         return NetworkCommunicator(
-            PrefixStore("flat", self._store),
-            self._rank,
-            self._size,
+            PrefixStore("flat", self.store),
+            self.rank,
+            self.size,
             backend=choice.engine.value,
-            timeout_seconds=self._timeout_seconds,
-            host=self._host,
+            timeout_seconds=self.timeout_seconds,
+            host=self.host,
             constants=choice.link,
-            joining_seconds=self._left.seconds(),
-            gloo=self._gloo,
+            joining_seconds=self.left.seconds(),
+            gloo=self.gloo,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
         """Shared memory inside a host, and an engine between ranks of one position on each."""
-        number, position = layout.place(self._rank)
+        number, position = layout.place(self.rank)
         peers = [ranks[position] for ranks in layout.hosts]
         with ExitStack() as made:
-            with _named_globally(layout.hosts[number], "which are on one host"):
+            with _named_globally(layout.hosts[number]):
                 inside = SharedMemoryCommunicator(
-                    PrefixStore(f"host {number}", self._store),
+                    PrefixStore(f"host {number}", self.store),
                     position,
                     len(layout.hosts[number]),
                     # The watch, which sees all hosts, is the first to say who is late.
-                    timeout_seconds=self._timeout_seconds + _GRACE_SECONDS,
-                    joining_seconds=self._left.seconds(),
-                    can_allocate=self._can_allocate,
+                    timeout_seconds=self.timeout_seconds + _GRACE_SECONDS,
+                    joining_seconds=self.left.seconds(),
+                    can_allocate=self.can_allocate,
                 )
             made.callback(inside.close)
             watch = Watch(
-                PrefixStore("watch", self._store),
-                self._rank,
-                self._size,
-                timeout_seconds=self._timeout_seconds,
-                host=self._host,
-                joining_seconds=self._left.seconds(),
+                PrefixStore("watch", self.store),
+                self.rank,
+                self.size,
+                timeout_seconds=self.timeout_seconds,
+                host=self.host,
+                joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
             gloo = None
-            if self._gloo is not None and choice.engine is Engine.GLOO:
-                gloo = self._gloo(watch.check_health)
-            with _named_globally(peers, "one on each host", watch):
+            if self.gloo is not None and choice.engine is Engine.GLOO:
+                gloo = self.gloo(watch.check_health)
+            with _named_globally(peers, watch, "one on each host"):
                 between = NetworkCommunicator(
-                    PrefixStore(f"position {position}", self._store),
+                    PrefixStore(f"position {position}", self.store),
                     number,
                     len(layout.hosts),
                     backend=choice.engine.value,
-                    timeout_seconds=self._timeout_seconds,
-                    host=self._host,
+                    timeout_seconds=self.timeout_seconds,
+                    host=self.host,
                     watch=watch,
                     speaks_for=layout.hosts,
                     ranks=peers,
                     constants=choice.link,
-                    joining_seconds=self._left.seconds(),
+                    joining_seconds=self.left.seconds(),
                     gloo=None if gloo is None else lambda _: gloo,
                 )
             made.pop_all()
@@ -265,7 +245,9 @@ class _Link:
 
 
 @contextmanager
-def _named_globally(ranks: Sequence[int], which: str, watch: Watch | None = None) -> Iterator[None]:
+def _named_globally(
+    ranks: Sequence[int], watch: Watch | None = None, which: str = ON_ONE_HOST
+) -> Iterator[None]:
     """Gives the ranks of an error of a part, which counts its own, the numbers of the whole.
 
     The errors of `watch`, which is over the whole, have them already.
@@ -275,7 +257,4 @@ def _named_globally(ranks: Sequence[int], which: str, watch: Watch | None = None
     except CommunicationError as error:
         if watch is not None and error is watch.failure:
             raise
-        raise type(error)(
-            f"Among {ranks_in_words(ranks)}, {which} and counted from 0 there: {error}",
-            [ranks[rank] for rank in error.ranks],
-        ) from error
+        raise named_globally(error, ranks, which) from error

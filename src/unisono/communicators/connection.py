@@ -41,16 +41,7 @@ class Message:
 
 
 class Connection:
-    """A connection to one peer, and what is under way on it.
-
-    Args:
-        connected: A socket, encrypted or not.
-        peer: The rank at the other end.
-
-    Attributes:
-        outgoing: What is still to be sent.
-        incoming: What is still to come.
-    """
+    """A connection to one peer, and what is under way on it."""
 
     def __init__(self, connected: socket.socket, peer: int) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

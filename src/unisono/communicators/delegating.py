@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -10,13 +12,11 @@ from torch import Tensor
 from unisono.communicators.communicator import Communicator
 from unisono.options import ReduceOp
 
+T = TypeVar("T")
+
 
 class DelegatingCommunicator(Communicator):
-    """Lets another communicator do everything. Subclasses override what they do themselves.
-
-    Args:
-        carrier: Does the work; closed with this communicator.
-    """
+    """Lets another communicator do everything. Subclasses override what they do themselves."""
 
     def __init__(self, carrier: Communicator) -> None:
         super().__init__(carrier.rank, carrier.size)
@@ -32,34 +32,40 @@ class DelegatingCommunicator(Communicator):
         return self._carrier.takes(device)
 
     def keeps_order(self, tensor: Tensor) -> bool:
-        """Returns whether sums of tensors like this one follow the order of the whole library."""
         return self._carrier.keeps_order(tensor)
 
+    def _call(
+        self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]
+    ) -> T:
+        """Makes a collective of the carrier. Subclasses may do something around it."""
+        return call()
+
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        self._carrier.all_reduce(op, terms, count)
+        self._call("all_reduce", terms, op, lambda: self._carrier.all_reduce(op, terms, count))
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        return self._carrier.reduce_scatter(op, terms, count)
+        call = partial(self._carrier.reduce_scatter, op, terms, count)
+        return self._call("reduce_scatter", terms, op, call)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._carrier.all_gather(tensor)
+        return self._call("all_gather", (tensor,), None, lambda: self._carrier.all_gather(tensor))
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        return self._carrier.gather(tensor, root)
+        return self._call("gather", (tensor,), None, lambda: self._carrier.gather(tensor, root))
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        return self._carrier.all_to_all(tensor)
+        return self._call("all_to_all", (tensor,), None, lambda: self._carrier.all_to_all(tensor))
 
     def share_parts(self, tensor: Tensor) -> None:
-        self._carrier.share_parts(tensor)
+        self._call("share_parts", (tensor,), None, lambda: self._carrier.share_parts(tensor))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        self._carrier.broadcast(tensor, root)
+        self._call("broadcast", (tensor,), None, lambda: self._carrier.broadcast(tensor, root))
 
     def barrier(self) -> None:
-        self._carrier.barrier()
+        self._call("barrier", (), None, self._carrier.barrier)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return self._carrier.allocate(num_bytes)

@@ -195,3 +195,33 @@ def break_connections(group: Any) -> None:
         if peer != group.rank():
             with suppress(RuntimeError):
                 group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def have_left(sent: Sequence[Any], seconds: float, check: Callable[[], None]) -> bool:
+    """Waits until messages have left, and returns whether they have.
+
+    A thread waits for Gloo, which hears neither of Ctrl-C nor always of a connection that breaks.
+
+    Args:
+        sent: What Gloo returned for them.
+        seconds: How long to wait.
+        check: Raises a RuntimeError if a connection is broken.
+    """
+    if not sent:
+        return True
+    deadline, has_left = time.monotonic() + seconds, threading.Event()
+
+    def wait() -> None:
+        with suppress(RuntimeError):
+            for work in sent:
+                work.wait(timedelta(seconds=seconds))
+            has_left.set()
+
+    thread = threading.Thread(target=wait, name="unisono gloo end", daemon=True)
+    thread.start()
+    thread.join(_PAUSE_SECONDS)
+    with suppress(RuntimeError):
+        while thread.is_alive() and time.monotonic() < deadline:
+            check()
+            thread.join(_PAUSE_SECONDS)
+    return has_left.is_set()

@@ -1,58 +1,48 @@
 """What is under way between two ranks through Gloo.
 
-Gloo takes three packets per message: one says that something is to be sent, one that there is room
-for it, and one has the bytes. It does not end a wait for a message of which a part had moved when
-its connection broke, and it breaks all connections when a wait is too late. So nobody waits for a
-long message: an empty one follows it, which moves at once or not at all. Short messages move at
-once but for bad luck. An empty message answers those that were not copied, and some of the others,
-so that no more of them are under way than the other rank can take.
+Gloo does not end a wait for a message of which a part had moved when its connection broke, and it
+breaks all connections when a wait is too late. So nobody waits for Gloo. A rank looks into the
+memory that a message comes to: bytes arrive in order, and the last ones tell that all have come.
+
+Gloo sends at once what the other rank has begun to receive, and asks before it sends anything else.
+So there is always room for a few short messages, whatever they are. A long message goes to where it
+belongs, under a tag that stands for its length, so that ranks which call different collectives
+cannot mix up what they send. A byte answers every message that was not copied, and some of the
+others, so that no more of them are under way than the other rank can take.
 """
 
 from __future__ import annotations
 
-import time
+import os
 from collections import deque
 from contextlib import suppress
-from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo_waiter import Message, Waiter
+from unisono.communicators.gloo_memory import (
+    COPIED_BYTES,
+    MARK,
+    SHORT_BYTES,
+    Answered,
+    Arrival,
+    Message,
+    Room,
+    packed,
+)
 
-# A message is short if it is no longer than this, and one that is received if its room is not.
-SHORT_BYTES = 72 << 10
+# Shorter messages have the same tag only if they have the same length.
+TAGGED_BYTES = 1 << 29
 # High, because programs that send through the same group use low ones.
-_DATA, _ANSWER = 0x7FFFFF00, 0x7FFFFF01
+_LONG, _SHORT, _ANSWER, _UNUSED = 0x40000000, 0x7FFFFF00, 0x7FFFFF01, 0x7FFFFF02
 _EMPTY = torch.empty(0, dtype=torch.uint8)
-# The user of a transport has a deadline, and ends what is under way when it has passed. With bad
-# luck a short message is not ended by that, and a thread waits so many times as long.
-_FOR_EVER = timedelta(days=1)
-_LONGER = 3
-# Up to here a copy costs less than the wait for an answer. So many answers may be missing, each of
-# which is for so many short or long copies.
-_COPIED_BYTES = 768 << 10
+_NUM_ROOMS = 4
+# The last bytes of the room for a long message, until the message has come. That a message ends
+# with the same bytes will not happen.
+_NONCE_BYTES = 8
+# So many answers may be missing before nothing more is copied.
 _MOST_ANSWERS = 4
-_SHORT_PER_ANSWER = 16
-_LONG_PER_ANSWER = 4
-
-
-class _Answered:
-    """Knows on both sides which messages are answered."""
-
-    def __init__(self) -> None:
-        self._num_short = self._num_long = 0
-
-    def next(self, num_bytes: int) -> bool:
-        """Returns whether the next message is answered, which has so many bytes."""
-        if num_bytes > _COPIED_BYTES:
-            return True
-        if num_bytes > SHORT_BYTES:
-            self._num_long += 1
-            return self._num_long % _LONG_PER_ANSWER == 0
-        self._num_short += 1
-        return self._num_short % _SHORT_PER_ANSWER == 0
 
 
 class Peer:
@@ -62,70 +52,97 @@ class Peer:
         group: A process group of torch.distributed with Gloo.
         rank: The number of the other in the group.
         peer: Its number in the transport.
-        timeout_seconds: How long the user of the transport waits.
     """
 
-    def __init__(self, group: Any, rank: int, peer: int, timeout_seconds: float) -> None:
-        self.timeout_seconds = timeout_seconds
-        self._group, self._rank, self._peer = group, rank, peer
-        self._sent, self._received = _Answered(), _Answered()
-        # What was sent since the last message that is answered, and then all that was before.
-        self._copies: list[tuple[Any, Message]] = []
+    def __init__(self, group: Any, rank: int, peer: int) -> None:
+        self.number = peer
+        self._group, self._rank = group, rank
+        self._sent, self._received = Answered(), Answered()
+        self._unanswered: deque[Message] = deque()
+        # What was sent after the last message that is answered.
+        self._copies: list[tuple[Tensor, Any]] = []
         # Gloo reads an answer until it has left, which is long before so many more are given.
         self._given: deque[Any] = deque(maxlen=256)
-        self._coming = Waiter(f"unisono gloo from {peer}")
-        self._answers = Waiter(f"unisono gloo to {peer}")
+        self._coming: deque[tuple[Message, Tensor]] = deque()
+        self._unopened: list[tuple[Message, Tensor]] = []
+        self._rooms: deque[Room] = deque()
+        self._used: list[Room] = []
 
     def send(self, data: Tensor) -> Message:
         """Begins to send bytes."""
-        is_answered = self._sent.next(data.nbytes)
-        is_free = not is_answered or len(self._answers.unended) < _MOST_ANSWERS
-        is_copied = data.nbytes <= _COPIED_BYTES and is_free
-        data = data.clone() if is_copied else data
-        answer = self._group.recv([_EMPTY], self._rank, _ANSWER) if is_answered else None
-        works = [self._group.send([one], self._rank, _DATA) for one in self._parts(data)]
-        message = Message(self._peer, (data, works, self._copies), is_done=is_copied)
+        num_bytes = data.nbytes
+        is_answered = self._sent.next(num_bytes)
+        is_free = not is_answered or len(self._unanswered) < _MOST_ANSWERS
+        is_copied = num_bytes <= COPIED_BYTES and is_free
+        message = Message(self.number, self._copies, is_done=is_copied)
+        if is_answered:
+            room = torch.empty(1, dtype=torch.uint8)
+            message.arrival = Arrival(self._group, self._rank, _ANSWER, room, b"\0")
+            self._unanswered.append(message)
+        tag = _LONG + num_bytes % TAGGED_BYTES
+        if num_bytes <= SHORT_BYTES:
+            data, tag = packed(data), _SHORT
+        elif is_copied:
+            data = data.clone()
+        self._copies.append((data, self._group.send([data], self._rank, tag)))
         if is_answered:
             self._copies = []
-            self._answers.add(answer, _FOR_EVER, message)
-        else:
-            message.held = data, works
-            self._copies.append((works[-1], message))
         return message
 
     def receive(self, room: Tensor) -> Message:
-        """Begins to receive bytes."""
-        is_answered = self._received.next(room.nbytes)
-        works = [self._group.recv([one], self._rank, _DATA) for one in self._parts(room)]
-        message = Message(self._peer, (room, works))
-        limit = self._limit() if room.nbytes <= SHORT_BYTES else _FOR_EVER
-        self._coming.add(works[-1], limit, message, self._answer if is_answered else None)
+        """Begins to receive bytes, at the next look."""
+        message = Message(self.number, room)
+        message.is_answered = self._received.next(room.nbytes)
+        self._coming.append((message, room))
+        self._unopened.append((message, room))
         return message
+
+    def look(self) -> None:
+        """Finds out what has come, and opens room for what is still to come."""
+        while self._unanswered and self._unanswered[0].has_arrived():
+            self._unanswered.popleft().end()
+        while self._coming and self._has_come(*self._coming[0]):
+            message, _ = self._coming.popleft()
+            message.end()
+            if message.is_answered:
+                # A rank that closes needs no answer.
+                with suppress(RuntimeError):
+                    self._given.append(self._group.send([MARK], self._rank, _ANSWER))
+        if self._unopened:
+            self._open()
+
+    def _has_come(self, message: Message, room: Tensor) -> bool:
+        if room.nbytes > SHORT_BYTES:
+            return message.has_arrived()
+        if not self._rooms or not self._rooms[0].take(room):
+            return False
+        self._used.append(self._rooms.popleft())
+        return True
+
+    def _open(self) -> None:
+        # After what is sent: while Gloo sends in this thread, its own spins if something comes.
+        for message, room in self._unopened:
+            if room.nbytes > SHORT_BYTES:
+                tag, last = _LONG + room.nbytes % TAGGED_BYTES, os.urandom(_NONCE_BYTES)
+                message.arrival = Arrival(self._group, self._rank, tag, room, last)
+        self._unopened = []
+        # Several at once, which wakes the other rank up less often.
+        if self._coming and len(self._rooms) <= _NUM_ROOMS // 2:
+            self._used = self._used or [Room() for _ in range(_NUM_ROOMS - len(self._rooms))]
+            for one in self._used:
+                one.open(self._group, self._rank, _SHORT)
+            self._rooms.extend(self._used)
+            self._used = []
 
     def is_awaited(self) -> bool:
         """Whether something is still to come."""
-        unended = [*self._coming.unended, *self._answers.unended]
-        return any(not message.is_done for message in unended)
+        return bool(self._coming) or any(not message.is_done for message in self._unanswered)
 
-    def close(self, deadline: float, *, is_well: bool) -> bool:
-        """Ends the threads, if all went well after what was sent has left or the time is over.
+    def check(self) -> None:
+        """Raises if the connection is broken."""
+        self._group.recv([_EMPTY], self._rank, _UNUSED)
 
-        Returns:
-            Whether nothing is under way any more.
-        """
-        if is_well:
-            for work, message in self._copies:
-                self._answers.add(work, self._limit(), message)
-            self._copies = []
-        waiters = (self._answers, self._coming)
-        return sum([one.close(deadline - time.monotonic()) for one in waiters]) == len(waiters)
-
-    def _answer(self) -> None:
-        with suppress(RuntimeError):
-            self._given.append(self._group.send([_EMPTY], self._rank, _ANSWER))
-
-    def _parts(self, data: Tensor) -> list[Tensor]:
-        return [data] if data.nbytes <= SHORT_BYTES else [data, _EMPTY]
-
-    def _limit(self) -> timedelta:
-        return timedelta(seconds=_LONGER * self.timeout_seconds)
+    def sent(self) -> list[Any]:
+        """Returns what Gloo may still have to send."""
+        copies = [*(message.held for message in self._unanswered), self._copies]
+        return [*(work for some in copies for _, work in some), *self._given]

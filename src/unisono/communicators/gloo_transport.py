@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
 
-from unisono.communicators.gloo import break_connections
-from unisono.communicators.gloo_peer import SHORT_BYTES, Peer
-from unisono.communicators.gloo_waiter import Message
+from unisono.communicators.gloo import break_connections, have_left
+from unisono.communicators.gloo_memory import SHORT_BYTES, Message
+from unisono.communicators.gloo_peer import TAGGED_BYTES, Peer
 from unisono.communicators.headers import HEADER_BYTES
 from unisono.communicators.transport import BrokenConnectionError
 
-_LOOK_SECONDS = 0.1
-_END_SECONDS = 5.0
+# A wait looks again after a part of the time that has passed.
+_PART = 1 / 8
+_LEAST_SECONDS = 50e-6
+_MOST_SECONDS = 5e-3
+# How often it looks whether a connection is broken.
+_CHECK_SECONDS = 0.2
 
 
 class GlooTransport:
     """Messages through a process group of torch.distributed with Gloo.
 
+    Gloo's own thread moves the bytes. It wakes nobody up: a rank that waits looks from time to time
+    whether they have come.
+
     Args:
         group: Made by `make_gloo_group`. After a failure its connections are broken.
-        timeout_seconds: How long its user waits, and how long to wait at the end for others to
-            receive what was sent.
+        timeout_seconds: How long to wait at the end for what was sent to leave.
         ranks: The ranks of the group that this transport connects, in order; all if not given.
     """
 
@@ -36,13 +43,13 @@ class GlooTransport:
         self.rank = ranks.index(group.rank())
         self.size = len(ranks)
         self.packed_bytes = SHORT_BYTES - HEADER_BYTES
+        self.tagged_bytes = TAGGED_BYTES
         self._timeout_seconds = timeout_seconds
         self._group = group
         self._peers = {
-            peer: Peer(group, rank, peer, timeout_seconds)
-            for peer, rank in enumerate(ranks)
-            if peer != self.rank
+            peer: Peer(group, rank, peer) for peer, rank in enumerate(ranks) if peer != self.rank
         }
+        self._checked = 0.0
 
     def send(self, peer: int, data: Tensor) -> Message:
         """Begins to send bytes."""
@@ -51,7 +58,7 @@ class GlooTransport:
     def receive(self, peer: int, room: Tensor) -> Message:
         """Begins to receive a message, which is at most as long as `room`.
 
-        Where `room` is longer than `SHORT_BYTES`, the message is, too.
+        Where `room` is longer than `SHORT_BYTES`, the message is exactly as long.
         """
         return self._begun(peer, lambda one: one.receive(room))
 
@@ -61,44 +68,74 @@ class GlooTransport:
         try:
             return begin(self._peers[peer])
         except RuntimeError as error:
-            raise BrokenConnectionError(str(error).splitlines()[0], peer) from error
+            raise _broken(peer, error) from error
 
     def progress(self, messages: Sequence[Message], seconds: float) -> bool:
         """Waits until `messages` are done or the time is over; returns whether they are."""
-        deadline = time.monotonic() + seconds
+        began = time.monotonic()
         while True:
-            unended = [message for message in messages if not message.is_done]
-            for message in messages:
-                if message.error is not None:
-                    raise BrokenConnectionError(message.error, message.peer)
-            left = deadline - time.monotonic()
-            if not unended or left <= 0:
-                return not unended
-            unended[0].wait(min(left, _LOOK_SECONDS))
+            self._look()
+            if all(message.is_done for message in messages):
+                return True
+            if not self._peers:
+                raise BrokenConnectionError("another thread has closed it")
+            now = time.monotonic()
+            left = began + seconds - now
+            if left <= 0:
+                return False
+            if now - self._checked > _CHECK_SECONDS:
+                self._check(now)
+            time.sleep(min(max((now - began) * _PART, _LEAST_SECONDS), _MOST_SECONDS, left))
+
+    def _look(self) -> None:
+        for one in tuple(self._peers.values()):
+            try:
+                one.look()
+            except RuntimeError as error:
+                raise _broken(one.number, error) from error
+
+    def _check(self, now: float) -> None:
+        """Raises if a connection is broken through which something is still to come."""
+        self._checked = now
+        for peer, one in tuple(self._peers.items()):
+            try:
+                if one.is_awaited():
+                    one.check()
+            except RuntimeError as error:
+                # All may have come before the connection broke.
+                self._look()
+                if one.is_awaited():
+                    raise _broken(peer, error) from error
 
     def awaited(self) -> list[int]:
         """Returns the ranks from which something is still to come."""
-        return [rank for rank, peer in self._peers.items() if peer.is_awaited()]
+        self._look()
+        return [peer for peer, one in tuple(self._peers.items()) if one.is_awaited()]
 
     def set_timeout(self, seconds: float) -> None:
-        """Sets how long its user waits."""
+        """Sets how long to wait at the end."""
         self._timeout_seconds = seconds
-        for peer in self._peers.values():
-            peer.timeout_seconds = seconds
 
     def close(self, *, has_failed: bool) -> None:
-        """Ends connections and threads, if all went well once others have what was sent."""
-        is_well = not has_failed and not self.awaited()
+        """Ends connections, if all went well once what was sent has left."""
+        is_well = False
+        with suppress(BrokenConnectionError):
+            is_well = not has_failed and not self.awaited()
         peers, self._peers = list(self._peers.values()), {}
-        deadline = time.monotonic() + (self._timeout_seconds if is_well else 0.0)
-        has_ended = False
+
+        def check() -> None:
+            for one in peers:
+                one.check()
+
         try:
-            ended = [one.close(deadline, is_well=is_well) for one in peers]
-            has_ended = is_well and all(ended)
+            sent = [work for one in peers for work in one.sent()]
+            if is_well and have_left(sent, self._timeout_seconds, check):
+                peers = []
         finally:
-            if not has_ended and peers:
+            if peers:
                 break_connections(self._group)
-                deadline = time.monotonic() + _END_SECONDS
-                for one in peers:
-                    one.close(deadline, is_well=False)
             self._group = None
+
+
+def _broken(peer: int, error: RuntimeError) -> BrokenConnectionError:
+    return BrokenConnectionError(str(error).splitlines()[0], peer)

@@ -62,13 +62,7 @@ class StrangeError(ConnectionError):
 
 
 class Greeted(NamedTuple):
-    """A connection to a process of the job.
-
-    Attributes:
-        socket: The connection, which does not block.
-        rank: The rank of the caller.
-        key: A new key that only both ends know.
-    """
+    """A connection to a process of the job."""
 
     socket: socket.socket
     rank: int
@@ -143,11 +137,7 @@ def greet(
 
 
 def welcome(guest: Guest, key: bytes, keys: Encryption | None) -> Steps[Greeted]:
-    """Makes sure that a caller is of the job.
-
-    Raises:
-        RefusedError: If it has another key.
-    """
+    """Makes sure that a caller is of the job."""
     guest.socket = yield from _encrypted(guest.socket, keys and keys.called, is_called=True)
     hello = _PROTOCOL + os.urandom(_NONCE_BYTES)
     yield from send(guest.socket, hello)
@@ -209,12 +199,7 @@ def finish(steps: Steps[_T], connected: socket.socket, deadline: float) -> _T:
 def call(
     address: tuple[str, int], key: bytes, rank: int, keys: Encryption | None, deadline: float
 ) -> Greeted:
-    """Calls a process of the job until it answers; see `greet` for the errors.
-
-    Raises:
-        TimeoutError: At the deadline.
-        OSError: If nobody listens there.
-    """
+    """Calls a process of the job until it answers; see `greet` for the errors."""
     while True:
         left = max(_PAUSE_SECONDS, deadline - time.monotonic())
         connected = socket.create_connection(address, timeout=left)
@@ -236,13 +221,7 @@ def call(
 
 @dataclass(eq=False)
 class Guest:
-    """Somebody who has called.
-
-    Attributes:
-        socket: The connection.
-        is_known: Whether it has shown that it is of the job.
-        is_kept: Whether the connection stays open after its last step.
-    """
+    """Somebody who has called."""
 
     socket: socket.socket
     is_known: bool = False
@@ -260,10 +239,6 @@ class Reception:
     """Where processes of the job call, and strangers, who are judged at the same time.
 
     Strangers who say nothing are hung up on after some seconds, or when too many have come since.
-
-    Args:
-        listener: A socket that listens; closed with this object.
-        steps: Returns what to do with a guest.
     """
 
     def __init__(self, listener: socket.socket, steps: Callable[[Guest], Steps[None]]) -> None:

@@ -19,13 +19,8 @@ from torch import Tensor
 
 from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import (
-    HEADER_BYTES,
-    Header,
-    check_agreement,
-    ranks_in_words,
-)
-from unisono.communicators.hosts import Layout
+from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.hosts import Layout, named_globally
 from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.sums import combine_into
@@ -42,16 +37,7 @@ _MOST_CHUNK_BYTES = 16 << 20
 
 
 class HierarchicalCommunicator(Communicator):
-    """Ranks on several hosts, all with the same number of ranks, which follow each other.
-
-    Args:
-        inside: Connects the ranks of this host, in order.
-        between: Connects the ranks that have the same position on each host, by host.
-        layout: The ranks of all hosts.
-        watch: The watch over all ranks; closed with this communicator.
-        parts_bytes: From here on every rank carries its part between hosts; below, the first rank
-            carries all.
-    """
+    """Ranks on several hosts, all with the same number of ranks, which follow each other."""
 
     def __init__(
         self,
@@ -89,10 +75,7 @@ class HierarchicalCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result.
-
-        It moves as much as `all_reduce`.
-        """
+        """Combines all terms, and returns the part of this rank in the flattened result."""
         copies = [term.detach().clone() for term in terms]
         self._reduce("reduce_scatter", op, copies, count)
         total = copies[0].view(-1)
@@ -229,12 +212,7 @@ class HierarchicalCommunicator(Communicator):
 
     @contextmanager
     def _collective(self, header: Header, *, agrees: bool = True) -> Iterator[None]:
-        """Surrounds a collective, which begins with a look at whether the ranks of a host agree.
-
-        Args:
-            header: What is called.
-            agrees: Whether they agree here. Otherwise their headers travel with the first data.
-        """
+        """Surrounds a collective, which begins with a look at whether the ranks of a host agree."""
         self._sequence += 1
         with self._watch.collective(header):
             try:
@@ -272,12 +250,7 @@ class HierarchicalCommunicator(Communicator):
         # What `between` raises has gone through the watch, which knows the ranks of all hosts.
         if error is self._watch.failure:
             return error
-        ranks = self._layout.hosts[self._between.rank]
-        return type(error)(
-            f"Among {ranks_in_words(ranks)}, which are on one host and counted from 0 there: "
-            f"{error}",
-            [ranks[rank] for rank in error.ranks],
-        )
+        return named_globally(error, self._layout.hosts[self._between.rank])
 
 
 def _of_sums(op: ReduceOp) -> ReduceOp:

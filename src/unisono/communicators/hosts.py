@@ -8,7 +8,11 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from unisono.communicators.headers import ranks_in_words
+from unisono.errors import CommunicationError
 from unisono.system import boot_id, namespace, user
+
+ON_ONE_HOST = "which are on one host"
 
 
 def host_identity() -> str:
@@ -56,3 +60,13 @@ class Layout:
 
     def __str__(self) -> str:
         return " | ".join(", ".join(map(str, host)) for host in self.hosts)
+
+
+def named_globally(
+    error: CommunicationError, ranks: Sequence[int], which: str = ON_ONE_HOST
+) -> CommunicationError:
+    """Returns an error of some ranks, which counts them from 0, with the numbers of the whole."""
+    return type(error)(
+        f"Among {ranks_in_words(ranks)}, {which} and counted from 0 there: {error}",
+        [ranks[rank] for rank in error.ranks],
+    )

@@ -63,12 +63,7 @@ def error_of(kind: str, text: str, ranks: Iterable[int]) -> CommunicationError:
 
 
 def lost(what: Mapping[int, str], others: str) -> WorkerLostError:
-    """Returns the error for ranks that are lost.
-
-    Args:
-        what: For each of them, what has happened to it.
-        others: What all ranks were doing, or nothing.
-    """
+    """Returns the error for ranks that are lost."""
     ranks = sorted(what)
     one_each = "; ".join(f"rank {rank} {what[rank]}" for rank in ranks)
     return WorkerLostError(
@@ -96,12 +91,7 @@ class _Rank:
 
 
 class Hub:
-    """Decides for all ranks what has gone wrong.
-
-    Args:
-        sockets: A connected socket for each other rank; closed with this object.
-        tell_own: Called with the messages for rank 0.
-    """
+    """Decides for all ranks what has gone wrong."""
 
     def __init__(
         self, sockets: Mapping[int, socket.socket], tell_own: Callable[[int, list[Any]], None]

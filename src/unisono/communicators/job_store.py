@@ -47,17 +47,10 @@ _log = logging.getLogger("unisono")
 class JobStore(Store):
     """What all stores of a job share: `torch.distributed` can use it like any other store.
 
-    Args:
-        host: The address of rank 0, as the workers know it.
-        port: Its port.
-        ask: Asks the table something, until a deadline.
-        close: Ends what the store needs.
-
     Attributes:
         answer_by: When rank 0 must have answered at the latest; None allows it the time that the
             store may wait for a key.
         before_asking: Called before every question, to raise where no answer can help.
-        close: Ends the store, which also happens with its last use.
     """
 
     def __init__(
@@ -274,14 +267,7 @@ def local_store() -> JobStore:
 def serve_store(
     host: str, listener: socket.socket, key: bytes, keys: Encryption | None
 ) -> JobStore:
-    """Returns a store that this process serves, for as long as the store is used here.
-
-    Args:
-        host: The address by which the other processes know this one.
-        listener: A socket that listens there.
-        key: What all processes of the job know.
-        keys: How connections are encrypted, if they are.
-    """
+    """Returns a store that this process serves, for as long as the store is used here."""
     server = _Server(listener, key, keys)
     port = listener.getsockname()[1]
     return JobStore(host, port, lambda question, _: server.table.answer(question), server.close)

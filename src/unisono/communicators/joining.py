@@ -55,16 +55,7 @@ def join_mesh(
     timeout_seconds: float,
     joining_seconds: float | None = None,
 ) -> Mesh:
-    """Connects this rank to all others, which do the same.
-
-    Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        host: The address that other ranks reach this one by; found out if not given.
-        timeout_seconds: How long another host may be silent before a connection to it ends.
-        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
-    """
+    """Connects this rank to all others, which do the same."""
     patience = timeout_seconds if joining_seconds is None else joining_seconds
     party = _Party(store, rank, size, host, patience)
     sockets = party.connected(called=range(rank), callers=range(rank + 1, size))

@@ -29,12 +29,7 @@ def own_limits(size: int) -> dict[str, Any]:
 
 
 def check_limits(limits: Sequence[Mapping[str, Any]], choice: Choice) -> None:
-    """Raises a `CommunicationError` that names the ranks that cannot have what it takes.
-
-    Args:
-        limits: What `own_limits` returned, by rank.
-        choice: How the ranks are to be connected.
-    """
+    """Raises a `CommunicationError` that names the ranks that cannot have what it takes."""
     is_shared = choice.carrier is Carrier.SHARED_MEMORY
     needed = _FILES_FOR_SHARED_MEMORY if is_shared else _most_files(len(limits))
     if short := [rank for rank, one in enumerate(limits) if one["files"] < needed]:

@@ -33,13 +33,9 @@ class Lines:
     there is something to do, and ends with the last of them.
 
     Args:
-        sockets: A connected socket for each rank; closed with this object.
         heard: Called with a rank and a message that has come from it.
         ended: Called with a rank whose connection has ended, and the reason: an error, or None if
             the other end was closed.
-
-    Attributes:
-        lines: The connections that still exist, by rank.
     """
 
     def __init__(
@@ -121,13 +117,7 @@ class Lines:
 
 
 class _Line:
-    """A connection, and what is under way on it.
-
-    Attributes:
-        outgoing: What is still to be sent.
-        has_ended: Whether nothing will come any more.
-        error: Why, unless the other end was closed.
-    """
+    """A connection, and what is under way on it."""
 
     def __init__(self, connected: socket.socket) -> None:
         connected.settimeout(0)

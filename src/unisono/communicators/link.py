@@ -1,8 +1,8 @@
 """A transport under the eyes of a watch, with a header in front of the first message of each pair.
 
-A rank may send on before it has heard from a peer, but it receives more from that peer only once it
-has seen the header. So ranks that call different collectives find out before anything is mixed up,
-and the header costs no message of its own where data follows at once.
+A rank may send on before it has heard from a peer. It receives more from that peer only once it has
+seen the header, unless the transport keeps messages of different lengths apart. So ranks that call
+different collectives find out before anything is mixed up, and nobody waits for a header alone.
 """
 
 from __future__ import annotations
@@ -30,12 +30,8 @@ class Link:
     """What a transport can do, with headers and with errors that name the ranks at fault.
 
     Args:
-        transport: What carries messages; closed with this object.
-        watch: Finds out what is wrong when a wait takes long, and keeps the first error.
-        owns_watch: Whether this object reports to the watch, and closes it.
         speaks_for: For each rank of the transport, the ranks of the whole that call what it calls.
         ranks: The numbers that the watch has for the ranks of the transport.
-        packed_bytes: How many bytes may travel with a header; chosen if not given.
     """
 
     def __init__(
@@ -80,6 +76,10 @@ class Link:
     def is_packed(self, num_bytes: int) -> bool:
         """Whether so many bytes travel in one message with a header."""
         return num_bytes <= self._packed_bytes
+
+    def is_tagged(self, tensors: Sequence[Tensor]) -> bool:
+        """Whether tensors can begin to be received before the header has come."""
+        return all(tensor.nbytes < self._transport.tagged_bytes for tensor in tensors)
 
     def room_of(self, peer: int) -> Tensor:
         """Returns the room for the first message of a peer, whatever it calls."""
@@ -134,12 +134,7 @@ class Link:
 
 
 class Collective:
-    """One collective, as one rank calls it.
-
-    Attributes:
-        link: What carries it.
-        headers: What the ranks call from which this one has heard.
-    """
+    """One collective, as one rank calls it."""
 
     def __init__(self, link: Link, header: Header) -> None:
         self.link = link
@@ -147,6 +142,7 @@ class Collective:
         self._encoded = header.encode()
         self._prefix = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
         self._greeted: set[int] = set()
+        self._awaited: set[int] = set()
 
     def send(self, peer: int, tensors: Sequence[Tensor]) -> list[Any]:
         """Begins to send tensors, with a header in front of the first message to a peer."""
@@ -161,14 +157,15 @@ class Collective:
         return [self.link.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
-        """Begins to receive what a peer sends in the same way, into `tensors`.
-
-        Those of a peer that this rank has heard from before may be in memory of the messages.
-        """
+        """Begins to receive what a peer sends in the same way, into `tensors`."""
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if peer not in self.headers:
+        if peer not in self._awaited:
+            self._awaited.add(peer)
             room = self.link.room_of(peer)
-            return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            first = Received(peer, list(tensors), room, [self.link.receive(peer, room)])
+            if not self.link.is_packed(num_bytes) and self.link.is_tagged(tensors):
+                first.rest = self._receive_into(peer, tensors)
+            return first
         if len(tensors) > 1 and self.link.is_packed(num_bytes) and num_bytes:
             room = torch.empty(num_bytes, dtype=torch.uint8)
             return Received(peer, list(tensors), room, [self.link.receive(peer, room)])
@@ -178,13 +175,11 @@ class Collective:
         return [self.link.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for the headers of peers that this rank hears from for the first time.
+        """Waits for headers before which nothing else can be received from a peer."""
+        if not self.link.is_tagged([tensor for one in received for tensor in one.tensors]):
+            self._meet(received)
 
-        Then what does not come with the headers begins to be received.
-
-        Raises:
-            UnequalCollectivesError: if the headers are not those of one collective.
-        """
+    def _meet(self, received: Sequence[Received]) -> None:
         new = [one for one in received if one.peer not in self.headers]
         if new:
             self.hear(new)
@@ -208,11 +203,12 @@ class Collective:
             if self.link.is_packed(sum(tensor.nbytes for tensor in one.tensors)):
                 one.unpack(HEADER_BYTES)
             else:
-                one.messages = self._receive_into(one.peer, one.tensors)
+                one.messages = one.rest or self._receive_into(one.peer, one.tensors)
             one.room = None
 
     def finish(self, sent: Iterable[Any], received: Sequence[Received]) -> None:
-        """Waits until all messages are done."""
+        """Waits until all messages are done, with the first headers of peers among them."""
+        self._meet(received)
         messages = [*sent, *(message for one in received for message in one.messages)]
         if messages:
             self.link.wait(messages)
@@ -231,6 +227,8 @@ class Received:
         self.tensors = tensors
         self.room = room
         self.messages = messages
+        # Messages after the one with the header, if they are received before it has come.
+        self.rest: list[Any] = []
 
     def unpack(self, start: int) -> None:
         """Copies tensors out of the room that they came in."""

@@ -18,18 +18,14 @@ from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
 
 
 class Mesh:
-    """Connections of one rank to all others.
-
-    Args:
-        rank: Which rank this is.
-        connections: The connections, by the rank at the other end.
-    """
+    """Connections of one rank to all others."""
 
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:
         self.name = "TCP"
         self.rank = rank
         self.size = len(connections) + 1
         self.packed_bytes = PACKED_BYTES
+        self.tagged_bytes = 0
         self._connections = connections
 
     def send(self, peer: int, data: Tensor) -> Message:

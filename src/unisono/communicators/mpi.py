@@ -50,14 +50,7 @@ def mpi_ranks(
 
 
 def make_mpi_communicator(store: Store, rank: int, size: int, *, timeout_seconds: float) -> Any:
-    """Returns a communicator of MPI that connects the ranks, apart from what the program sends.
-
-    Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        timeout_seconds: How long to wait for the others.
-    """
+    """Returns a communicator of MPI that connects the ranks, apart from what the program sends."""
     mpi = import_mpi()
     left = Countdown(timeout_seconds)
     numbers, why = mpi_ranks(PrefixStore("mpi", store), rank, size, timeout_seconds=left.seconds())

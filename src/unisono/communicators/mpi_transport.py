@@ -32,18 +32,14 @@ _left_behind: list[Any] = []
 
 
 class MpiTransport:
-    """Messages through MPI.
-
-    Args:
-        comm: Made by `make_mpi_communicator`; left with this object.
-        timeout_seconds: How long the end of this process may wait for others after a failure.
-    """
+    """Messages through MPI."""
 
     def __init__(self, comm: Any, timeout_seconds: float) -> None:
         self.name = "MPI"
         self.rank: int = comm.Get_rank()
         self.size: int = comm.Get_size()
         self.packed_bytes = PACKED_BYTES
+        self.tagged_bytes = 0
         self._timeout_seconds = timeout_seconds
         self._mpi = import_mpi()
         self._comm = comm

@@ -28,11 +28,6 @@ class NcclCommunicator(DelegatingCommunicator):
     NCCL adds in its own order, so sums of floating point numbers may differ in the last bits
     from those of other communicators; they are the same on all ranks. Sums of half precision are
     rounded at every step. What NCCL has no number for goes through `on_host`.
-
-    Args:
-        on_host: Connects the same ranks, and takes both host and GPU tensors.
-        store: Where the ranks find each other's NCCL.
-        timeout_seconds: How long a collective may take.
     """
 
     def __init__(

@@ -44,19 +44,9 @@ class NetworkCommunicator(Communicator):
     """Collectives in host memory, over a transport.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one communicator.
-        rank: Which rank this is.
-        size: How many there are, at least two.
-        backend: "gloo", "tcp", or "mpi" where MPI has started the processes.
-        timeout_seconds: How long a collective may wait for others.
-        host: The address that other ranks reach this one by; found out if not given.
-        watch: The watch over a larger communicator of which this one is a part.
         speaks_for: For each rank of this part, those of the larger communicator that have agreed
             with it on what they call.
         ranks: For each rank of this part, its number in the larger communicator.
-        packed_bytes: How many bytes may travel with a header; chosen if not given.
-        constants: What a message costs, which decides between algorithms.
-        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
         gloo: Returns a group with Gloo of all ranks of the larger communicator; made if not given.
             Its argument raises if a rank is lost.
     """
@@ -188,10 +178,7 @@ class NetworkCommunicator(Communicator):
     def _gathered(
         self, collective: Collective, own: Tensor, receivers: Sequence[int]
     ) -> list[Tensor]:
-        """Sends this rank's tensor to `receivers`, and returns those of all ranks on each of them.
-
-        Their shapes may differ, and are in the headers.
-        """
+        """Sends this rank's tensor to `receivers`, which get those of all ranks."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         received = [collective.receive(peer, []) for peer in peers]
         given = {peer: [own] if peer in receivers else [] for peer in peers}

@@ -15,6 +15,7 @@ to all others. So every layout gives the bits of one rank with all replicas.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -22,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from unisono.algorithms import are_siblings, merged
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.link import as_bytes
@@ -44,13 +46,8 @@ def nodes_of(start: int, stop: int, num_replicas: int) -> list[Node]:
     >>> [tuple(node) for node in nodes_of(3, 6, 8)], [tuple(node) for node in nodes_of(4, 7, 7)]
     ([(3, 4), (4, 6)], [(4, 7)])
     """
-    nodes: list[Node] = []
-    for replica in range(start, stop):
-        nodes.append(Node(replica, replica + 1))
-        while len(nodes) > 1 and _are_siblings(nodes[-2], nodes[-1], num_replicas):
-            right, left = nodes.pop(), nodes.pop()
-            nodes.append(Node(left.start, right.stop))
-    return nodes
+    leaves = ((replica, replica + 1) for replica in range(start, stop))
+    return list(itertools.starmap(Node, merged(leaves, num_replicas)))
 
 
 def all_reduce_nodes(
@@ -63,9 +60,6 @@ def all_reduce_nodes(
     """Combines the nodes of all ranks into the first term of each rank.
 
     Args:
-        communicator: Connects the ranks.
-        op: How terms are combined.
-        terms: The nodes that this rank brings: contiguous, of one shape and dtype.
         nodes: Which nodes each rank brings, by rank. Together they are all replicas.
         count: For a mean, what to divide the sum by; the number of replicas if not given.
     """
@@ -145,28 +139,21 @@ def _combined(
     Nodes that are left over, because a part of the tree is missing, are combined last.
     """
     combine = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    merged: list[tuple[Node, Tensor]] = []
+    found: list[tuple[Node, Tensor]] = []
 
     def merge() -> None:
-        (last, right), (first, left) = merged.pop(), merged.pop()
+        (last, right), (first, left) = found.pop(), found.pop()
         combine_into(combine, [left, right], [left], None)
-        merged.append((Node(first.start, last.stop), left))
+        found.append((Node(first.start, last.stop), left))
 
     wide = wide_dtype(terms[0].dtype)
     for node, term in zip(nodes, terms, strict=True):
-        merged.append((node, term.to(wide)))
-        while len(merged) > 1 and _are_siblings(merged[-2][0], merged[-1][0], num_replicas):
+        found.append((node, term.to(wide)))
+        while len(found) > 1 and are_siblings(found[-2][0], found[-1][0], num_replicas):
             merge()
-    while len(merged) > 1:
+    while len(found) > 1:
         merge()
-    return merged[0][1]
-
-
-def _are_siblings(left: Node, right: Node, num_replicas: int) -> bool:
-    width = right.start - left.start
-    is_node = width & (width - 1) == 0 and left.start % (2 * width) == 0
-    end = min(left.start + 2 * width, num_replicas)
-    return left.stop == right.start and is_node and right.stop == end
+    return found[0][1]
 
 
 def plain_terms(ranges: Sequence[range]) -> int | None:

@@ -46,13 +46,7 @@ _T = TypeVar("_T", bound=_Closable)
 
 
 class Host:
-    """Rank 0, which hands the memory out.
-
-    Args:
-        store: Where the others look for the invitation.
-        key: Under which name. It is free again when all have come.
-        size: How many ranks there are.
-    """
+    """Rank 0, which hands the memory out."""
 
     def __init__(self, store: Store, key: str, size: int) -> None:
         self._store = store
@@ -70,13 +64,7 @@ class Host:
         store.set(key, json.dumps({"address": address, "token": self._token}))
 
     def hand_out(self, fd: int, timeout_seconds: float, check_health: Callable[[], None]) -> None:
-        """Returns when every other rank has mapped the memory.
-
-        Args:
-            fd: The descriptor of the memory.
-            timeout_seconds: How long to wait for the others.
-            check_health: Called now and then.
-        """
+        """Returns when every other rank has mapped the memory."""
         self._fd = fd
         deadline = time.monotonic() + timeout_seconds
         try:

@@ -59,13 +59,8 @@ class SharedMemoryCommunicator(Communicator):
     result is copied back.
 
     Args:
-        store: Through which the ranks find each other, for example a `torch.distributed.TCPStore`.
-        rank: Which rank this process is.
-        size: How many ranks there are.
-        timeout_seconds: How long to wait for other ranks in each collective.
         key: Under which the ranks look for each other in the store. Communicators that are made at
             the same time need different keys.
-        joining_seconds: How long to wait for other ranks here; `timeout_seconds` if not given.
         can_allocate: Whether `allocate` returns shared memory. If not, the communicator keeps no
             file descriptor where the ranks can see each other in `/proc`.
     """

@@ -26,8 +26,6 @@ def keep_alive(connected: socket.socket, timeout_seconds: float, *, is_idle: boo
     connection ends when the host or the network is gone, not when a process is slow.
 
     Args:
-        connected: The socket, which is closed in processes that are forked from this one.
-        timeout_seconds: How long the other host may be silent.
         is_idle: Whether only small messages travel, which the other host can always receive. Then
             messages that are not acknowledged end the connection, too. Elsewhere that would take a
             receiver that is paused, and has no room left, for a host that is gone.
@@ -56,9 +54,6 @@ def listening(host: str, port: int) -> socket.socket:
 
     Many hosts know their own name as the loopback, where others would not find them. Then it
     listens on all interfaces.
-
-    Raises:
-        OSError: If `host` is not known, or is not this host, or the port is in use.
     """
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     family, *_, where = min(found, key=lambda one: one[0] != socket.AF_INET)

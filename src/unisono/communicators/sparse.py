@@ -22,12 +22,6 @@ def all_reduce_sparse(
 
     Indices and values are put end to end in the order of the ranks and duplicates are kept; made
     dense, the result equals the dense reduction.
-
-    Args:
-        communicator: Connects the ranks.
-        op: `SUM` or `MEAN`.
-        tensor: What this rank brings.
-        count: For a mean, what to divide by; the number of ranks if not given.
     """
     check_sparse_op(op)
     own = tensor.detach()

@@ -12,10 +12,7 @@ from unisono.options import ReduceOp
 
 
 class StagedCommunicator(DelegatingCommunicator):
-    """Copies GPU tensors to pinned host memory, lets another communicator work, and copies back.
-
-    Host tensors go to the other communicator as they are.
-    """
+    """Copies GPU tensors to pinned host memory, lets another communicator work, and copies back."""
 
     @property
     def name(self) -> str:

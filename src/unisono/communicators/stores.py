@@ -39,7 +39,6 @@ class Countdown:
     """The time that is left for all steps of joining together.
 
     Args:
-        seconds: How much there is.
         least: What is left for every step, however long those before it took: all ranks have come
             by then, and a step that all of them make takes a moment.
     """
@@ -130,12 +129,7 @@ def connected(
     that it has connected or given up. Missing ranks say neither.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        engine: What connects them, in words.
         make: Connects them. It gets an event that is set when nobody waits for it any more.
-        seconds: How long it may take.
         check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
     is_over = threading.Event()
@@ -209,10 +203,7 @@ def coordinator_address(store: Store) -> tuple[str, int] | None:
 
 
 def store_for_threads(store: Store, rank: int, timeout_seconds: float) -> Store:
-    """Returns a store that threads of C++ may use at any time, also while Python ends.
-
-    All ranks call it. The store is torch's own, which rank 0 serves beside that of the job.
-    """
+    """Returns a store that threads of C++ may use at any time, also while Python ends."""
     address = coordinator_address(store)
     if address is None or not isinstance(coordinator_store(store), JobStore):
         return store

@@ -13,14 +13,7 @@ from unisono.options import ReduceOp
 def combine_into(
     op: ReduceOp, terms: Sequence[Tensor], outputs: Sequence[Tensor], count: int | None
 ) -> None:
-    """Writes the combination of `terms` into every output, which may be one of the terms.
-
-    Args:
-        op: How terms are combined.
-        terms: All terms in order, of one shape and dtype.
-        outputs: Where to write the result.
-        count: What to divide the sum by for a mean; the number of terms if None.
-    """
+    """Writes the combination of `terms` into every output, which may be one of the terms."""
     if op is ReduceOp.MEAN and count not in (None, len(terms)):
         _mean_into(terms, outputs, count or 1)
     elif not reduce_into(op, [terms], [outputs]):

@@ -34,12 +34,15 @@ class Transport(Protocol):
         size: How many there are.
         packed_bytes: How many bytes are better sent in one message with a header than in another:
             up to here a copy costs less than a message.
+        tagged_bytes: Shorter messages only go to where a message of the same length is expected,
+            so that they can be received before it is known whether the ranks call the same.
     """
 
     name: str
     rank: int
     size: int
     packed_bytes: int
+    tagged_bytes: int
 
     def send(self, peer: int, data: Tensor) -> Any:
         """Begins to send bytes, at least one, and returns the message."""

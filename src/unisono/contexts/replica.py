@@ -37,13 +37,7 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True)
 class CrossReplicaContext:
-    """The code runs once, for all replicas of `strategy`.
-
-    Attributes:
-        replicas: The replicas.
-        replica_id: The replica whose component of a variable is being updated, if one is.
-        generators: What the code draws random numbers from; None outside a run.
-    """
+    """The code runs once, for all replicas of `strategy`."""
 
     replicas: Replicas = field(repr=False)
     replica_id: int | None = None
@@ -57,14 +51,7 @@ class CrossReplicaContext:
 
 @dataclass(eq=False)
 class ReplicaNotes:
-    """What the engine remembers of a replica while it runs.
-
-    Attributes:
-        current_pass: Its backward pass, while that runs.
-        num_passes: How many backward passes it has made that were reduced.
-        is_without_sync: Whether it is within `no_sync()`.
-        num_batch_norms: How often it has normalized a batch together with the others.
-    """
+    """What the engine remembers of a replica while it runs."""
 
     current_pass: OwnPass | None = None
     num_passes: int = 0

@@ -17,15 +17,7 @@ _FAR_BYTES = 1 << 40
 def schedule_seconds(
     schedule: Schedule, memories: Sequence[Hashable], link: Link, memory: Link, num_bytes: float
 ) -> float:
-    """Returns how long `schedule` takes for tensors of `num_bytes`.
-
-    Args:
-        schedule: The moves.
-        memories: The memory of each place.
-        link: The cost of a copy between memories.
-        memory: The cost of a sum: to begin it, and per byte that is read or written.
-        num_bytes: The size of one replica's tensor.
-    """
+    """Returns how long `schedule` takes for tensors of `num_bytes`."""
     free: dict[int, float] = {}
     for move in schedule:
         places = (move.root, *move.members)

@@ -24,13 +24,7 @@ _log = logging.getLogger("unisono")
 
 
 class Run(NamedTuple):
-    """How long the all-reduce that Unisono runs took between all ranks of a cluster.
-
-    Attributes:
-        num_hosts: How many hosts there were.
-        ranks_per_host: How many ranks each of them had.
-        times: Bytes of one rank's tensor, and seconds, in the order of sizes.
-    """
+    """How long the all-reduce that Unisono runs took between all ranks of a cluster."""
 
     num_hosts: int
     ranks_per_host: int
@@ -60,11 +54,7 @@ class Tuning:
         loopback: Between processes of one host, through Gloo.
         between: Between hosts, through Gloo.
         sum_rate: Bytes per second that a process reads and writes in a sum for others.
-        machine: What was measured.
-        date: When.
-        version: By which version of Unisono.
         tcp: Between hosts, through Unisono's own TCP connections.
-        runs: All-reduces of all ranks, on each cluster that was measured.
     """
 
     memory: Link
@@ -92,11 +82,7 @@ class Tuning:
 
     @staticmethod
     def from_text(text: str, where: str = "The tuning of rank 0") -> Tuning:
-        """Reads what `to_text` has written.
-
-        Raises:
-            TuningError: If the text is not a tuning file. `where` is its name in the message.
-        """
+        """Reads what `to_text` has written."""
         try:
             content = json.loads(text)
             found = content.pop("format")
@@ -124,11 +110,7 @@ LINKS = ("memory", "devices", "inside", "loopback", "between", "tcp")
 
 
 def tuning_path() -> Path:
-    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache.
-
-    Raises:
-        TuningError: If the user has no home folder.
-    """
+    """Returns the path of the file: UNISONO_TUNING, or a file in the user's cache."""
     named = os.environ.get(TUNING)
     if named and named != "off":
         return Path(named)

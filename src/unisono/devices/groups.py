@@ -52,10 +52,7 @@ def linked_groups(num_devices: int, linked: Callable[[int, int], bool]) -> Group
 
 
 def halves(num_devices: int) -> Groups:
-    """Splits the devices in two at the largest power of two below their number.
-
-    The tree of the sum splits there, so each half is one partial sum.
-    """
+    """Splits the devices in two at the largest power of two below their number."""
     if num_devices < 2:
         return (tuple(range(num_devices)),)
     middle = 1 << ((num_devices - 1).bit_length() - 1)

@@ -26,7 +26,6 @@ class Machine:
         gpus: The torch device behind `cuda:0`, `cuda:1`, ...; several may be the same GPU.
         are_shared: Whether all CPU devices share one memory, and all devices on one GPU too, as in
             reality.
-        recorded: The topology, if it is not that of this host.
     """
 
     gpus: tuple[torch.device, ...]
@@ -113,11 +112,7 @@ def resolve(spec: DeviceLike) -> Device:
 
 
 def replica_devices(devices: Any) -> tuple[Device, ...]:
-    """Reads the devices, one per replica. A single device means one replica.
-
-    Raises:
-        DeviceError: If it cannot be read, or has no device or one of them twice.
-    """
+    """Reads the devices, one per replica. A single device means one replica."""
     if isinstance(devices, (str, torch.device, Device)):
         _check_one_meant(devices)
         devices = [devices]

@@ -56,10 +56,7 @@ def read_torch(why_not_nvml: str) -> Topology:
 
 
 def read_nvml(nvml: Any, pci_devices: Path = _PCI_DEVICES) -> Topology:
-    """Reads the GPUs that torch sees, in its order, from the module `pynvml`.
-
-    torch says whether GPUs can access each other's memory, because torch makes the copies.
-    """
+    """Reads the GPUs that torch sees, in its order, from the module `pynvml`."""
     nvml.nvmlInit()
     try:
         # NVML counts all GPUs of the host, and torch those that CUDA_VISIBLE_DEVICES names.

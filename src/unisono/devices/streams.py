@@ -14,10 +14,7 @@ from unisono.torch_private import raw_stream
 
 
 class Trail:
-    """The streams with work that another thread will continue.
-
-    Threads may call `note` and `follow` at the same time.
-    """
+    """The streams with work that another thread will continue."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[int, int], torch.cuda.Stream] = {}
@@ -30,10 +27,7 @@ class Trail:
                 self._streams[key] = torch.cuda.current_stream(place)
 
     def follow(self) -> bool:
-        """Makes later work of this thread wait for the noted streams.
-
-        Returns whether anything was noted on a stream that is not this thread's.
-        """
+        """Makes later work of this thread wait for the noted streams."""
         others = [
             stream
             for (index, raw), stream in self._streams.copy().items()

@@ -82,15 +82,7 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU and its links to the GPUs of its host.
-
-    Attributes:
-        name: The product name.
-        num_bytes: The size of its memory.
-        links: One per GPU of the host, itself included.
-        pci_bus_id: Its PCI bus id, if known.
-        numa_node: The nearest NUMA node, if known.
-    """
+    """A GPU and its links to the GPUs of its host."""
 
     name: str
     num_bytes: int

@@ -80,10 +80,7 @@ class Ambient:
     def call(
         self, fn: Callable[[], T], place: torch.device, stream: torch.cuda.Stream | None = None
     ) -> T:
-        """Calls `fn` on `place`, in any thread, as if it were the one that was noted.
-
-        A `stream` takes the place of the one of that thread.
-        """
+        """Calls `fn` on `place`, in any thread, as if it were the one that was noted."""
         # A context can be entered by one thread at a time, so each replica gets a copy.
         return self.variables.copy().run(self._call, fn, place, stream)
 

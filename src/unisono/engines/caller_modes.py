@@ -30,10 +30,7 @@ _PATIENCE_S = 1.0
 
 
 def default_device() -> torch.device | None:
-    """Returns the innermost device that is set for new tensors; None if none is.
-
-    torch 2.6 raises an error when asked after a default device was taken back.
-    """
+    """Returns the innermost device that is set for new tensors; None if none is."""
     modes = reversed(_get_current_function_mode_stack())
     return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 

@@ -119,10 +119,6 @@ class ReplicaGenerators:
     """The default generators of one replica, one per device.
 
     They are the same objects in all runs of a strategy, so a captured CUDA graph can register them.
-
-    Args:
-        replica_id: The replica, among those of all workers.
-        for_all: What code draws from that runs once for all replicas.
     """
 
     def __init__(self, replica_id: int, for_all: ReplicaGenerators | None = None) -> None:

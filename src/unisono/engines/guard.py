@@ -54,10 +54,7 @@ class Guard:
             self._lock.release()
 
     def stop(self, *, is_again: bool = False) -> None:
-        """Raises `ReplicaStopped` at the next instruction of user code, or when it is next begun.
-
-        Once is enough, but for what Python drops because it is raised in a destructor.
-        """
+        """Raises `ReplicaStopped` at the next instruction of user code, or when that begins."""
         with self._lock:
             if self._is_exposed and (is_again or not self._is_stopped):
                 _send(self._thread, ReplicaStopped)

@@ -22,13 +22,7 @@ _MUCH = 0.2
 
 
 class Interpreter:
-    """Measures in some runs of a strategy how long replicas wait for the interpreter.
-
-    Args:
-        num_replicas: Those of this process. One replica has nobody to wait for.
-        can_capture: Whether they compute on GPUs.
-        is_serial: Whether they run one after another, which makes all but one wait.
-    """
+    """Measures in some runs of a strategy how long replicas wait for the interpreter."""
 
     def __init__(self, num_replicas: int, *, can_capture: bool, is_serial: bool) -> None:
         self._num_replicas = num_replicas

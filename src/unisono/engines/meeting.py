@@ -61,7 +61,6 @@ class ReplicaMeeting:
     (`has_workers`).
 
     Attributes:
-        recorder: What records the run; None if nothing does.
         is_apart: Whether Python does all that is done in meetings again at every replay.
         orders_streams: Whether replicas wait for the streams of each other. Streams that are
             captured separately must not.
@@ -151,10 +150,7 @@ class ReplicaMeeting:
         return share
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
-        """From within `work`: every replica makes its call, with a new meeting point.
-
-        Replica 0, which does the work, makes its call too.
-        """
+        """From within `work`: every replica makes its call, with a new meeting point."""
         if self.recorder is not None:
             self.recorder.refuse("replicas run again inside a `merge_call`")
         inner = ReplicaMeeting(

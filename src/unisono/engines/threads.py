@@ -56,10 +56,7 @@ class _Board:
 
 
 class ReplicaThreads:
-    """Makes one call per replica, all at the same time, repeatedly on the same threads.
-
-    The threads start with the first run and end with the object, or with `close`.
-    """
+    """Makes one call per replica, all at the same time, repeatedly on the same threads."""
 
     def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
         self._num_replicas = num_replicas

@@ -50,14 +50,7 @@ class Run(Protocol):
 
 
 class Captures:
-    """The functions that one strategy has captured.
-
-    Args:
-        places: The torch device of each replica.
-        mirrors: The modules of the strategy.
-        generators: What each replica draws from.
-        run: Runs a step eagerly.
-    """
+    """The functions that one strategy has captured."""
 
     def __init__(
         self,
@@ -273,10 +266,7 @@ class _CapturedFunction:
         *,
         is_last: bool,
     ) -> Any:
-        """Runs eagerly, and finds out whether the step can be captured.
-
-        What only the first call does, such as setting up a library, is no obstacle.
-        """
+        """Runs eagerly, and finds out whether the step can be captured."""
         rehearsal = Rehearsal(self._of.lanes.streams)
         with rehearsal.watching(self._of.mirrors, self._outer):
             result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
@@ -340,11 +330,7 @@ class _CapturedFunction:
         return step.results()
 
     def stay_eager(self, reason: str) -> None:
-        """Runs the function eagerly from now on.
-
-        Raises:
-            CaptureError: If the function is strict.
-        """
+        """Runs the function eagerly from now on."""
         self.reason = reason
         self._steps.clear()
         if self._function.strict:

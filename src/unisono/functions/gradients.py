@@ -30,12 +30,7 @@ def trained_by(mirrors: Mirrors) -> list[Tensor]:
 
 
 class Gradients:
-    """The gradients that parameters have at one point of a step.
-
-    Args:
-        mirrors: The parameters of the strategy.
-        tensors: What has gradients, see `trained_by`.
-    """
+    """The gradients that parameters have at one point of a step."""
 
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
@@ -99,11 +94,7 @@ class Gradients:
                     reduced[i] = Mark.of(mark.grad())
 
     def take(self, what: str) -> None:
-        """After Python has made a call again: brings the gradients of now to where these are.
-
-        Raises:
-            CaptureError: If other parameters have a gradient now.
-        """
+        """After Python has made a call again: brings the gradients of now to where these are."""
         if all(map(operator.is_, map(_gradient, self._tensors), self._grads)):
             return
         found: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
@@ -127,12 +118,7 @@ class Gradients:
 
 
 class StartingGradients:
-    """The gradients to which a captured step adds, or which it clears in place.
-
-    Args:
-        mirrors: The parameters of the strategy, before the step is captured.
-        tensors: What has gradients, see `trained_by`.
-    """
+    """The gradients to which a captured step adds, or which it clears in place."""
 
     def __init__(self, mirrors: Mirrors, tensors: Sequence[Tensor]) -> None:
         self._mirrors = mirrors

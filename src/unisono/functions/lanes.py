@@ -16,13 +16,7 @@ from unisono.sharing import computed_once
 
 
 class Lane:
-    """One memory: where its graphs are captured, and which replicas are in them.
-
-    Args:
-        place: The GPU.
-        number: Which of the memories on that GPU it is. There is more than one in tests only.
-        replica_ids: The replicas.
-    """
+    """One memory: where its graphs are captured, and which replicas are in them."""
 
     def __init__(self, place: torch.device, number: int, replica_ids: list[int]) -> None:
         self.place = place
@@ -46,17 +40,7 @@ class Lane:
 
 
 class Lanes:
-    """The memories of all replicas of this worker.
-
-    Args:
-        memories: The memory of each replica.
-        places: The GPU of each replica.
-
-    Attributes:
-        all: The memories, in the order of their first replicas.
-        streams: For each replica the stream that it computes on if its memory is one of several;
-            otherwise empty, and all use the stream of their caller.
-    """
+    """The memories of all replicas of this worker."""
 
     def __init__(self, memories: Sequence[Hashable], places: Sequence[torch.device]) -> None:
         found: dict[Hashable, list[int]] = {}
@@ -73,10 +57,7 @@ class Lanes:
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Within the block this thread uses the streams of the lanes.
-
-        A capture needs a stream that is not the default one, and so do the calls before it.
-        """
+        """Within the block this thread uses the streams of the lanes."""
         # One for each GPU.
         firsts = list({lane.place: lane.stream for lane in reversed(self.all)}.values())
         self.fork()

@@ -81,20 +81,10 @@ class Recording:
     the call that ends it.
 
     Args:
-        mirrors: The modules of the strategy.
-        generators: Those of the run; None for a single replica, which draws from torch's own.
         drawn_from: The generators from which graphs draw new numbers at every replay, one for each
             replica; empty for a single replica.
-        lanes: The memories of the replicas, with the memory pools that all graphs share.
         waiting: The updates of optimizers that do not become a part of the graphs, even if their
             settings allow it; None for all.
-
-    Attributes:
-        is_capturing: True.
-        streams: See `Lanes.streams`.
-        settings: The settings of these optimizers, on which the graphs depend.
-        num_calls: How many calls Python makes.
-        is_random: Whether a replay may draw random numbers.
     """
 
     is_capturing = True

@@ -32,15 +32,7 @@ _LIBRARIES = (
 
 
 class Rehearsal:
-    """Watches one eager run.
-
-    Attributes:
-        reason: Why the step cannot be captured; empty if nothing was found.
-        settings: Those of the optimizers that could be captured.
-        waiting: What they did that waits for the GPU.
-        streams: See `Lanes.streams`.
-        is_capturing: False.
-    """
+    """Watches one eager run."""
 
     generators: RunGenerators | None = None
     is_capturing = False

@@ -36,13 +36,7 @@ def constant(value: Any) -> Hashable:
 
 
 class Inputs(NamedTuple):
-    """The arguments of a run, taken apart.
-
-    Attributes:
-        key: Equal for arguments that one capture can serve.
-        tensors: The tensors whose values may differ from call to call.
-        reason: Why the arguments cannot be captured; empty if they can.
-    """
+    """The arguments of a run, taken apart."""
 
     key: Hashable
     tensors: list[Tensor]
@@ -94,11 +88,7 @@ def modes() -> Hashable:
 
 
 class OuterVariables:
-    """The global and outer variables that a function names, as far as they are constants.
-
-    Args:
-        fn: The function.
-    """
+    """The global and outer variables that a function names, as far as they are constants."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         found: Any = inspect.unwrap(fn)

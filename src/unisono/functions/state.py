@@ -24,9 +24,6 @@ class ModuleState:
     """The attributes of some modules: what each is, and where its tensors lie.
 
     Whether they are the same as before is seen by one comparison in C, as there may be thousands.
-
-    Attributes:
-        parameters: The parameters of the modules.
     """
 
     def __init__(self) -> None:

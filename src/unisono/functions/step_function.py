@@ -15,12 +15,7 @@ T = TypeVar("T")
 
 
 class Function(Generic[P, T]):
-    """A step that `Strategy.run` may capture and replay. Called directly, it is the step itself.
-
-    Args:
-        fn: The step.
-        strict: Whether a step that cannot be captured is an error.
-    """
+    """A step that `Strategy.run` may capture and replay. Called directly, it is the step itself."""
 
     def __init__(self, fn: Callable[P, T], *, strict: bool = False) -> None:
         check_callable("fn", fn)

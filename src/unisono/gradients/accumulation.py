@@ -64,11 +64,7 @@ class Weighting:
         owners: Iterable[Leaves],
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
-        """Before a run: hooks the leaves of replicas that do not count as one.
-
-        Autograd adds to a leaf on the stream on which the leaf was hooked, so each is hooked on the
-        stream of its replica.
-        """
+        """Before a run: hooks the leaves of replicas that do not count as one."""
         if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
@@ -136,9 +132,6 @@ def seal(leaf: nn.Parameter) -> None:
 
     A hook of the user belongs to the parameter: the reducer calls it once, when the gradient of all
     replicas is there.
-
-    Raises:
-        ContextError: If there is one already.
     """
     _let_hooks_be_refused()
     hooks = leaf._post_accumulate_grad_hooks
@@ -175,10 +168,7 @@ def has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:
-    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order.
-
-    It is called in a meeting of the replicas.
-    """
+    """Calls the post-accumulate hooks of parameters, whose gradients are reduced, in this order."""
     with for_all(context):
         for one in owners:
             for hook in list((one.primary._post_accumulate_grad_hooks or {}).values()):

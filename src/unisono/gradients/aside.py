@@ -17,10 +17,6 @@ class Aside:
     """Keeps reduced gradients apart while new ones come, and adds them to these afterwards.
 
     A mean of what is reduced already stays what it is, so for a mean it does nothing.
-
-    Args:
-        op: How gradients become one.
-        is_copied: Whether the next pass writes to the memory of reduced gradients.
     """
 
     def __init__(self, op: ReduceOp, *, is_copied: bool) -> None:
@@ -35,10 +31,7 @@ class Aside:
         return bool(self._kept)
 
     def hook(self, one: Leaves) -> list[Callable[[], None]]:
-        """Puts aside what the leaves of a parameter have before something is added to it.
-
-        Returns what takes the hooks away again.
-        """
+        """Puts aside what the leaves of a parameter have before something is added to it."""
         if not self._is_needed:
             return []
         return [self._hook_leaf(one, replica_id) for replica_id in range(len(one.leaves))]

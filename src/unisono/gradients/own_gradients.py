@@ -22,11 +22,6 @@ class OwnGradients:
     A gradient that is equal on all replicas was made of the reduced one, by clipping for example,
     and stays. Others are reduced as those of a backward pass are: `p.grad` that was assigned, added
     to, or left alone by `no_sync`.
-
-    Args:
-        op: How gradients become one.
-        mirrors: Whose they are.
-        weighting: What each replica counts for.
     """
 
     def __init__(self, op: ReduceOp, mirrors: Mirrors, weighting: Weighting) -> None:

@@ -25,9 +25,6 @@ class Pack(ABC):
 
     It is filled, exchanged with the other workers if there are any, and given to the replicas. One
     of the replicas, or the thread that sends, does each of these for all of them.
-
-    Args:
-        members: The parameters.
     """
 
     def __init__(self, members: Sequence[Leaves]) -> None:
@@ -38,10 +35,7 @@ class Pack(ABC):
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
-        """Takes in the gradients of this worker's replicas; of some parameters there are new ones.
-
-        Some may have been `combined` before, by a user's own reduction.
-        """
+        """Takes in this worker's gradients, some of which may have been `combined` before."""
 
     @abstractmethod
     def exchange(self) -> None:
@@ -53,14 +47,7 @@ class Pack(ABC):
 
 
 class Reduction:
-    """How gradients become one within this worker, or wherever its operations reach.
-
-    Args:
-        ops: What reduces them.
-        op: How.
-        options: Hints.
-        devices: The devices of the replicas.
-    """
+    """How gradients become one within this worker, or wherever its operations reach."""
 
     def __init__(
         self,

@@ -18,13 +18,7 @@ from unisono.variables import check_backward
 
 
 class Pass:
-    """One backward pass of all replicas of this worker.
-
-    Attributes:
-        full: The packs that all replicas have filled before the pass has ended.
-        sent: Of these, the exchanges with other workers, in the order of the packs.
-        trail: The streams on which gradients came, and those on which they were reduced.
-    """
+    """One backward pass of all replicas of this worker."""
 
     def __init__(self, num_packs: int, num_replicas: int) -> None:
         self._lock = threading.Lock()

@@ -48,17 +48,7 @@ from unisono.variables import Leaves, Mirrors
 
 
 class GradientReducer:
-    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers.
-
-    Args:
-        mirrors: The leaves.
-        devices: The devices of the replicas of this worker.
-        cross_device_ops: What reduces between them, or `AcrossWorkers`.
-        reduce_op: How gradients become one.
-        options: Hints for all reductions.
-        cost: What the reduction of a pack is predicted to cost; None if that is not known.
-        hook: Reduces the packs between workers in their place.
-    """
+    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers."""
 
     def __init__(
         self,

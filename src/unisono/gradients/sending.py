@@ -7,21 +7,14 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 
 class Sender:
-    """Exchanges packs one after another.
-
-    Args:
-        close: Ends the connection to the other workers.
-    """
+    """Exchanges packs one after another."""
 
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
         self._threads: ThreadPoolExecutor | None = None
 
     def send(self, exchange: Callable[[], None], sent: list[Future[None]]) -> None:
-        """Exchanges a pack after those that were `sent`, and adds it to them.
-
-        If the one before it failed, it does: the same packs do on all workers.
-        """
+        """Exchanges a pack after those that were `sent`, and adds it to them."""
         before = sent[-1:]
 
         def send() -> None:

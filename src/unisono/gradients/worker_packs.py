@@ -29,12 +29,6 @@ class FlatPack(Pack):
 
     After the exchange the gradients of the first replica are views of the pack, until the next
     backward pass.
-
-    Args:
-        members: The parameters.
-        ops: Connects the workers.
-        dtype: What the gradients are kept in.
-        shape: Which replicas of this worker make a term.
     """
 
     def __init__(
@@ -162,14 +156,6 @@ class HookedPack(FlatPack):
 
     If workers have different numbers of replicas, the mean of a worker is scaled by its number over
     the mean number. So the mean of what the workers bring is the mean of all replicas.
-
-    Args:
-        members: The parameters.
-        ops: Connects the workers.
-        op: What the gradients become. A sum is made of the mean.
-        hook: The hook.
-        index: The number of this pack among those of a backward pass.
-        is_last: Whether it is the last of them.
     """
 
     def __init__(

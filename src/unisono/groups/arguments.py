@@ -25,13 +25,7 @@ def listed_twice(tensors: list[list[Tensor]] | list[Tensor]) -> list[list[Tensor
 
 
 def options(kind: type[Options], given: object, **fields: Any) -> Options:
-    """Returns the options of a collective.
-
-    Args:
-        kind: What holds them.
-        given: All of them, or the first of `fields`, or None.
-        fields: Options by their names in `kind`; None leaves what torch has for it.
-    """
+    """Returns the options of a collective."""
     if isinstance(given, kind):
         return given
     found = kind()

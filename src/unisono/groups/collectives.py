@@ -54,10 +54,7 @@ def tensors_in(arguments: Iterable[Any]) -> Iterator[Tensor]:
 
 
 def all_reduce(communicator: Communicator, op: ReduceOp, tensors: Sequence[Tensor]) -> None:
-    """Overwrites each tensor with the combination of all tensors of all ranks.
-
-    A sparse tensor is the only one in its list.
-    """
+    """Overwrites each tensor with the combination of all tensors of all ranks."""
     if tensors[0].layout is torch.sparse_coo:
         # Not through `detach`, which has its own indices.
         with torch.no_grad():

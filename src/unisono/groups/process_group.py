@@ -252,10 +252,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         *args: Any,
         or_sparse: bool = False,
     ) -> Work:
-        """Does `call`, or what others call `name(*args)` if it cannot be done here.
-
-        `outputs` is None where the arguments are not those of an ordinary call.
-        """
+        """Does `call`, or what others call `name(*args)` if it cannot be done here."""
         op = None
         if outputs is not None and self._carries_all(outputs):
             op = collectives.reducible_op(args[-1].reduceOp, outputs, or_sparse=or_sparse)

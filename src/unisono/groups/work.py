@@ -18,13 +18,7 @@ _NO_LIMIT = timedelta(0)
 
 
 class CollectiveWork(Work):
-    """What `async_op=True` returns.
-
-    Args:
-        name: What messages call it.
-        call: Does it.
-        outputs: The tensors that it fills.
-    """
+    """What `async_op=True` returns."""
 
     def __init__(self, name: str, call: Callable[[], None], outputs: list[Tensor]) -> None:
         super().__init__()
@@ -59,11 +53,7 @@ class CollectiveWork(Work):
             gate.set_result(None)
 
     def wait(self, timeout: timedelta = _NO_LIMIT) -> bool:
-        """Waits for the end, and raises what went wrong.
-
-        Raises:
-            WorkerTimeoutError: if it has not ended in time. It still goes on then.
-        """
+        """Waits for the end, and raises what went wrong. After a timeout the call still goes on."""
         seconds = timeout.total_seconds()
         if not self._ended.wait(seconds if seconds > 0 else None):
             raise WorkerTimeoutError(

@@ -16,14 +16,7 @@ HookFunction = Callable[[Any, Any], Any]
 
 
 class CommHook:
-    """A hook with its state.
-
-    Args:
-        state: The first argument of the hook.
-        function: The hook, called as `function(state, bucket)`. It returns the reduced gradients,
-            flat, or a future of them.
-        worker: The worker, in words, for errors.
-    """
+    """A hook with its state."""
 
     def __init__(self, state: object, function: HookFunction, worker: str) -> None:
         if not callable(function):

@@ -5,6 +5,7 @@ from unisono.input.dataset import DistributedDataset
 from unisono.input.element_spec import TensorSpec
 from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
 from unisono.input.iterator import DistributedIterator, OptionalElement
+from unisono.input.moving import filled
 from unisono.input.options import (
     DEFAULT_INPUT_OPTIONS,
     AutoShardPolicy,
@@ -38,6 +39,7 @@ __all__ = [
     "copied",
     "counts_of",
     "even_sizes",
+    "filled",
     "filled_slices",
     "fixed_sizes",
     "numpy_dataset",

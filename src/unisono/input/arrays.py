@@ -13,10 +13,7 @@ from unisono.values import as_tensor, take_apart
 
 
 class ArrayDataset(TensorDataset):
-    """The rows of a nested structure of arrays. The arrays are shared, not copied.
-
-    Wrap it in a `DataLoader` to shuffle and batch it.
-    """
+    """The rows of a nested structure of arrays. The arrays are shared, not copied."""
 
     def __init__(self, arrays: Any) -> None:
         self._tree, leaves = take_apart(arrays, is_column)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
-
-from torch.utils.data import DataLoader
+from collections.abc import Sequence
+from typing import Any
 
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.element_spec import specs_of
-from unisono.input.iterator import DistributedIterator
+from unisono.input.distributed import DistributedInput
 from unisono.input.options import (
     AutoShardPolicy,
     InputContext,
@@ -19,13 +15,11 @@ from unisono.input.options import (
     InputReplicationMode,
     check_input_options,
 )
-from unisono.input.placement import MovingPlacement, Placement
 from unisono.input.sources import (
     Epoch,
     Moving,
     MovingReaders,
-    Progress,
-    Readers,
+    MovingReadersApart,
     Source,
     as_source,
     check_share,
@@ -34,236 +28,7 @@ from unisono.input.sources import (
     readers_of,
 )
 from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
-from unisono.reductions import ReplicaLayout, Workers
-from unisono.values import PerReplica
-
-
-def layout_of(workers: Workers | None, context: InputContext, num_local: int) -> ReplicaLayout:
-    """Returns which replicas each worker has, where this one has `num_local`."""
-    if workers is not None and workers.are_many:
-        return workers.layout(num_local)
-    return ReplicaLayout((num_local,) * context.num_input_pipelines, context.input_pipeline_id)
-
-
-class DistributedInput:
-    """What all distributed datasets do: iterate, and save and resume in the middle of an epoch.
-
-    Args:
-        sources: What batches are drawn from, all of them at each step.
-        given: What the sources were made of.
-        devices: The devices of this host's replicas.
-        input_context: Which worker of how many this is.
-        options: How batches are fetched.
-        readers: Whether all workers read the same.
-        job: The elastic job that this is the input of, if it is one.
-    """
-
-    def __init__(
-        self,
-        sources: Sequence[Source],
-        given: Sequence[Any],
-        devices: Sequence[Device],
-        input_context: InputContext,
-        options: InputOptions,
-        readers: Readers,
-        job: Moving | None = None,
-    ) -> None:
-        self._sources = tuple(sources)
-        self._given = tuple(given)
-        self._context = input_context
-        self._options = options
-        self._readers = readers
-        to_devices = (
-            options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
-        )
-        self.job = job
-        if job is None:
-            self._placement = Placement(devices, to_devices=to_devices)
-        else:
-            self._placement = MovingPlacement(devices, readers.workers, to_devices=to_devices)
-            self._placement.move(devices, job.generation)
-            job.add_input(self)
-        self._progress = Progress(
-            batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
-        )
-        self._pending: tuple[Progress, bool] | None = None
-        self._latest: weakref.ref[DistributedIterator] | None = None
-
-    def _move(
-        self, devices: Sequence[Device], input_context: InputContext, generation: int
-    ) -> None:
-        """In an elastic job: this worker has other replicas from now on, among other workers."""
-        assert isinstance(self._placement, MovingPlacement)
-        self._placement.move(devices, generation)
-        self._context = input_context
-
-    @property
-    def options(self) -> InputOptions:
-        """How it is fetched."""
-        return self._options
-
-    @property
-    def placement(self) -> Placement:
-        """Where the parts go."""
-        return self._placement
-
-    @property
-    def layout(self) -> ReplicaLayout:
-        """Which replicas each worker has."""
-        return layout_of(self._readers.workers, self._context, len(self._placement.devices))
-
-    @property
-    def is_wrapped(self) -> bool:
-        """Whether elements hold `PerReplica` values. They do unless there is only one replica."""
-        return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
-
-    @property
-    def element_spec(self) -> Any:
-        """The structure of an element, with a `TensorSpec` in the place of each tensor.
-
-        As in an element, they are in `PerReplica` values unless there is only one replica. The
-        size of the batch is None unless incomplete batches are dropped, so that it never differs.
-
-        Raises:
-            UnsupportedError: If the input gives its batches once, or is split by a function.
-        """
-        tree, specs = specs_of(self._sources[0], self._options, self.static_batch_size)
-        if not self.is_wrapped:
-            return tree.build(specs)
-        devices = self._placement.devices
-        return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
-
-    @property
-    def static_batch_size(self) -> int | None:
-        """The number of samples that each replica gets in every step, if that is always so."""
-        source = self._sources[0]
-        return source.batch_size if source.drops_rest else None
-
-    @property
-    def batches_per_step(self) -> int:
-        """How many batches each source gives a step."""
-        return 1
-
-    @property
-    def batches_by_worker(self) -> int | list[int]:
-        """How many batches each source gives a step, on each worker if they differ."""
-        return self.batches_per_step
-
-    @property
-    def steps_per_batch(self) -> int:
-        """Over how many steps each batch is split."""
-        return 1
-
-    def split(self, epoch: Epoch) -> SplitEpoch:
-        """Says how the batches of an epoch are split over the replicas."""
-        raise NotImplementedError
-
-    def __iter__(self) -> DistributedIterator:
-        pending, self._pending = self._pending, None
-        split = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
-        iterator = DistributedIterator(self, split)
-        self._latest = weakref.ref(iterator)
-        return iterator
-
-    def begin(self) -> SplitEpoch:
-        """Begins an epoch."""
-        self._leave_latest()
-        return self._started(Epoch.begin(self._sources, self._readers, self._progress.anew()))
-
-    def resume(self, progress: Progress, *, refetch: bool) -> SplitEpoch:
-        """Begins an epoch where another one was saved."""
-        if progress.batches_per_step != self.batches_per_step:
-            raise UnsupportedError(
-                f"The saved state is of an input with {progress.batches_per_step} batches per "
-                f"step, but this one takes {self.batches_per_step}. Resume with the same number of "
-                "replicas."
-            )
-        if progress.steps_per_batch != self.steps_per_batch:
-            raise UnsupportedError(
-                f"The saved state is of an input with {progress.steps_per_batch} steps per batch, "
-                f"but this one makes {self.steps_per_batch}. Resume with the same policy and the "
-                "same number of workers."
-            )
-        self._leave_latest()
-        return self._started(Epoch.resume(self._sources, self._readers, progress, refetch=refetch))
-
-    def _started(self, epoch: Epoch) -> SplitEpoch:
-        self._progress = epoch.progress
-        return self.split(epoch)
-
-    def _leave_latest(self) -> None:
-        """Stops an older epoch from drawing where the next one is about to."""
-        latest = None if self._latest is None else self._latest()
-        if latest is not None and any(source.has_one_epoch for source in self._sources):
-            latest.close()
-
-    if TYPE_CHECKING:
-        dataset: Any
-        batch_size: int | None
-        sampler: Any
-        batch_sampler: Any
-        drop_last: bool
-    else:
-
-        def __getattr__(self, name: str) -> Any:
-            """What programs ask a `DataLoader` for: `dataset`, `batch_size`, `sampler` and so on.
-
-            It is that of the loader, with the batch size that it was made with.
-            """
-            loader = self.__dict__.get("_given", (None,))[0]
-            if name.startswith("_") or not isinstance(loader, DataLoader):
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(loader, name)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns how far the latest epoch is: its steps, and the random state that it began with.
-
-        What was fetched ahead but not handed out does not count. `torch.save` takes it.
-        """
-        return self._saved(self._pending[0] if self._pending else self._progress)
-
-    def _saved(self, progress: Progress) -> dict[str, Any]:
-        """Returns a progress as it is saved: what one worker saves serves all."""
-        return {**progress.state_dict(), "batches_per_step": self.batches_by_worker}
-
-    def _loaded(self, state: Mapping[str, Any]) -> Progress:
-        """Reads what `_saved` returned, perhaps on another worker."""
-        found = state.get("batches_per_step") if isinstance(state, Mapping) else None
-        if isinstance(found, (list, tuple)):
-            if list(found) != self.batches_by_worker:
-                raise UnsupportedError(
-                    f"The saved state is of workers that take {list(found)} batches per step, but "
-                    f"these take {self.batches_by_worker}. Resume with the same numbers of "
-                    "replicas."
-                )
-            state = {**state, "batches_per_step": self.batches_per_step}
-        return Progress.from_state_dict(state)
-
-    def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
-        """Makes the next epoch go on where another one was saved.
-
-        The sampler's order is replayed, what was consumed is skipped, and the global random
-        generators are left alone: with their state restored as well, and the same input, the
-        rest of the epoch gives the same bits. Without workers a map-style `DataLoader` fetches
-        nothing to get there; other inputs are drawn and dropped.
-
-        Args:
-            state: What `state_dict` returned.
-            refetch: Whether a `DataLoader` with workers draws and drops too, so that random
-                transforms in the workers give the same bits. Turned off, its sampler skips at once.
-        """
-        progress = self._loaded(state)
-        self._pending = None if progress.at_start is None else (progress, refetch)
-        self._progress = self._progress.anew()
-
-    def _num_batches(self) -> list[int]:
-        """Returns how many batches each source gives, if that says how many steps there are."""
-        if self._readers.are_apart:
-            raise TypeError(
-                "Each worker reads its own data, so the number of steps is known only when all of "
-                "them have reached the end. Iterate without `len()`."
-            )
-        return [len(source) for source in self._sources]
+from unisono.reductions import Workers
 
 
 class DistributedDataset(DistributedInput):
@@ -299,31 +64,48 @@ class DistributedDataset(DistributedInput):
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        self._num_workers = context.num_input_pipelines
-        given = source
-        if policy is AutoShardPolicy.FILE and self._num_workers > 1:
-            source = of_own_files(source, context)
-        elif self._is_fixed:
-            check_share(source, context)
-        else:
-            source = of_all_samples(source)
         readers = readers_of(workers, own_data=self._is_fixed)
-        if job is not None:
-            if self._is_fixed:
-                raise UnsupportedError(
-                    f"With `elastic=True`, workers share every batch, but `auto_shard_policy` is "
-                    f"{policy.name}: the others cannot read the data of a lost worker. Use "
-                    "`AutoShardPolicy.DATA`."
-                )
+        if job is not None and self._is_fixed:
+            readers = MovingReadersApart(readers.workers)
+        elif job is not None:
             readers = MovingReaders(readers.workers, job)
-        if self._is_fixed and not readers.workers.layout(len(devices)).are_equal:
-            raise UnsupportedError(
-                f"With the policy {policy.name}, each worker splits its batches into the same "
-                "number of steps, but workers have different numbers of replicas. Use "
-                "`AutoShardPolicy.DATA`, `distribute_datasets_from_function`, or a `num_replicas` "
-                "that is a multiple of the number of workers."
-            )
-        super().__init__([as_source(source)], [given], devices, context, options, readers, job)
+        self._is_lost_for_good = policy is not AutoShardPolicy.FILE
+        self._later = "In the next epoch, its files are divided among the other workers."
+        if self._is_lost_for_good:
+            self._later = "No other worker reads its data in later epochs."
+        sources = [self._source(source, options, context)]
+        super().__init__(sources, [source], devices, context, options, readers, job)
+
+    def _source(self, given: Any, options: InputOptions, context: InputContext) -> Source:
+        """Returns what this worker reads."""
+        if not self._is_fixed:
+            return as_source(of_all_samples(given))
+        if options.auto_shard_policy is AutoShardPolicy.FILE and context.num_input_pipelines > 1:
+            return as_source(of_own_files(given, context))
+        check_share(given, context)
+        return as_source(given)
+
+    def _sources_again(self) -> tuple[Source, ...]:
+        if self.options.auto_shard_policy is AutoShardPolicy.FILE:
+            return (self._source(self._given[0], self.options, self._context),)
+        return self._sources
+
+    def _named(self, worker: int) -> str:
+        workers = list(dict.fromkeys(self._made_owners))
+        if self._is_lost_for_good or worker not in workers:
+            return ""
+        num_files = len(getattr(self._given[0].dataset, "datasets", ()))
+        files = range(num_files)[workers.index(worker) :: len(workers)]
+        return f" in file{'s'[: len(files) - 1]} {', '.join(map(str, files))} of {num_files}"
+
+    @property
+    def batches_per_step(self) -> int:
+        return len(self.layout.own) if self._is_fixed and not self.layout.are_equal else 1
+
+    @property
+    def batches_by_worker(self) -> int | list[int]:
+        """See `DistributedInput.batches_by_worker`."""
+        return list(self.layout.counts) if self._is_fixed and not self.layout.are_equal else 1
 
     @property
     def steps_per_batch(self) -> int:
@@ -331,9 +113,13 @@ class DistributedDataset(DistributedInput):
 
         A worker with its own batches splits each batch into one part per replica of all workers. In
         each step it uses one part per replica that it has, so all workers together use one global
-        batch per step.
+        batch per step. If workers have different numbers of replicas, this is the number of steps
+        over which `batches_per_step` batches are split.
         """
-        return self._num_workers if self._is_fixed else 1
+        if not self._is_fixed:
+            return 1
+        layout = self.layout
+        return len(layout.counts) if layout.are_equal else layout.total
 
     @property
     def static_batch_size(self) -> int | None:

@@ -39,11 +39,6 @@ def specs_of(
     """Returns the structure of a batch and a spec for each of its leaves, in order.
 
     One sample is read for it, with the random generators set back afterwards.
-
-    Args:
-        source: What gives the batches.
-        options: How they are split.
-        batch_size: The size of what a replica gets, if that is always the same.
     """
     if callable(options.split):
         raise UnsupportedError(

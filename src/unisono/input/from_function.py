@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.dataset import DistributedInput, layout_of
+from unisono.input.distributed import DistributedInput, layout_of
 from unisono.input.options import (
     AutoShardPolicy,
     InputContext,
@@ -17,7 +18,17 @@ from unisono.input.options import (
     ValueContext,
     check_input_options,
 )
-from unisono.input.sources import Epoch, FunctionSource, Source, as_source, check_share, readers_of
+from unisono.input.sources import (
+    Epoch,
+    FunctionSource,
+    Moving,
+    MovingReaders,
+    MovingReadersApart,
+    Source,
+    as_source,
+    check_share,
+    readers_of,
+)
 from unisono.input.splits import BatchPerReplica, SplitEpoch, Splitter, grouped
 from unisono.reductions import Workers
 from unisono.values import take_apart
@@ -33,14 +44,6 @@ class DistributedDatasetsFromFunction(DistributedInput):
     workers, those that come to their end sooner get such samples until all are done. With
     `InputOptions(split="tensorflow")` these batches are empty; elements without a batch dimension
     then end with the last full step, and for all workers with the first that has no more.
-
-    Args:
-        dataset_fn: Returns a `DataLoader`, an iterable of batches, or a function that returns a
-            batch. It is called at once: once, or once per replica with `PER_REPLICA`.
-        input_context: What it is called with. With `PER_REPLICA` each replica is a pipeline.
-        devices: The devices of this host's replicas.
-        options: How batches are fetched.
-        workers: What connects this worker to the others; None if nothing does.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class DistributedDatasetsFromFunction(DistributedInput):
         options: InputOptions | None = None,
         *,
         workers: Workers | None = None,
+        job: Moving | None = None,
     ) -> None:
         check_callable("dataset_fn", dataset_fn)
         options = check_input_options(options)
@@ -60,18 +64,25 @@ class DistributedDatasetsFromFunction(DistributedInput):
                 "Your function decides what each worker reads: shard by its `InputContext`."
             )
         contexts = [input_context]
-        if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
+        is_per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+        if is_per_replica:
             layout = layout_of(workers, input_context, len(devices))
             total = input_context.num_replicas_in_sync
-            contexts = [InputContext(layout.total, number, total) for number in layout.own]
-        self._batches_per_step = len(devices) // len(contexts)
-        given = [dataset_fn(context) for context in contexts]
-        for one, context in zip(given, contexts, strict=True):
-            check_share(one, context)
+            own = layout.own if job is None else range(total)
+            contexts = [InputContext(layout.total, number, total) for number in own]
+        self._batches_per_step = 1 if is_per_replica else len(devices)
+        self._dataset_fn = dataset_fn
+        given = [_made(dataset_fn, context) for context in contexts]
         readers = readers_of(workers, own_data=True)
-        super().__init__(
-            [_source(one) for one in given], given, devices, input_context, options, readers
-        )
+        if job is not None:
+            of_all = MovingReaders(readers.workers, job)
+            readers = of_all if is_per_replica else MovingReadersApart(readers.workers)
+        sources = [_source(one) for one in given]
+        super().__init__(sources, given, devices, input_context, options, readers, job)
+
+    def _sources_again(self) -> tuple[Source, ...]:
+        self._given = (_made(self._dataset_fn, self._context),)
+        return (_source(self._given[0]),)
 
     @property
     def batches_per_step(self) -> int:
@@ -98,13 +109,14 @@ def values_from_function(
     value_fn: Callable[[ValueContext], Any],
     devices: Sequence[Device],
     value_contexts: Iterable[ValueContext] | None = None,
+    *,
+    own: slice = slice(None),
+    generation: int | None = None,
 ) -> Any:
     """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
 
-    Args:
-        value_fn: Makes the value of a replica. It is used as it is, wherever it lives.
-        devices: The devices of this host's replicas.
-        value_contexts: What it is called with. None means that there is no other host.
+    In an elastic job of some `generation` it is called for all replicas, of which `own` are those
+    of this worker.
     """
     if value_contexts is None:
         value_contexts = [ValueContext(i, len(devices)) for i in range(len(devices))]
@@ -113,7 +125,16 @@ def values_from_function(
     tree, *others = (take_apart(value)[0] for value in values)
     # Every leaf is taken by itself, unless lists have different lengths.
     is_one_tree = all(other == tree for other in others)
-    return grouped(values, tree=tree if is_one_tree else None).distributed(tuple(devices))
+    made = grouped(values, tree=tree if is_one_tree else None)
+    if generation is not None:
+        made = replace(made.of(own), of_all=made.leaves, generation=generation)
+    return made.distributed(tuple(devices))
+
+
+def _made(dataset_fn: DatasetFn, context: InputContext) -> Any:
+    made = dataset_fn(context)
+    check_share(made, context)
+    return made
 
 
 def _source(made: Any) -> Source:

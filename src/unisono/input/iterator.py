@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
 from unisono.input.lockstep import Lockstep
+from unisono.input.moving import MovingLockstep
 from unisono.input.placement import PlacedBatch
 from unisono.input.prefetch import Prefetcher, Steps
 from unisono.input.sources import Progress
@@ -16,7 +17,7 @@ from unisono.input.splits import SplitEpoch
 from unisono.tracing import span
 
 if TYPE_CHECKING:
-    from unisono.input.dataset import DistributedInput
+    from unisono.input.distributed import DistributedInput
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,15 @@ class DistributedIterator(Iterator[Any]):
             else self._dataset.resume(progress, refetch=refetch)
         )
 
+    @property
+    def left(self) -> dict[int, int | None] | None:
+        """How many samples each worker of an elastic job has left that it reads for itself.
+
+        None where workers read the same, or have come to the end.
+        """
+        steps = self._steps
+        return steps.left if isinstance(steps, MovingLockstep) and not self._has_ended else None
+
     def close(self) -> None:
         """Ends the epoch early and stops fetching ahead."""
         self._steps.close()
@@ -160,7 +170,9 @@ class DistributedIterator(Iterator[Any]):
 
 def _steps(split: SplitEpoch, dataset: DistributedInput) -> Steps[PlacedBatch]:
     """Draws ahead where that changes no random number, or where the options insist."""
-    placement = dataset.placement
+    placement, epoch = dataset.placement, split.epoch
+    if dataset.job is not None and epoch.readers.are_apart:
+        return MovingLockstep(split, dataset.job, placement, dataset._note_lost)
 
     def draw() -> PlacedBatch:
         with span("input", "fetch"):
@@ -169,7 +181,6 @@ def _steps(split: SplitEpoch, dataset: DistributedInput) -> Steps[PlacedBatch]:
             return placement.place(parts)
 
     size = dataset.options.experimental_per_replica_buffer_size
-    epoch = split.epoch
     is_alone = all(source.is_alone for source in epoch.sources)
     is_ahead = size > 1 or (size == 1 and is_alone)
     steps = Prefetcher(draw, size) if is_ahead else Steps(draw)

@@ -22,7 +22,7 @@ from unisono.reductions import Workers
 from unisono.values import Tree, map_leaves
 
 
-class _State(enum.IntEnum):
+class State(enum.IntEnum):
     """What a worker has for the next step."""
 
     STEP = 0
@@ -35,22 +35,31 @@ class _State(enum.IntEnum):
 
     @property
     def is_step(self) -> bool:
-        return self in (_State.STEP, _State.WHOLE_STEP)
+        """Whether it has a step."""
+        return self in (State.STEP, State.WHOLE_STEP)
 
 
 @dataclass(frozen=True)
-class _Round:
+class Round:
     """What all workers have for one step."""
 
-    states: list[_State]
+    states: list[State]
     counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, rows: list[list[int]]) -> Round:
+        """Reads what workers have told: a state, whether samples are counted, and how many."""
+        counts = tuple(count for row in rows for count in row[2:])
+        if not all(row[1] for row in rows):
+            counts = tuple(min(count, 1) for count in counts)
+        return cls([State(row[0]) for row in rows], counts)
 
     @property
     def is_last(self) -> bool:
         """Whether there is no step: nobody has one, or one is missing that cannot be empty."""
         num_steps = sum(state.is_step for state in self.states)
         is_missing = num_steps < len(self.states)
-        return num_steps == 0 or (is_missing and _State.WHOLE_STEP in self.states)
+        return num_steps == 0 or (is_missing and State.WHOLE_STEP in self.states)
 
 
 class Lockstep(Steps[PlacedBatch]):
@@ -58,18 +67,11 @@ class Lockstep(Steps[PlacedBatch]):
 
     The workers tell each other what they have when the next step is asked for, on the thread that
     asks: collectives are called in one order. A step for which nobody has a sample is left out.
-
-    Args:
-        steps: What this worker reads. It may be drawn ahead.
-        workers: All workers.
-        placement: Where batches go that count nothing.
-        progress: Counts the steps that are left out.
-        splitter: Makes them.
     """
 
     def __init__(
         self,
-        steps: Steps[PlacedBatch],
+        steps: Steps[PlacedBatch] | None,
         workers: Workers,
         placement: Placement,
         progress: Progress,
@@ -95,7 +97,8 @@ class Lockstep(Steps[PlacedBatch]):
             self._progress.num_left_out += 1
 
     def close(self) -> None:
-        self._steps.close()
+        if self._steps is not None:
+            self._steps.close()
 
     def _agreed(self) -> PlacedBatch:
         """Returns the next step of this worker, which counts nothing if only others have one."""
@@ -106,11 +109,11 @@ class Lockstep(Steps[PlacedBatch]):
         except Exception as error:
             failure = error
         told = self._tell(placed, failure)
-        if _State.FAILED in told.states:
+        if State.FAILED in told.states:
             self._fail(failure, told)
         if told.is_last:
             raise StopIteration
-        if _State.END_UNSEEN in told.states:
+        if State.END_UNSEEN in told.states:
             self._show()
         if placed is None:
             spares = [self._splitter.spare(self._spare) for _ in range(self._num_replicas)]
@@ -118,7 +121,7 @@ class Lockstep(Steps[PlacedBatch]):
         return replace(placed, parts=replace(placed.parts, counts=told.counts))
 
     def _own(self) -> PlacedBatch | None:
-        if self._has_ended:
+        if self._has_ended or self._steps is None:
             return None
         try:
             placed = next(self._steps)
@@ -130,27 +133,23 @@ class Lockstep(Steps[PlacedBatch]):
             self._spare, self._tree = self._splitter.spare(parts.part(0)), parts.tree
         return placed
 
-    def _tell(self, placed: PlacedBatch | None, failure: Exception | None) -> _Round:
+    def _tell(self, placed: PlacedBatch | None, failure: Exception | None) -> Round:
         counts, is_counted = (0,) * self._num_replicas, True
         if placed is not None:
             counts, is_counted = placed.parts.counts, placed.parts.is_counted
         own = torch.tensor([self._state(placed, failure), is_counted, *counts])
-        rows = [row.tolist() for row in self._workers.gather(own)]
-        counts = tuple(count for row in rows for count in row[2:])
-        if not all(row[1] for row in rows):
-            counts = tuple(min(count, 1) for count in counts)
-        return _Round([_State(row[0]) for row in rows], counts)
+        return Round.of([row.tolist() for row in self._workers.gather(own)])
 
-    def _state(self, placed: PlacedBatch | None, failure: Exception | None) -> _State:
+    def _state(self, found: object, failure: Exception | None) -> State:
         if failure is not None:
-            return _State.FAILED
-        if placed is None:
-            return _State.END_UNSEEN if self._spare is MISSING else _State.END
-        return _State.WHOLE_STEP if self._spare is MISSING else _State.STEP
+            return State.FAILED
+        if found is None:
+            return State.END_UNSEEN if self._spare is MISSING else State.END
+        return State.WHOLE_STEP if self._spare is MISSING else State.STEP
 
-    def _fail(self, failure: Exception | None, told: _Round) -> None:
+    def _fail(self, failure: Exception | None, told: Round) -> None:
         """Raises on every worker if one cannot read: the others would wait for it in vain."""
-        reasons = self._workers.gather_objects(None if failure is None else repr(failure))
+        reasons = self._gathered(None if failure is None else repr(failure))
         if failure is not None:
             raise failure
         ranks = [rank for rank, reason in enumerate(reasons) if reason is not None]
@@ -163,9 +162,13 @@ class Lockstep(Steps[PlacedBatch]):
         """Shows those who have never seen a batch what one looks like."""
         # In a tuple, because None may be a batch, too.
         own = None if self._spare is MISSING else (map_leaves(_on_host, self._spare),)
-        shown = self._workers.gather_objects(own)
-        if self._spare is MISSING:
-            (self._spare,) = next(batch for batch in shown if batch is not None)
+        shown = [batch for batch in self._gathered(own) if batch is not None]
+        if self._spare is MISSING and shown:
+            (self._spare,) = shown[0]
+
+    def _gathered(self, own: Any) -> list[Any]:
+        """Returns what all workers have as `own`, by rank."""
+        return self._workers.gather_objects(own)
 
 
 def _on_host(leaf: Any) -> Any:

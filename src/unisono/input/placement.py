@@ -18,12 +18,7 @@ from unisono.values import map_leaves, tensors_of
 
 @dataclass(frozen=True)
 class PlacedBatch:
-    """One step's input on its devices, where the copies may still be under way.
-
-    Attributes:
-        parts: The input.
-        copied: For each GPU, what it waits for before it may read.
-    """
+    """One step's input on its devices, where the copies may still be under way."""
 
     parts: SplitBatch
     copied: dict[torch.device, torch.cuda.Event]
@@ -90,11 +85,6 @@ class MovingPlacement(Placement):
     A batch has the parts of all replicas until it is handed out, and keeps them after that: the
     step may have to be made again by others. Tensors are no copies, which may be at other places in
     memory, where some libraries compute other bits. torch counts the writes to them.
-
-    Args:
-        devices: The devices of this worker's replicas.
-        workers: All workers.
-        to_devices: Whether parts go to the devices.
     """
 
     def __init__(self, devices: Sequence[Device], workers: Workers, *, to_devices: bool) -> None:
@@ -113,6 +103,9 @@ class MovingPlacement(Placement):
 
     def hand_out(self, placed: PlacedBatch) -> SplitBatch:
         parts = placed.parts
+        if parts.step is not None:
+            # The parts of this worker, which others do not have.
+            return super().hand_out(super().place(parts))
         own = self._workers.layout(len(self.devices)).own
         mine = [tuple(map(_apart, leaf[own.start : own.stop])) for leaf in parts.leaves]
         parts = replace(parts, leaves=mine, of_all=parts.leaves, generation=self._generation)

@@ -18,11 +18,7 @@ _PATIENCE_S = 10.0
 
 
 class Steps(Iterator[T]):
-    """Draws each step when it is asked for.
-
-    Args:
-        draw: Returns the next step, and raises `StopIteration` after the last.
-    """
+    """Draws each step when it is asked for."""
 
     def __init__(self, draw: Callable[[], T]) -> None:
         self._draw = draw

@@ -1,6 +1,4 @@
-"""Checks whether the values of the replicas can be combined, and raises an error that says why
-not.
-"""
+"""Raises an error that says why the values of the replicas cannot be combined."""
 
 from __future__ import annotations
 

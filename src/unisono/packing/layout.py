@@ -49,10 +49,6 @@ class PackLayout:
     """Where each tensor of a batch is in which pack.
 
     A layout holds no tensor and never changes, so all replicas and threads can share it.
-
-    Attributes:
-        specs: The tensors of the batch.
-        packs: The packs, each a run of segments of one dtype.
     """
 
     specs: tuple[Spec, ...]
@@ -118,10 +114,7 @@ class PackLayout:
         return [[segment.tensor for segment in pack] for pack in self.packs]
 
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the tensors in `packs`, each with its own memory.
-
-        The packs may have another dtype than what was packed, as after a mean of integers.
-        """
+        """Returns the tensors in `packs`, each with its own memory."""
         # Copies, so that no tensor keeps a whole pack alive.
         return self._unpacked(packs, Tensor.clone)
 

@@ -73,10 +73,7 @@ class SmallGroups:
 
 @dataclass(frozen=True)
 class BytesPerPack:
-    """Packs of a little more than `bytes_per_pack`, the last tensors first.
-
-    The last gradients are ready first, so their packs can leave first.
-    """
+    """Packs of a little more than `bytes_per_pack`, the last tensors first."""
 
     bytes_per_pack: int
 

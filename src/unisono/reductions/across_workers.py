@@ -24,13 +24,7 @@ _BYTES_PER_PACK = 16 << 20
 
 
 class AcrossWorkers(CrossDeviceOps):
-    """Reduces over the replicas of all workers, which call the same reductions in one order.
-
-    Args:
-        local: What reduces between the devices of this worker.
-        workers: All workers.
-        devices: The devices of this worker's replicas.
-    """
+    """Reduces over the replicas of all workers, which call the same reductions in one order."""
 
     reads_values = True
 
@@ -182,10 +176,7 @@ class AcrossWorkers(CrossDeviceOps):
         ]
 
     def combine_gradients(self, op: ReduceOp, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Lets a user's own reduction combine all gradients of this worker's replicas.
-
-        The sum over all workers follows, and for a mean the division by the number of all replicas.
-        """
+        """Lets a user's own reduction combine all gradients of this worker's replicas."""
         target = Destinations(self._devices[:1])
         pairs = [(PerReplica.placed(tuple(own), self._devices), target) for own in values]
         results = self._local.reduce_gradients(_undivided(op), pairs)

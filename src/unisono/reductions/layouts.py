@@ -25,15 +25,7 @@ def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Terms:
-    """What each worker contributes to a sum: its replicas, combined as far as the tree allows.
-
-    Attributes:
-        by_rank: The replicas of each term of each worker.
-        rank: This worker.
-        first: The first replica of this worker.
-        are_plain: Whether a communicator adds the terms as they are. Otherwise each term is a node
-            of the tree of all replicas.
-    """
+    """What each worker contributes to a sum: its replicas, combined as far as the tree allows."""
 
     by_rank: tuple[tuple[Node, ...], ...]
     rank: int
@@ -66,12 +58,7 @@ class Terms:
 
 @dataclass(frozen=True)
 class ReplicaLayout:
-    """How many replicas each worker has. Their numbers follow the ranks of the workers.
-
-    Attributes:
-        counts: The number of replicas of each worker.
-        rank: This worker.
-    """
+    """How many replicas each worker has. Their numbers follow the ranks of the workers."""
 
     counts: tuple[int, ...]
     rank: int

@@ -68,10 +68,7 @@ def _check(code: int, what: str) -> None:
 
 
 class NcclGroup:
-    """The communicators of some GPUs of this process, all different.
-
-    Raises a `CommunicationError` if they cannot be made.
-    """
+    """The communicators of some GPUs of this process, all different."""
 
     def __init__(self, gpus: Sequence[int]) -> None:
         try:

@@ -28,11 +28,7 @@ _SEQUENCES: dict[str, Any] = {
 
 
 class Writer:
-    """Turns objects into JSON values, and collects their tensors.
-
-    Attributes:
-        tensors: The tensors, in the order in which the text counts them.
-    """
+    """Turns objects into JSON values, and collects their tensors."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -98,11 +94,7 @@ class Writer:
 
 
 class Reader:
-    """Turns back what a `Writer` has written.
-
-    Args:
-        tensors: The tensors that it has collected.
-    """
+    """Turns back what a `Writer` has written."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors

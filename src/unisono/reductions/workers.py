@@ -23,12 +23,7 @@ _DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, 
 
 
 class Workers:
-    """All workers of the job, including this one.
-
-    Args:
-        communicator: Connects the workers; the chief is its rank 0.
-        counts: How many replicas each worker has; the same number on all workers if not given.
-    """
+    """All workers of the job, including this one."""
 
     def __init__(self, communicator: Communicator, counts: Sequence[int] | None = None) -> None:
         self.change(communicator, counts)
@@ -40,11 +35,7 @@ class Workers:
         self._layouts: dict[int, ReplicaLayout] = {}
 
     def layout(self, num_local: int) -> ReplicaLayout:
-        """Returns which worker has which replicas, where this worker has `num_local`.
-
-        Raises:
-            ReplicaMismatchError: If `num_local` is not the number of replicas of this worker.
-        """
+        """Returns which worker has which replicas, where this worker has `num_local`."""
         if num_local not in self._layouts:
             rank, size = self.communicator.rank, self.communicator.size
             if self._counts is not None and len(set(self._counts)) > 1:
@@ -100,20 +91,7 @@ class Workers:
         return [one.to(tensor.device) for one in gathered]
 
     def concatenate(self, tensors: Sequence[Tensor], axis: int) -> tuple[Tensor, int]:
-        """Concatenates the tensors of all replicas of all workers along `axis`.
-
-        Args:
-            tensors: The tensors of this worker's replicas, which may differ in length along `axis`.
-            axis: The dimension along which to concatenate.
-
-        Returns:
-            One tensor, on the device of the first of `tensors`, and the index at which this
-            worker's part begins.
-
-        Raises:
-            ReplicaMismatchError: If they differ in anything else. All workers raise it.
-            UnsupportedError: If they are sparse or nested, or have no dimension `axis`.
-        """
+        """Concatenates the tensors of all replicas, and returns where this worker's begin."""
         check_gather(tensors, axis, self.layout(len(tensors)).own.start)
         place = tensors[0].device
         here = torch.cat([tensor.detach().to(place) for tensor in tensors], dim=axis)
@@ -123,10 +101,7 @@ class Workers:
         return (torch.cat(gathered, dim=axis) if len(gathered) > 1 else here), first
 
     def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the lists of tensors of all workers, in host memory.
-
-        Lengths, shapes and dtypes may differ.
-        """
+        """Returns the lists of tensors of all workers, in host memory."""
         kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
         header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
         packs = [one.detach().to(_HOST).contiguous().flatten().view(torch.uint8) for one in tensors]
@@ -137,11 +112,7 @@ class Workers:
         return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
 
     def gather_objects(self, thing: Any) -> list[Any]:
-        """Returns the objects of all workers, which `wire` must support.
-
-        Raises:
-            UnsupportedError: On all workers, if one has an object that cannot be sent.
-        """
+        """Returns the objects of all workers, which `wire` must support."""
         if not self.are_many:
             return [thing]
         writer, refusal, written = Writer(), "", None

@@ -33,14 +33,7 @@ def read_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
 def reduce_leaf(
     extended: StrategyExtended, op: ReduceOp, value: Any, axes: tuple[int, ...] | None
 ) -> Any:
-    """Reduces one value over the replicas and the dimensions `axes`, to the first device.
-
-    Args:
-        extended: Whose replicas have the value.
-        op: How.
-        value: A value per replica, or one for all of them. None stays None.
-        axes: The dimensions, or None for the replicas alone.
-    """
+    """Reduces one value over the replicas and the dimensions `axes`, to the first device."""
     if value is None:
         return None
     if axes is None:

@@ -33,8 +33,6 @@ class Counting:
     """Knows how many samples each replica has in a run, and had in those before.
 
     Args:
-        devices: The devices of this worker's replicas.
-        workers: All workers.
         is_moving: Whether a worker may get other replicas: it then returns `PerReplica` values,
             however many replicas it has.
 
@@ -101,10 +99,7 @@ class Counting:
         )
 
     def factors(self, op: ReduceOp) -> list[float]:
-        """Returns what the values of this worker's replicas count for in the run under way.
-
-        Those of a replica without samples count nothing, and the others alike. Empty if all do.
-        """
+        """Returns what the values of this worker's replicas count for in the run under way."""
         return self._factors(op, self.presence)
 
     @property

@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from unisono.cluster.elastic import Met
 from unisono.reductions import ReplicaLayout
 
 
-def account(before: ReplicaLayout, numbers: Sequence[int], now: ReplicaLayout, met: Met) -> str:
-    """Says who was lost or has joined, and who has taken over what.
+def account(
+    before: ReplicaLayout,
+    numbers: Sequence[int],
+    now: ReplicaLayout,
+    met: Met,
+    leaving: Collection[int],
+) -> str:
+    """Says who was lost, has left or has joined, and who has taken over what.
 
     Args:
         before: Which replicas each worker had.
         numbers: The numbers of these workers.
         now: Which replicas each worker has.
         met: The workers that there are now.
+        leaving: The numbers of workers that have said that they leave.
     """
-    lost = [number for number in numbers if number not in met.members]
+    gone = [number for number in numbers if number not in met.members]
+    left = [number for number in gone if number in leaving]
+    lost = [number for number in gone if number not in leaving]
     new = [number for number in met.members if number not in numbers]
     had = dict(zip(numbers, before.ranges, strict=True))
-    orphans = [replica for number in lost for replica in had[number]]
+    orphans = [replica for number in gone for replica in had[number]]
     taken = [
         f"worker {number} takes over replica{_listed(own)}"
         for number, own_range in zip(met.members, now.ranges, strict=True)
         if (own := [replica for replica in orphans if replica in own_range])
     ]
-    said = [f"Lost worker{_listed(lost)} of {len(numbers)}: {'; '.join(taken)}."] if lost else []
+    who = [f"Lost worker{_listed(lost)} of {len(numbers)}"] if lost else []
+    who += [f"Worker{_listed(left)} of {len(numbers)} left"] if left else []
+    said = [f"{'. '.join(who)}: {'; '.join(taken)}."] if who else []
     said += [f"Worker{_listed(new)} joined the job."] if new else []
     return " ".join(said) or "The workers have met again."
 

@@ -12,7 +12,7 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
@@ -26,20 +26,21 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.reductions import (
-    CrossDeviceOps,
-    dealt,
-)
+from unisono.reductions import CrossDeviceOps, Workers, dealt
 from unisono.strategies.elastic_account import account
-from unisono.strategies.elastic_values import ElasticValues
-from unisono.strategies.joining import forget_elastic, remember_elastic
-from unisono.strategies.known_results import packed, unpacked
-from unisono.values import (
-    PerReplica,
-    flatten,
-    map_leaves,
+from unisono.strategies.elastic_leaving import Departures
+from unisono.strategies.elastic_values import (
+    Admission,
+    Busy,
+    ElasticValues,
+    check_again,
+    distributed,
+    lost_arguments,
 )
-from unisono.variables import Snapshot
+from unisono.strategies.joining import forget_elastic, remember_elastic
+from unisono.strategies.known_results import Told, packed, unpacked
+from unisono.values import map_leaves
+from unisono.variables import KeptVariables, Leaves, Snapshot
 
 if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
@@ -48,19 +49,6 @@ T = TypeVar("T")
 
 _log = logging.getLogger("unisono")
 _FAULTS_OF_THE_PROGRAM = (UnequalCollectivesError, JobMismatchError)
-
-
-class Admission(Protocol):
-    """What a worker that joins needs to know. `Checkpoint` implements it."""
-
-    def state_of(self) -> dict[str, Any]:
-        """Returns the state as this worker has it."""
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_of` has returned on another worker."""
-
-    def holds(self, one: object) -> bool:
-        """Whether it has the state of an input."""
 
 
 class ElasticJob(ElasticValues):
@@ -74,6 +62,8 @@ class ElasticJob(ElasticValues):
 
     Attributes:
         generation: Which workers there are: it changes with them.
+        variables: The variables of the program.
+        departures: Which of them are about to leave.
     """
 
     def __init__(
@@ -90,6 +80,7 @@ class ElasticJob(ElasticValues):
         self.generation = members.met.generation
         self._numbers = members.met.members
         self._snapshot = Snapshot(extended.mirrors)
+        self.variables = KeptVariables()
         extended.mirrors.shared.transact = self.transact
         self._inputs: weakref.WeakSet[Any] = weakref.WeakSet()
         self._num_commits = 0
@@ -102,6 +93,7 @@ class ElasticJob(ElasticValues):
         self._boundary: Any = None
         # Whether somebody has asked one of the workers to be let in.
         self._is_asked = False
+        self.departures = Departures()
         # On a worker that has joined: what it got, and whether it has not trained with it yet.
         self._arrival: dict[str, Any] | None = None
         self.is_arriving = bool(members.met.stateless)
@@ -112,19 +104,26 @@ class ElasticJob(ElasticValues):
         """Lets an input know when this worker gets other replicas."""
         self._inputs.add(given)
 
+    @property
+    def workers(self) -> Workers:
+        """The workers that there are now."""
+        return self._extended.workers
+
     def close(self) -> None:
         """Leaves the other workers."""
-        forget_elastic(self._extended.workers)
+        forget_elastic(self)
         self.members.leave()
 
     def begin(self) -> None:
         """When the strategy is made. A worker that joins gets what the others have."""
-        remember_elastic(self._extended.workers)
+        remember_elastic(self)
         if self.is_arriving:
             start, met = time.monotonic(), self.members.met
             while self._arrival is None:
                 try:
-                    self._arrival = share_state(met.communicator, None, met.source)["state"]
+                    told = share_state(met.communicator, None, met.source)
+                    self._arrival = told["state"]
+                    self.departures.numbers = set(told["leaving"])
                 except CommunicationError as error:
                     met = self.members.meet_again(None, error)
             (self._num_commits,) = met.position
@@ -134,21 +133,51 @@ class ElasticJob(ElasticValues):
 
     def admit(self, admission: Admission) -> None:
         """Lets workers join from now on; on one that has joined, takes over what it got."""
+        for one in self._inputs:
+            if admission.holds(one):
+                one.check_known()
         self._admission = admission
         if self._arrival is not None:
             admission.take(self._arrival["state"])
             self._snapshot.take_gradients(self._arrival["gradients"])
+            self.variables.take(self._arrival["variables"])
             self._arrival = None
 
+    def let_go(self) -> bool:
+        """Between two steps: preempted workers leave, and the others go on.
+
+        Returns:
+            Whether nobody left, because too few workers would go on. Then all of them are to end.
+        """
+        while leaving := self.departures.ranks(self._numbers):
+            if len(self._numbers) - len(leaving) < self.members.min_workers:
+                return True
+            if self.members.met.rank in leaving:
+                _log.warning("Leaving: preempted. The other workers take over and go on.")
+                self.close()
+                self.departures.leave()
+            start = time.monotonic()
+            met, _ = self._meet(None, leaving=leaving)
+            self._move(met, start, is_undone=False)
+        return False
+
     def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers in that want to join."""
+        """Before the next batch of an input is taken: lets workers leave and join."""
         if self.is_arriving:
             self._arrive()
+        self.let_go()
         if not self._is_asked or self._admission is None or not self._admission.holds(given):
+            return
+        if any(one.is_read_apart for one in self._inputs):
+            # A new worker would not know how far the others are.
             return
         self._is_asked = False
         start = time.monotonic()
-        state = {"state": self._admission.state_of(), "gradients": self._snapshot.gradients()}
+        state = {
+            "state": self._admission.state_of(),
+            "gradients": self._snapshot.gradients(),
+            "variables": self.variables.state(),
+        }
         # If a worker is lost meanwhile, those who join may need it when others run already.
         self._boundary = map_leaves(_kept, state)
         met, _ = self._meet(None, admits=True)
@@ -168,32 +197,25 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         given = (tuple(args), kwargs)
-        lost = _lost_arguments(given)
+        lost = lost_arguments(given)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
+        had_gradients = keeps and any(map(_has_gradient, self._extended.mirrors.all_leaves))
         self._snapshot.begin(keep_gradients=keeps)
+        self.variables.begin()
         results: list[Any] = []
 
         def work() -> Tensor:
             args, kwargs = self._relaid(given)
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            return packed(_distributed(results[0]), is_asked=self.members.newcomers())
+            leaves, is_asked = distributed(results[0]), self.members.newcomers()
+            variables, sign = self.variables.told(), self.departures.sign()
+            return packed(leaves, variables, is_asked=is_asked, sign=sign)
 
         def undo() -> None:
-            if not lost and _lost_arguments(given):
-                raise UnsupportedError(
-                    "A worker was lost, and the run cannot be made again, because the step writes "
-                    "to its input. Write to a copy: `x = x.clone()`."
-                )
-            if lost:
-                raise UnsupportedError(
-                    f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
-                    "and only the lost worker had its components. Pass what comes from "
-                    "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
-                    "the step."
-                )
+            check_again(given, lost)
             if had_unreduced or (self._extended.gradients.has_added and not keeps):
                 raise UnsupportedError(
                     "A worker was lost, and the run cannot be made again, because it adds to "
@@ -201,16 +223,21 @@ class ElasticJob(ElasticValues):
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
             self._snapshot.restore()
+            self.variables.restore()
             self._extended._undo_drawing()
 
+        is_complete = False
         try:
-            with _Busy(self):
+            with Busy(self):
                 generation, known = self._transact(work, undo)
+            is_complete = True
         finally:
             self._snapshot.end()
-        if code is not None:
-            self._adds[code] = self._extended.gradients.has_added
-        leaves = _distributed(results[0])
+            self.variables.end(is_complete=is_complete)
+        if code is not None and (had_gradients or self._extended.gradients.has_added):
+            # A step that has added once may do so again: it may clear gradients in some runs only.
+            self._adds[code] = self._extended.gradients.has_added or self._adds.get(code, False)
+        leaves = distributed(results[0])
         for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
             leaf.note_origin(generation, of_all)
         if generation == self.generation:
@@ -233,7 +260,7 @@ class ElasticJob(ElasticValues):
             return packed(())
 
         self._extended.mirrors.shared.note()
-        with _Busy(self):
+        with Busy(self):
             self._transact(work_once, undo)
         return results[0]
 
@@ -254,9 +281,10 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
-                known, is_asked = unpacked(rows)
-                self._is_asked = self._is_asked or is_asked
-                return generation, known
+                told = self._told(rows)
+                self._is_asked = self._is_asked or told.is_asked
+                self.departures.note(told.signs, self._numbers)
+                return generation, told.known
             caller.restore()
             start = time.monotonic()
             try:
@@ -268,17 +296,29 @@ class ElasticJob(ElasticValues):
                 failure = None
             if handed is None:
                 undo()
-            self._move(met, start, is_undone=handed is None)
-            if handed is not None:
-                return generation, unpacked(handed)[0]
+            taken = None if handed is None else self._told(handed)
+            self._move(met, start, is_undone=taken is None)
+            if taken is not None:
+                return generation, taken.known
+
+    def _told(self, rows: list[Tensor]) -> Told:
+        """Reads what came with a commit. What replicas wrote for themselves is known then."""
+        told = unpacked(rows)
+        self.variables.settle(told.variables, self._extended.layout)
+        return told
 
     def _meet(
-        self, error: CommunicationError | None, *, admits: bool = False
+        self,
+        error: CommunicationError | None,
+        *,
+        leaving: Sequence[int] = (),
+        admits: bool = False,
     ) -> tuple[Met, list[Tensor] | None]:
         """Survivors meet, and tell those who lack something.
 
         Args:
             error: What has happened, if it has.
+            leaving: The ranks of workers that leave.
             admits: Whether workers are let in that want to join.
 
         Returns:
@@ -286,16 +326,22 @@ class ElasticJob(ElasticValues):
             passed it and another one has.
         """
         while True:
-            met = self.members.meet_again((self._num_commits,), error, admits=admits)
+            met = self.members.meet_again((self._num_commits,), error, leaving, admits=admits)
             if len(set(met.positions)) == 1:
                 return met, None
-            given = {"rows": self._rows, "is_asked": self._is_asked, "state": self._boundary}
+            given = {
+                "rows": self._rows,
+                "is_asked": self._is_asked,
+                "leaving": sorted(self.departures.numbers),
+                "state": self._boundary,
+            }
             try:
                 told: Any = share_state(met.communicator, given, met.source)
             except CommunicationError as again:
-                error, admits = again, False
+                error, leaving, admits = again, (), False
                 continue
             self._is_asked = told["is_asked"]
+            self.departures.numbers = set(told["leaving"])
             if met.position == (self._num_commits,):
                 return met, None
             (self._num_commits,), self._rows = met.position, told["rows"]
@@ -313,37 +359,16 @@ class ElasticJob(ElasticValues):
             one._move(devices, extended.strategy._input_context, met.generation)
         _log.warning(
             "%s %s It took %.1f s.",
-            account(before, numbers, extended.layout, met),
+            account(before, numbers, extended.layout, met, self.departures.numbers),
             "The last run was undone, and is made again." if is_undone else "No run was undone.",
             time.monotonic() - start,
         )
         self._numbers = met.members
 
 
-class _Busy:
-    """In the block, what workers do together is part of one run."""
-
-    def __init__(self, job: ElasticJob) -> None:
-        self._job = job
-
-    def __enter__(self) -> None:
-        self._job._is_busy = True
-
-    def __exit__(self, *error: object) -> None:
-        self._job._is_busy = False
+def _has_gradient(leaves: Leaves) -> bool:
+    return leaves.primary.grad is not None
 
 
 def _kept(leaf: Any) -> Any:
     return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
-
-
-def _distributed(structure: Any) -> list[PerReplica]:
-    return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
-
-
-def _lost_arguments(given: Any) -> str:
-    """Names an argument of which this worker does not know the components of all replicas."""
-    for leaf in _distributed(given):
-        if leaf.known_everywhere is None:
-            return f"a `PerReplica` of {len(leaf.values)} values"
-    return ""

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from unisono.devices import cpu_slots, this_machine
 from unisono.errors import UnsupportedError
-from unisono.input import copied
+from unisono.input import copied, filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
-from unisono.reductions import Destinations, ReductionToOneDevice
+from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout
+from unisono.strategies.known_results import packed
 from unisono.values import (
     Mirrored,
     PerReplica,
@@ -26,9 +27,23 @@ from unisono.values import (
 )
 
 if TYPE_CHECKING:
+    from unisono.cluster.elastic import ElasticMembers
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
+
+
+class Admission(Protocol):
+    """What a worker that joins needs to know. `Checkpoint` implements it."""
+
+    def state_of(self) -> dict[str, Any]:
+        """Returns the state as this worker has it."""
+
+    def take(self, state: dict[str, Any]) -> None:
+        """Takes over what `state_of` has returned on another worker."""
+
+    def holds(self, one: object) -> bool:
+        """Whether it has the state of an input."""
 
 
 class ElasticValues:
@@ -38,6 +53,14 @@ class ElasticValues:
         generation: int
         _extended: MultiWorkerExtended
         _is_busy: bool
+        is_arriving: bool
+
+        members: ElasticMembers
+
+        def _transact(
+            self, work: Callable[[], Tensor], undo: Callable[[], None]
+        ) -> tuple[int, list[tuple[Any, ...] | None]]:
+            """See `ElasticJob._transact`."""
 
         def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
             """See `ElasticJob.transact`."""
@@ -86,6 +109,31 @@ class ElasticValues:
         ]
         return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
 
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each worker has."""
+        return self._extended.layout
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The number of the worker that each replica has. A worker keeps its number."""
+        pairs = zip(self.members.met.members, self.layout.counts, strict=True)
+        return tuple(number for number, count in pairs for _ in range(count))
+
+    def tell(
+        self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
+    ) -> tuple[int, tuple[int, ...]]:
+        """All workers tell each other numbers; see `unisono.input.Moving`."""
+        generation, known = self._transact(lambda: packed([PerReplica(own())]), undo)
+        assert known[0] is not None
+        return generation, known[0]
+
+    def of_chief(self, tensor: Tensor) -> Tensor:
+        """Returns the value that the chief has. A worker that joins gets all values later."""
+        if self.is_arriving:
+            return tensor
+        return self.transact(lambda: self._extended.workers.of_chief(tensor), _nothing)
+
     def _checked(self, value: PerReplica) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""
         if value.origin is not None and value.origin.generation != self.generation:
@@ -113,6 +161,10 @@ class ElasticValues:
             return leaf
         if leaf.origin.generation == self.generation:
             return leaf
+        if leaf.origin.step is not None:
+            parts = self._placed(filled(leaf.values, len(devices)))
+            counts = leaf.origin.step.counts_for(self.owners)
+            return PerReplica.placed(parts, devices, counts, is_input=leaf.is_input)
         of_all = leaf.origin.of_all
         if of_all is None:
             self._checked(leaf)
@@ -136,9 +188,51 @@ class ElasticValues:
         )
 
 
+class Busy:
+    """In the block, what workers do together is part of one run."""
+
+    def __init__(self, job: ElasticValues) -> None:
+        self._job = job
+
+    def __enter__(self) -> None:
+        self._job._is_busy = True
+
+    def __exit__(self, *error: object) -> None:
+        self._job._is_busy = False
+
+
 def _to(place: torch.device, leaf: Any) -> Any:
     return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
 
 
 def _nothing() -> None:
     """Undoes what has changed nothing."""
+
+
+def distributed(structure: Any) -> list[PerReplica]:
+    """Returns the leaves of a structure that have a component per replica."""
+    return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
+
+
+def lost_arguments(given: Any) -> str:
+    """Names an argument of a run whose components other workers would not have."""
+    for leaf in distributed(given):
+        if not leaf.can_be_laid_out:
+            return f"a `PerReplica` of {len(leaf.values)} values"
+    return ""
+
+
+def check_again(given: Any, lost: str) -> None:
+    """Raises if a run cannot be made again, where `lost` was found in its arguments before it."""
+    if lost:
+        raise UnsupportedError(
+            f"A worker was lost, and its replicas cannot go on: {lost} was given to `run`, "
+            "and only the lost worker had its components. Pass what comes from "
+            "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
+            "the step."
+        )
+    if lost_arguments(given):
+        raise UnsupportedError(
+            "A worker was lost, and the run cannot be made again, because the step writes "
+            "to its input. Write to a copy: `x = x.clone()`."
+        )

@@ -174,23 +174,17 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         communicator: Communicator,
         counts: Sequence[int],
     ) -> None:
-        """Between two runs: gives this worker other replicas. What the program made stays its own.
-
-        Args:
-            devices: The device of each replica that this worker has from now on.
-            ops: What reduces between them.
-            communicator: Connects the workers that there are now.
-            counts: How many replicas each of them has.
-
-        Raises:
-            UnsupportedError: If a replica has something that only it knows.
-        """
+        """Between two runs: gives this worker other replicas, and keeps what the program made."""
+        if self.elastic is not None:
+            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
         self.mirrors.relayout(*_memories(devices))
         self.gradients.retire()
         self._captures.close()
         self._runner.close()
         self.workers.change(communicator, counts)
         self._lay_out(devices, ops)
+        if self.elastic is not None:
+            self.elastic.variables.relayout()
 
     def bind(self, strategy: Strategy) -> None:
         """Says whose extension this is."""
@@ -258,8 +252,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
         if self.elastic is not None:
             raise UnsupportedError(
-                "A communication hook has a state that only its worker knows, so none could go "
-                "on for a lost worker. Make the strategy without `elastic=True`, or without a hook."
+                "A communication hook combines the replicas of each worker first, so its result "
+                "depends on who has which replicas. Leave out `elastic=True`, or the hook."
             )
         if self.has_hook:
             raise ContextError(

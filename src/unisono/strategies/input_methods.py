@@ -75,24 +75,21 @@ class InputMethods:
         Args:
             dataset_fn: Called once on each worker, or once for each replica if the options say so.
                 Returns a `DataLoader` or an iterable of batches, of whatever data it likes; the
-                `InputContext` says which part is this worker's. Each replica gets a batch a step.
+                `InputContext` says which part is this worker's. Each replica gets a batch per step.
+                In an elastic job whose workers have changed, it is called again before the next
+                epoch.
             options: How batches are fetched.
 
         Returns:
             An iterable of the inputs of each step.
         """
-        if self.extended.elastic is not None:
-            raise UnsupportedError(
-                "With `elastic=True`, workers share every batch, but each worker would read what "
-                "its own function makes, so none could read on for a lost worker. Use "
-                "`experimental_distribute_dataset` with the global batch size."
-            )
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,
             self._input_devices,
             options,
             workers=self.extended.workers,
+            job=self.extended.elastic,
         )
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -102,6 +99,8 @@ class InputMethods:
     ) -> Any:
         """Calls `value_fn(value_context)` for each replica of this worker, in order.
 
+        In an elastic job it is called for all replicas, as this worker may get others.
+
         Args:
             value_fn: Returns the value of one replica. The context that it is given has the number
                 of the replica and says how many there are.
@@ -109,9 +108,14 @@ class InputMethods:
         Returns:
             The structure of a value with `PerReplica` leaves, also where there is one replica.
         """
-        first, total = self.extended.first_replica_id, self.extended.num_replicas_in_sync
-        contexts = [ValueContext(first + i, total) for i in range(len(self._input_devices))]
-        return values_from_function(value_fn, self._input_devices, contexts)
+        layout, job = self.extended.layout, self.extended.elastic
+        contexts = [ValueContext(replica, layout.total) for replica in range(layout.total)]
+        own = slice(layout.own.start, layout.own.stop)
+        if job is None:
+            return values_from_function(value_fn, self._input_devices, contexts[own])
+        return values_from_function(
+            value_fn, self._input_devices, contexts, own=own, generation=job.generation
+        )
 
     def experimental_make_numpy_dataset(
         self, numpy_input: Any, session: object = None

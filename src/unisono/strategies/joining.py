@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
@@ -40,9 +41,12 @@ from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError, WorkerTimeoutError
 from unisono.options import CommunicationOptions
-from unisono.reductions import Workers, dealt
+from unisono.reductions import dealt
 from unisono.system import check_connections
 from unisono.tracing import join_workers
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Joined:
 # One process may join a job several times: it keeps one store all the while.
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
-_elastic: list[weakref.ref[Workers]] = []
+_elastic: list[weakref.ref[ElasticJob]] = []
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
 
@@ -247,26 +251,23 @@ def leave(communicator: Communicator) -> None:
         joined.users.discard(communicator)
 
 
-def remember_elastic(workers: Workers) -> None:
-    """Lets `elastic_workers` find the current workers of an elastic job."""
-    _elastic.append(weakref.ref(workers))
+def remember_elastic(job: ElasticJob) -> None:
+    """Lets `elastic_job` find a job."""
+    _elastic.append(weakref.ref(job))
 
 
-def forget_elastic(workers: Workers) -> None:
-    """Lets `elastic_workers` find them no more: this process has left."""
-    _elastic[:] = [one for one in _elastic if one() not in (workers, None)]
+def forget_elastic(job: ElasticJob) -> None:
+    """Lets `elastic_job` find it no more: this process has left."""
+    _elastic[:] = [one for one in _elastic if one() not in (job, None)]
 
 
-def elastic_workers() -> Workers | None:
-    """Returns the workers of the elastic job that this process has joined last, if it has."""
+def elastic_job() -> ElasticJob | None:
+    """Returns the elastic job that this process has joined last, if it has joined one."""
     return next((found for one in reversed(_elastic) if (found := one()) is not None), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:
-    """Returns what connects the workers that this process has joined last, and the job's store.
-
-    Workers that it has left do not count.
-    """
+    """Returns what connects the workers that this process has joined last, and the job's store."""
     with _lock:
         for joined in reversed(_stores.values()):
             if users := [one for one in joined.users if isinstance(one, TracedCommunicator)]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UnsupportedError
@@ -41,29 +42,24 @@ _MOVED = {
 }
 
 
-def _call_for_each_tower(strategy: Strategy) -> Callable[..., Any]:
-    def call_for_each_tower(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Replicas always run at the same time.
-        kwargs.pop("run_concurrently", None)
-        return strategy.run(fn, args=args, kwargs=kwargs)
-
-    return call_for_each_tower
-
-
-def _update(strategy: Strategy) -> Callable[..., Any]:
-    def update(var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.pop("grouped", True)
-        return strategy.extended.update(var, fn, args, kwargs, group)
-
-    return update
+def _call_for_each_tower(
+    strategy: Strategy, fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    # Replicas always run at the same time.
+    kwargs.pop("run_concurrently", None)
+    return strategy.run(fn, args=args, kwargs=kwargs)
 
 
-def _update_non_slot(strategy: Strategy) -> Callable[..., Any]:
-    def update_non_slot(devices: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        group = kwargs.pop("grouped", True)
-        return strategy.extended.update_non_slot(devices, fn, args, kwargs, group)
+def _update(strategy: Strategy, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    group = kwargs.pop("grouped", True)
+    return strategy.extended.update(var, fn, args, kwargs, group)
 
-    return update_non_slot
+
+def _update_non_slot(
+    strategy: Strategy, devices: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    group = kwargs.pop("grouped", True)
+    return strategy.extended.update_non_slot(devices, fn, args, kwargs, group)
 
 
 class PerDeviceDataset(DistributedDatasetsFromFunction):
@@ -76,28 +72,17 @@ class PerDeviceDataset(DistributedDatasetsFromFunction):
     make_initializable_iterator = make_one_shot_iterator
 
 
-def _distribute_dataset(strategy: Strategy) -> Callable[..., Any]:
-    def distribute_dataset(dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
-        return PerDeviceDataset(
-            lambda _: dataset_fn(),
-            strategy._input_context,
-            strategy.extended.worker_devices,
-            workers=strategy.extended.workers,
-        )
-
-    return distribute_dataset
+def _distribute_dataset(strategy: Strategy, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+    return PerDeviceDataset(
+        lambda _: dataset_fn(),
+        strategy._input_context,
+        strategy.extended.worker_devices,
+        workers=strategy.extended.workers,
+    )
 
 
 def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: Any) -> Mirrored:
-    """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`.
-
-    Args:
-        strategy: Whose replicas have the value.
-        aggregation: A `VariableAggregation`, or what `extended.reduce_to` takes.
-        value: The value of the replicas.
-        destinations: Devices as `extended.reduce_to` takes them, a list of names, or None for the
-            devices of the value.
-    """
+    """Does what `strategy.reduce(aggregation, value, destinations)` did: gives a `Mirrored`."""
     extended = strategy.extended
     if destinations is None:
         is_here = isinstance(value, DistributedValues)
@@ -112,25 +97,20 @@ def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: An
     return always_mirrored(extended.reduce_to(op, value, targets), targets)
 
 
-def _broadcast(strategy: Strategy) -> Callable[..., Any]:
-    def broadcast(tensor: Any, destinations: Any = None) -> Mirrored:
-        targets = listed_destinations(
-            strategy.extended.worker_devices if destinations is None else destinations
-        )
-        return always_mirrored(strategy.extended.broadcast_to(tensor, targets), targets)
-
-    return broadcast
+def _broadcast(strategy: Strategy, tensor: Any, destinations: Any = None) -> Mirrored:
+    extended = strategy.extended
+    targets = listed_destinations(extended.worker_devices if destinations is None else destinations)
+    return always_mirrored(extended.broadcast_to(tensor, targets), targets)
 
 
-def _batch_reduce(strategy: Strategy) -> Callable[..., Any]:
-    def batch_reduce(aggregation: Any, value_destination_pairs: Any) -> list[Mirrored]:
-        given = listed_pairs(value_destination_pairs)
-        pairs = [(value, listed_destinations(to)) for value, to in given]
-        op = _REDUCE_OPS.get(aggregation, aggregation)
-        results = strategy.extended.batch_reduce_to(op, pairs)
-        return [always_mirrored(r, to) for r, (_, to) in zip(results, pairs, strict=True)]
-
-    return batch_reduce
+def _batch_reduce(
+    strategy: Strategy, aggregation: Any, value_destination_pairs: Any
+) -> list[Mirrored]:
+    given = listed_pairs(value_destination_pairs)
+    pairs = [(value, listed_destinations(to)) for value, to in given]
+    op = _REDUCE_OPS.get(aggregation, aggregation)
+    results = strategy.extended.batch_reduce_to(op, pairs)
+    return [always_mirrored(r, to) for r, (_, to) in zip(results, pairs, strict=True)]
 
 
 def _worker_device_index(strategy: Strategy) -> Any:
@@ -138,15 +118,18 @@ def _worker_device_index(strategy: Strategy) -> Any:
     return 0 if len(devices) == 1 else PerReplica(range(len(devices)), devices)
 
 
-# What has other arguments today, or another meaning.
-_CHANGED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+# Methods that have other arguments today, or another meaning.
+_CHANGED: dict[str, tuple[str, Callable[..., Any]]] = {
     "batch_reduce": ("extended.batch_reduce_to", _batch_reduce),
     "broadcast": ("extended.broadcast_to", _broadcast),
     "call_for_each_tower": ("run", _call_for_each_tower),
     "distribute_dataset": ("distribute_datasets_from_function", _distribute_dataset),
-    "is_single_tower": ("num_replicas_in_sync == 1", lambda s: s.num_replicas_in_sync == 1),
     "update": ("extended.update", _update),
     "update_non_slot": ("extended.update_non_slot", _update_non_slot),
+}
+# Attributes that are computed from those of today.
+_COMPUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "is_single_tower": ("num_replicas_in_sync == 1", lambda s: s.num_replicas_in_sync == 1),
     "worker_device_index": ("extended.worker_devices", _worker_device_index),
 }
 
@@ -165,9 +148,12 @@ def older_name(strategy: Strategy, name: str) -> Any:
     """Returns what `strategy.name` was, with a warning that says what to write today."""
     if name in _MOVED:
         today = _MOVED[name]
-        find: Callable[[Any], Any] = operator.attrgetter(today)
+        find: Callable[..., Any] = operator.attrgetter(today)
+    elif name in _COMPUTED:
+        today, find = _COMPUTED[name]
     elif name in _CHANGED:
-        today, find = _CHANGED[name]
+        today, method = _CHANGED[name]
+        find = partial(partial, method)
     else:
         raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
     warnings.warn(

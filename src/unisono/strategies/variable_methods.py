@@ -14,6 +14,7 @@ from unisono.values import DistributedValues, Mirrored, flatten, select_replica
 from unisono.variables import Component, Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
     from unisono.strategies.strategy import Strategy
 
 
@@ -22,6 +23,7 @@ class VariableMethods:
 
     if TYPE_CHECKING:
         mirrors: Mirrors
+        elastic: ElasticJob | None
 
         @property
         def strategy(self) -> Strategy:
@@ -87,6 +89,8 @@ class VariableMethods:
         is_grouped: bool,
     ) -> Any:
         results = []
+        if self.elastic is not None:
+            self.elastic.variables.before_write(var, var.owners)
         for owner in var.owners:
             own_args, own_kwargs = select_replica(owner, (tuple(args), kwargs))
             with entered(CrossReplicaContext(self.strategy.extended, owner)):

@@ -20,14 +20,7 @@ _SCHEDULED = "/proc/thread-self/schedstat"
 
 
 class Reading(NamedTuple):
-    """What one thread did with its time, in nanoseconds.
-
-    Attributes:
-        wall: All of it.
-        running: On a core.
-        queued: Ready, while other threads had the cores.
-        slices: How often it got a core.
-    """
+    """What one thread did with its time, in nanoseconds."""
 
     wall: int = 0
     running: int = 0
@@ -54,11 +47,7 @@ class Reading(NamedTuple):
 
 
 class _ThreadClock:
-    """Measures the current thread, except while paused.
-
-    Args:
-        late: How long the thread was ready before it could begin.
-    """
+    """Measures the current thread, except while paused."""
 
     def __init__(self, late: int) -> None:
         self.reading = Reading(wall=late)
@@ -138,7 +127,6 @@ def lock_share(readings: Sequence[Reading], wall: int) -> float:
     queue for cores, so does the one that holds the lock, and the others really wait for a core.
 
     Args:
-        readings: One per replica.
         wall: How long the run took, in nanoseconds.
     """
     busy = sum(reading.busy for reading in readings)

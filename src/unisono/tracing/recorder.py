@@ -21,10 +21,6 @@ class Lane:
     Plain lists hold them: start, end, category, name, the number of arguments, their names, their
     values. With one object per event, the garbage collector would scan all of them again and again,
     which takes longer than recording.
-
-    Args:
-        thread: The thread of the events.
-        max_events: How many to keep. Old events are dropped in chunks.
     """
 
     def __init__(self, thread: threading.Thread, max_events: int) -> None:
@@ -67,12 +63,7 @@ class Lane:
 
 
 class Recorder:
-    """Collects events of all threads. No thread waits for another.
-
-    Args:
-        clock: What tells the time.
-        max_events: How many events to keep per thread. The oldest are dropped.
-    """
+    """Collects events of all threads. No thread waits for another."""
 
     def __init__(self, clock: Clock, max_events: int) -> None:
         self.clock = clock

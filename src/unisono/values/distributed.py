@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 class Origin(NamedTuple):
     """Where a value comes from, in a job whose workers come and go.
 
-    Attributes:
-        generation: Which workers there were.
-        versions: How often each component had been written to.
-        of_all: The components of all replicas of all workers; None if they are not known here.
+    `of_all` has the components of all replicas, if they are known here. `step` is the step of an
+    input that workers read for themselves.
     """
 
     generation: int
     versions: tuple[int, ...]
     of_all: tuple[Any, ...] | None
+    step: Any = None
 
 
 class DistributedValues:
@@ -138,16 +137,24 @@ class PerReplica(TensorLike, DistributedValues):
         value.origin = None
         return value
 
-    def note_origin(self, generation: int, of_all: tuple[Any, ...] | None) -> None:
-        """Notes where the value comes from, as it is now."""
-        self.origin = Origin(generation, tuple(map(_writes_to, self._values)), of_all)
+    def note_origin(
+        self, generation: int, of_all: tuple[Any, ...] | None, step: Any = None
+    ) -> None:
+        """Notes where the value comes from, as it is now. See `Origin`."""
+        self.origin = Origin(generation, tuple(map(_writes_to, self._values)), of_all, step)
 
     @property
     def known_everywhere(self) -> tuple[Any, ...] | None:
         """The components of all replicas, if they are known and nobody has written to these."""
-        if self.origin is None or self.origin.versions != tuple(map(_writes_to, self._values)):
-            return None
-        return self.origin.of_all
+        return None if self.origin is None or not self.can_be_laid_out else self.origin.of_all
+
+    @property
+    def can_be_laid_out(self) -> bool:
+        """Whether workers can go on with it when they have got other replicas."""
+        origin = self.origin
+        if origin is None or (origin.of_all is None and origin.step is None):
+            return False
+        return origin.versions == tuple(map(_writes_to, self._values))
 
     def value(self) -> Any:
         """Returns the component of the current replica.

@@ -105,11 +105,7 @@ def _record_like(value: Any, fields: Sequence[str], items: list[Any]) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tree:
-    """A structure without its leaves. Structures of the same containers and names are equal.
-
-    Attributes:
-        paths: The name of each leaf, such as `['image']` or `[0].x`.
-    """
+    """A structure without its leaves. Structures of the same containers and names are equal."""
 
     paths: tuple[str, ...]
     kinds: tuple[type, ...]
@@ -141,12 +137,7 @@ class _Node(NamedTuple):
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:
-    """Returns the tree of `structure`, and its leaves in order.
-
-    Args:
-        structure: The structure.
-        is_leaf: Called with a container and its depth; returns whether to treat it as a leaf.
-    """
+    """Returns the tree of `structure`, and its leaves in order."""
     visitor = _Visitor(is_leaf)
     try:
         root = visitor.visit(structure, "", ())
@@ -193,16 +184,7 @@ def regroup(
     devices: tuple[Device, ...],
     counts: tuple[int, ...] | None = None,
 ) -> Any:
-    """Makes one structure of `PerReplica` values from the structures of the replicas.
-
-    An object that all replicas share stays as it is, so a single replica's values are never
-    wrapped.
-
-    Args:
-        structures: One per replica.
-        devices: The devices of the replicas.
-        counts: How many samples each replica of all workers had, if not all had the same number.
-    """
+    """Makes one structure of `PerReplica` values from the structures of the replicas."""
     try:
         return _regroup(structures, (), devices, counts)
     except RecursionError:
@@ -245,10 +227,7 @@ def _regroup(
 
 
 def select_replica(replica_id: int, structure: Any) -> Any:
-    """Replaces every distributed value in `structure` by its component of one replica.
-
-    A mapping or dataclass without a distributed value stays the same object.
-    """
+    """Replaces every distributed value in `structure` by its component of one replica."""
     # The common case: tensors, which need no opening.
     kind = type(structure)
     if isinstance(structure, DistributedValues):

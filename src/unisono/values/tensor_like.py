@@ -29,10 +29,7 @@ def set_replica_seen(ask: Callable[[], int | None]) -> None:
 
 
 def replica_seen() -> int | None:
-    """Returns the replica whose components the running code sees, or None.
-
-    That is the current replica, or the one that `StrategyExtended.update` updates.
-    """
+    """Returns the replica whose components the running code sees, or None."""
     return _ask[0]()
 
 

@@ -6,6 +6,7 @@ from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
+from unisono.variables.kept import KeptVariables
 from unisono.variables.leaves import Leaves, Mark
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.outsiders import check_backward
@@ -20,6 +21,7 @@ __all__ = [
     "TORCH_TABLES",
     "Component",
     "Contents",
+    "KeptVariables",
     "Leaves",
     "Mark",
     "Mirrors",

@@ -44,13 +44,3 @@ def check_shape(what: str, found: torch.Size, shape: Sequence[int] | None) -> No
             f"{what} starts with a value of shape {tuple(found)}, but `shape` is {shape!r}. A "
             "variable has the shape of its value: leave out `shape`, or reshape the value."
         )
-
-
-def refuse_elastic(job: Any) -> None:
-    """Raises in an elastic job, where a worker may get other replicas while the program runs."""
-    if job is not None:
-        raise UnsupportedError(
-            "A `Variable` cannot be made with `elastic=True`, because its components belong to the "
-            "replicas of one worker. Use a parameter or a buffer of a module, or make the strategy "
-            "without `elastic=True`."
-        )

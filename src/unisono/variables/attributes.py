@@ -116,10 +116,6 @@ class Attributes:
     Lists, dicts, sets and deques are copied for each replica, also inside one another. One that is
     held in two places is one copy per replica, too. A replica's changes stay in its copy until the
     module's own container changes.
-
-    Args:
-        num_replicas: The number of replicas.
-        stand_in: Returns what a replica sees in place of a module or parameter.
     """
 
     def __init__(self, num_replicas: int, stand_in: Callable[[Any, int], Any]) -> None:
@@ -142,23 +138,14 @@ class Attributes:
         }
 
     def end(self) -> None:
-        """Call it after all attributes were given. Forgets containers that no module has any
-        more.
-        """
+        """After all attributes were given: forgets containers that no module has any more."""
         self._known = {identity: self._known[identity] for identity in self._visited}
         self._given.note([view for one in self._known.values() for view in one.views()])
 
     def give(
         self, module: nn.Module, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]
     ) -> dict[str, tuple[int, Any]]:
-        """Gives the clones of a module its attributes, and returns which they are.
-
-        Args:
-            module: The primary.
-            clones: The clone of each replica.
-            given: What this returned before. Clones keep what they have of attributes that are
-                still the same.
-        """
+        """Gives the clones of a module its attributes, and returns which they are."""
         now: dict[str, tuple[int, Any]] = {}
         slots = _slots(module)
         for name, value in (*raw(module).items(), *slots.items()):
@@ -181,10 +168,7 @@ class Attributes:
         return now
 
     def check_given(self, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]) -> None:
-        """Raises if a replica has changed an attribute for itself, so that no other worker has it.
-
-        A tensor with a graph is no such attribute: no later step can use it.
-        """
+        """Raises if a replica has changed an attribute that no other worker has now."""
         copied = {id(one.copies[0]): one for one in self._known.values()}
         for i, clone in enumerate(clones):
             held = {**raw(clone), **_slots(clone)}

@@ -46,12 +46,7 @@ _NOTHING = Written([], [], [], are_flats=False)
 
 
 class Buffers:
-    """The buffers of all modules of one strategy.
-
-    Args:
-        places: Where the replicas of this worker are.
-        workers: All workers.
-    """
+    """The buffers of all modules of one strategy."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places

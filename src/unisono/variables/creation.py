@@ -44,10 +44,7 @@ _all_mirrors: LiveSet[Mirrors] = LiveSet()
 
 @contextmanager
 def creating(mirrors: Mirrors) -> Iterator[None]:
-    """Until the block ends, objects that this thread creates belong to `mirrors`.
-
-    Modules become primaries at the end of the block, when they are initialized.
-    """
+    """Until the block ends, objects that this thread creates belong to `mirrors`."""
     _install_hooks()
     _all_mirrors.add(mirrors)
     # By identity: a metric that is being made has no hash yet.

@@ -136,10 +136,7 @@ class Leaves:
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
     def clear(self, replica_id: int, *, set_to_none: bool) -> None:
-        """Clears the gradient of a replica: there is none, or one of zeros, which is the same.
-
-        The primary, which shows the gradient of replica 0, is cleared with it.
-        """
+        """Clears the gradient of a replica: there is none, or one of zeros, which is the same."""
         leaf = self.leaves[replica_id]
         if replica_id == 0:
             clear(self.primary, set_to_none=set_to_none)
@@ -237,10 +234,7 @@ def spread(owners: Iterable[Leaves]) -> None:
 
 
 class fit_for_training:
-    """What is made within the block is fit for training, also if the run it is made for is not.
-
-    A class and not a generator, because every run enters it several times.
-    """
+    """What is made within the block is fit for training, also if the run it is made for is not."""
 
     __slots__ = ("_is_grad_enabled", "_mode")
 

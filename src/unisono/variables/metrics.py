@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
+from unisono.errors import (
+    ReplicaMismatchError,
+    UnequalCollectivesError,
+    UnsupportedError,
+    add_note,
+)
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.metric_parts import Part, as_list, packed, unpacked
 
 # The attribute with the number of updates.
 UPDATES = "_update_count"
@@ -55,10 +59,7 @@ def is_clone(attributes: dict[str, Any]) -> bool:
 
 
 def note_updates(clone: nn.Module, count: int) -> None:
-    """Notes what becomes of a clone whose number of updates is set to `count`.
-
-    `forward` resets a metric for a while, and sets the number back to what it was.
-    """
+    """Notes what becomes of a clone whose number of updates is set to `count`."""
     own = clone.__dict__
     if count == 0:
         own[_HAD_BEEN_RESET] = own[_WAS_RESET]
@@ -67,16 +68,17 @@ def note_updates(clone: nn.Module, count: int) -> None:
         own[_WAS_RESET] = own[_HAD_BEEN_RESET]
 
 
-class MirroredMetric(NamedTuple):
-    """A metric, and its clones.
+class Part(NamedTuple):
+    """What one replica counted in a run."""
 
-    Attributes:
-        number: What it is called among workers.
-        name: What it is called in errors.
-        primary: The metric itself, which the clones do not keep alive.
-        clones: One for each replica of this worker.
-        fixed: The numbers and tensors of the primary that are no states.
-    """
+    num_updates: int
+    was_reset: bool
+    # Tensors, and lists of tensors.
+    states: dict[str, Any]
+
+
+class MirroredMetric(NamedTuple):
+    """A metric, and its clones."""
 
     number: int
     name: str
@@ -154,15 +156,7 @@ class MirroredMetric(NamedTuple):
         self.attributes.update(states, _update_count=num_updates, _computed=None)
 
     def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
-        """Returns the number of updates and the states of the primary and all replicas together.
-
-        Args:
-            parts: What the replicas have counted, in the order of their ids.
-            with_own: Whether what the primary has counts.
-
-        Raises:
-            UnsupportedError: If the states cannot be merged.
-        """
+        """Returns the number of updates and the states of the primary and all replicas together."""
         if any(part.was_reset for part in parts) or not with_own:
             states, num_before = self._defaults(), 0
         else:
@@ -203,7 +197,7 @@ class MirroredMetric(NamedTuple):
 
     def _reduced(self, name: str, own: Any, values: list[Any], weights: list[int]) -> Any:
         if isinstance(own, list) or isinstance(values[0], list):
-            return [one for value in (own, *values) for one in as_list(value)]
+            return [one for value in (own, *values) for one in _as_list(value)]
         reduction = self.attributes["_reductions"][name]
         how = _how(reduction)
         here = [value.to(own.device) for value in values]
@@ -220,12 +214,7 @@ class MirroredMetric(NamedTuple):
 
 
 class Metrics:
-    """The metrics of one strategy.
-
-    Args:
-        places: Where the replicas of this worker are.
-        workers: All workers.
-    """
+    """The metrics of one strategy."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places
@@ -263,14 +252,7 @@ class Metrics:
             metric.begin()
 
     def end(self, weights: Sequence[float]) -> None:
-        """After a successful run: adds the counts of all replicas to the primaries.
-
-        On many workers this is a collective if a metric was updated or reset, so all workers must
-        do so in the same runs.
-
-        Args:
-            weights: What each replica counts for; 0 if it had no samples.
-        """
+        """After a successful run: adds the counts of all replicas to the primaries."""
         metrics = self._all()
         if not any(metric.is_changed for metric in metrics):
             return
@@ -316,6 +298,10 @@ def _is_fixed(attributes: dict[str, Any], name: str, value: Any) -> bool:
     return is_number and not is_own(attributes, name)
 
 
+def _as_list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
 def _how(reduction: Any) -> str:
     """Returns "sum", "mean", "max", "min" or "cat", or "" for any other function."""
     name = getattr(reduction, "__name__", "")
@@ -335,9 +321,20 @@ def _parts_of_all(
     if not workers.are_many:
         return found
     names = {metric.number: metric.name for metric in metrics}
-    states = {metric.number: list(metric.attributes["_defaults"]) for metric in metrics}
+    for number, parts in found.items():
+        for name, value in ((n, v) for part in parts for n, v in part.states.items()):
+            if not all(isinstance(one, Tensor) for one in _as_list(value)):
+                raise UnsupportedError(
+                    f"The state {name!r} of {names[number]} holds objects other than tensors, "
+                    "which workers cannot exchange. Update the metric outside `run`."
+                )
     everybody: dict[int, list[Part]] = {}
-    for tensors in workers.gather_lists(packed(found, names)):
-        for number, parts in unpacked(tensors, states):
+    for of_worker in workers.gather_objects(found):
+        for number, parts in of_worker.items():
+            if number not in names:
+                raise ReplicaMismatchError(
+                    "Another worker has updated a metric that this worker does not have. Make and "
+                    "update the same metrics in the same order on every worker."
+                )
             everybody.setdefault(number, []).extend(parts)
     return everybody

@@ -107,11 +107,7 @@ class Mirrors:
         self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
 
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
-        """Between runs: forgets the replicas of this worker. The next run makes others.
-
-        Raises:
-            UnsupportedError: If a replica has gradients or attributes that other workers lack.
-        """
+        """Between runs: forgets the replicas of this worker. The next run makes others."""
         for mirror in self._mirrors.values():
             self._attributes.check_given(mirror.replicas, mirror.given)
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)

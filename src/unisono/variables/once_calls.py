@@ -34,13 +34,7 @@ from unisono.variables.shares import update_in_shares
 
 
 class _Owner:
-    """Which strategy an object belongs to.
-
-    Attributes:
-        mirrors: That of the strategy.
-        found: The leaves of an optimizer's parameters, in which generation, and of which. It is
-            replaced as a whole.
-    """
+    """Which strategy an object belongs to."""
 
     __slots__ = ("found", "mirrors")
 
@@ -68,10 +62,7 @@ def do_once(
 
 
 class OnceStep:
-    """The `step` of an optimizer that makes one update for all replicas.
-
-    It also comes before a `step` that was set on the optimizer itself, as schedulers do.
-    """
+    """The `step` of an optimizer that makes one update for all replicas."""
 
     def __get__(self, optimizer: Any, cls: type | None = None) -> Any:
         return _step if optimizer is None else types.MethodType(_step, optimizer)

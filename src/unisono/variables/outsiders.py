@@ -105,12 +105,7 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
 
 
 def check_statistics(context: ReplicaContext, running: Tensor) -> None:
-    """Refuses running statistics that two replicas write to, such as those of a frozen model.
-
-    Args:
-        context: The replica.
-        running: The running mean of a batch normalization that it will write to.
-    """
+    """Refuses running statistics that two replicas write to, such as those of a frozen model."""
     _claim(
         context,
         running,

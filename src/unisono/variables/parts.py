@@ -33,12 +33,7 @@ class Parts:
         self._given.note([raw(clone)[table] for clone in clones for table in _TABLES])
 
     def check(self) -> None:
-        """After a run: refuses what was set in it, and takes over `requires_grad`.
-
-        Raises:
-            ContextError: If a replica has other parameters or submodules than it was given, or
-                replicas do not agree on which are trained.
-        """
+        """After a run: refuses what was set in it, and takes over `requires_grad`."""
         if not self._given.are_same():
             self._mirrors.is_stale = True
             raise ContextError(

@@ -36,14 +36,7 @@ class VariableSynchronization(enum.Enum):
 
 @dataclass(frozen=True)
 class VariablePolicy:
-    """When and how the components of a variable become one. Checked when made.
-
-    Args:
-        synchronization: `AUTO`, `ON_WRITE` or `ON_READ`.
-        aggregation: How values of the replicas are combined.
-        dtype: The dtype of the variable.
-        trainable: Whether components collect gradients; None means unless `ON_READ`.
-    """
+    """When and how the components of a variable become one. Checked when made."""
 
     synchronization: VariableSynchronization
     aggregation: VariableAggregation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,38 +17,20 @@ _ABSENT = "none"
 _PERSISTENCE = "_non_persistent_buffers_set"
 
 
-class Restructured:
-    """What is to be done to the primaries, so that they have what their replicas have.
+class Restructured(NamedTuple):
+    """What is to be done to the primaries, so that they have what their replicas have."""
 
-    Args:
-        modules: The primaries.
-        primaries: Their buffers.
-        attributes: For each replica, the attributes of its clones.
-        keys: Which buffers: the place of the module, and the name.
-    """
-
-    def __init__(
-        self,
-        modules: Sequence[nn.Module | None],
-        primaries: Sequence[dict[str, Tensor | None]],
-        attributes: Sequence[Sequence[dict[str, Any]]],
-        keys: Sequence[tuple[int, str]],
-    ) -> None:
-        self._modules = modules
-        self._primaries = primaries
-        self._attributes = attributes
-        self._keys = keys
+    modules: Sequence[nn.Module | None]
+    primaries: Sequence[dict[str, Tensor | None]]
+    attributes: Sequence[Sequence[dict[str, Any]]]
+    keys: Sequence[tuple[int, str]]
 
     def settle(self, weights: Sequence[float], workers: Workers) -> None:
-        """Changes the primaries.
-
-        Raises:
-            ReplicaMismatchError: On all workers, if the replicas do not have the same.
-        """
+        """Changes the primaries."""
         self._check(workers)
-        for module, name in self._keys:
-            buffers = [own[module]["_buffers"] for own in self._attributes]
-            primary = self._primaries[module]
+        for module, name in self.keys:
+            buffers = [own[module]["_buffers"] for own in self.attributes]
+            primary = self.primaries[module]
             if name not in buffers[0]:
                 primary.pop(name, None)
                 continue
@@ -62,15 +44,15 @@ class Restructured:
             self._set_persistence(module, name)
 
     def _set_persistence(self, module: int, name: str) -> None:
-        target = self._modules[module]
+        target = self.modules[module]
         if target is not None:
             own: set[str] = object.__getattribute__(target, "__dict__")[_PERSISTENCE]
-            is_kept = name not in self._attributes[0][module][_PERSISTENCE]
+            is_kept = name not in self.attributes[0][module][_PERSISTENCE]
             (own.discard if is_kept else own.add)(name)
 
     def _check(self, workers: Workers) -> None:
         """Raises unless all replicas of all workers have the same buffers."""
-        found = [[*key, *self._kinds(*key)] for key in self._keys]
+        found = [[*key, *self._kinds(*key)] for key in self.keys]
         data = torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
         everybody = [json.loads(bytes(one.tolist())) for one in workers.gather(data)]
         for entries in zip(*everybody, strict=False):
@@ -82,10 +64,10 @@ class Restructured:
             raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
 
     def _kinds(self, module: int, name: str) -> list[str]:
-        return [_kind(own[module]["_buffers"].get(name)) for own in self._attributes]
+        return [_kind(own[module]["_buffers"].get(name)) for own in self.attributes]
 
     def _name_of(self, module: int, name: str) -> str:
-        return f"{type(self._modules[module]).__name__}.{name}"
+        return f"{type(self.modules[module]).__name__}.{name}"
 
 
 def _kind(buffer: Tensor | None) -> str:

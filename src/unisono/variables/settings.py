@@ -15,14 +15,7 @@ from unisono.variables.shares import has_hooks
 
 
 class Settings:
-    """The hyperparameters of an optimizer, and the tensors that it works on, as they are now.
-
-    While they stay the same, an update is the same kernels on the same memory.
-
-    Args:
-        optimizer: The optimizer.
-        owners: What replicas have of its parameters.
-    """
+    """The hyperparameters of an optimizer, and the tensors that it works on, as they are now."""
 
     def __init__(self, optimizer: Any, owners: Sequence[Leaves] = ()) -> None:
         self._optimizer = optimizer

@@ -29,10 +29,7 @@ _LEAST_BYTES = 2 << 20
 
 
 def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool:
-    """Lets every replica, all of which wait, update its share of the parameters.
-
-    Returns False, with nothing done, where one replica had better do it all.
-    """
+    """Lets every replica, all of which wait, update its share of the parameters."""
     if cls not in _INDEPENDENT or has_hooks(optimizer):
         return False
     if sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) < _LEAST_BYTES:

@@ -14,9 +14,10 @@ from torch.optim import Optimizer
 from unisono.torch_private import copy_each
 from unisono.variables.attributes import raw
 from unisono.variables.front import Front
-from unisono.variables.leaves import fit_for_training
+from unisono.variables.leaves import Leaves, fit_for_training
 from unisono.variables.metrics import is_metric
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.trained import VariableLeaves
 
 _CONTAINERS = (list, dict, set)
 _NOT_STEPPED = (nn.Module, Optimizer)
@@ -107,11 +108,19 @@ class Snapshot:
         """Takes over what `gradients` has returned on another worker."""
         for one, grad in zip(self._own_parameters(), grads, strict=True):
             one.grad = None if grad is None else grad.to(one.device)
-            self._mirrors.showing.add(id(one))
+            leaves = self._mirrors.leaves_of(one)
+            if leaves is None:
+                self._mirrors.showing.add(id(one))
+            else:
+                leaves.give_gradient()
+
+    def _of_variables(self) -> list[Leaves]:
+        return [one for one in self._mirrors.all_leaves if isinstance(one, VariableLeaves)]
 
     def _own_parameters(self) -> list[Tensor]:
         modules = self._mirrors.primaries()
         held = [one for module in modules for one in raw(module)["_parameters"].values()]
+        held += [one.primary for one in self._of_variables()]
         return list({id(one): one for one in held if one is not None}.values())
 
     def _copy(self) -> None:
@@ -121,6 +130,7 @@ class Snapshot:
         self._has_copied = True
         with fit_for_training():
             held = self._own_parameters()
+            held += [own for one in self._of_variables() for own in one.first_in_each_memory()]
             for optimizer in self._of_kind(Optimizer):
                 held += self._keep_state(optimizer)
             # Schedulers and scalers.

@@ -69,12 +69,7 @@ class _Flat:
 
 
 class Statistics:
-    """The small buffers of all modules.
-
-    Args:
-        places: Where the replicas of this worker are.
-        workers: All workers.
-    """
+    """The small buffers of all modules."""
 
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places
@@ -154,10 +149,7 @@ def _mean(
     workers: Workers,
     chosen: Sequence[Tensor],
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns the mean of each vector over replicas, in float64, and the sum of what is `chosen`.
-
-    All travels in one collective, with how many replicas count.
-    """
+    """Returns the mean of each vector over replicas, in float64, and the sum of `chosen`."""
     home = parts[0][0].device if parts[0] else torch.device("cpu")
     place = home if workers.communicator.takes(home) else torch.device("cpu")
     packs = []

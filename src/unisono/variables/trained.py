@@ -17,13 +17,7 @@ from unisono.variables.policy import HasPolicy
 
 
 class VariableLeaves(Leaves):
-    """The components of a variable, which are leaves already; the first is the primary.
-
-    Args:
-        variable: Whose they are, and as long as it lives.
-        components: The component of each replica.
-        owner_of: For each replica, the first one that it shares a storage with.
-    """
+    """The components of a variable, which are leaves already; the first is the primary."""
 
     __slots__ = ("_variable",)
 

@@ -22,10 +22,6 @@ def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
 
     What all replicas share is left alone. So are buffers and metrics: those of a replica without
     samples do not count where they are brought together.
-
-    Args:
-        mirrors: The modules.
-        replica_ids: The replicas, by their number on this worker.
     """
     restores: list[Callable[[], None]] = []
     for module, clone in mirrors.clones_of(replica_ids):

@@ -27,7 +27,7 @@ from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
-from unisono.variables.arguments import check_shape, refuse_arguments, refuse_elastic
+from unisono.variables.arguments import check_shape, refuse_arguments
 from unisono.variables.assignable import Assignable
 from unisono.variables.containers import remember
 from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
@@ -89,7 +89,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         shape: The shape that the value must have; None means any.
     """
 
-    __slots__ = ("__weakref__", "_name", "_owner_of", "_policy", "_replicas", "_what")
+    __slots__ = ("__weakref__", "_name", "_number", "_owner_of", "_policy", "_replicas", "_what")
 
     def __init__(
         self,
@@ -114,7 +114,6 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             constraint=constraint,
         )
         self._replicas: Replicas = current_context().replicas
-        refuse_elastic(self._replicas.elastic)
         check_optional("name", name, str, "a text or None")
         check_optional("dtype", dtype, torch.dtype, "a `torch.dtype` or None")
         check_optional("trainable", trainable, bool, "True, False or None")
@@ -123,7 +122,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         given = initial_value() if callable(initial_value) else initial_value
         own = cast(self._given(given), dtype)
         check_layout(own, self._what)
-        value = self._replicas.workers.of_chief(own)
+        value = self._of_chief(own)
         check_shape(self._what, value.shape, shape)
         self._policy = VariablePolicy(synchronization, aggregation, value.dtype, trainable)
         devices = self._replicas.worker_devices
@@ -174,10 +173,15 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         if replica is not None or not self._policy.is_on_read:
             return component
         self._policy.check_read()
-        op = self._policy.reduce_op
+        op, job = self._policy.reduce_op, self._replicas.elastic
+        known: tuple[Tensor, ...] | None = None if job is None else job.variables.known(self)
+        if op is None and known is not None:
+            return known[0].to(component.device, copy=True)
         if op is None:
-            return self._replicas.workers.of_chief(component)
+            return self._of_chief(component)
         parts = PerReplica.placed(self._values, self.devices)
+        if known is not None:
+            parts.note_origin(job.generation, known)
         reduced: Tensor = self._replicas.reduce_to(op, parts, self.devices[0])
         return reduced
 
@@ -279,7 +283,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             variable._policy.check_not_sum(variable._what, value)
             variable._apply(write, dict.fromkeys(variable.owners, value))
         elif op is None:
-            first = workers.of_chief(cast(value.values[0], variable.dtype))
+            first = variable._of_chief(cast(value.values[0], variable.dtype))
             variable._apply(write, dict.fromkeys(variable.owners, first))
         else:
             pairs = zip(value.values, variable.values, strict=True)
@@ -299,22 +303,34 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         check_value(self._what, value, self.shape, self.dtype)
         replicas = self._replicas
         if replicas.workers.are_many:
-            value = replicas.workers.of_chief(cast(value, self.dtype))
-        num_replicas, num_components = replicas.num_replicas_in_sync, len(self._values)
-        shares = [value] * num_components
+            value = self._of_chief(cast(value, self.dtype))
+        num_replicas = replicas.num_replicas_in_sync
+        whole = cast(value, self.dtype)
+        every = [whole] * num_replicas
         if write is Write.ASSIGN:
-            whole = cast(value, self.dtype)
             if not is_rest_allowed:
                 self._policy.check_shares(whole, num_replicas)
-            first = replicas.first_replica_id
             every = self._policy.shares(whole, num_replicas, num_replicas)
-            shares = every[first : first + num_components]
-        self._apply(write, {owner: shares[owner] for owner in self.owners})
+        shares = every[replicas.first_replica_id :]
+        self._apply(write, {owner: shares[owner] for owner in self.owners}, every)
 
     @torch.no_grad()
-    def _apply(self, write: Write, changes: dict[int, Any]) -> None:
-        """Writes to components, after a look at all changes: they may come from this variable."""
+    def _apply(
+        self, write: Write, changes: dict[int, Any], every: Sequence[Any] | None = None
+    ) -> None:
+        """Writes to components, after a look at all changes: they may come from this variable.
+
+        Args:
+            write: How.
+            changes: What is written, by replica on this worker.
+            every: What is written on all workers, if this one knows it.
+        """
         ready = {i: apart_from(self._values, cast(c, self.dtype)) for i, c in changes.items()}
+        job = self._replicas.elastic
+        if job is not None:
+            job.variables.before_write(self, list(ready), is_known=every is not None)
+        if job is not None and every is not None:
+            job.variables.write_all(self, write, every)
         for replica_id, change in ready.items():
             component = self._values[replica_id]
             write.apply(component, change.to(component.device))
@@ -341,14 +357,26 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         aliases = (storages[owner].detach() for owner in self._owner_of)
         return tuple(map(Parameter, aliases) if self._policy.collects_gradients else aliases)
 
-    def _begin(self) -> None:
+    def _of_chief(self, value: Tensor) -> Tensor:
+        """Returns what the chief has as `value`."""
+        replicas = self._replicas
+        found: Tensor = (replicas.elastic or replicas.workers).of_chief(value)
+        return found
+
+    def _begin(self, like: Variable | None = None) -> None:
         """Makes the components known: as those of this variable, and as leaves to be trained."""
         remember(self)
         let_optimizers_take_variables()
         self._replicas.mirrors.is_in_use = True
-        is_trained = self._policy.collects_gradients and not self.is_on_read
-        if is_trained and not self._replicas.mirrors.is_single:
+        if self._is_trained:
             self._replicas.adopt(VariableLeaves(self, self._values, self._owner_of))
+        if self._replicas.elastic is not None:
+            self._number = self._replicas.elastic.variables.add(self, like)
+
+    @property
+    def _is_trained(self) -> bool:
+        is_trained = self._policy.collects_gradients and not self.is_on_read
+        return is_trained and not self._replicas.mirrors.is_single
 
     def _refuse_operator(self, other: Any) -> Any:
         self._refuse_change("+=")
@@ -361,5 +389,5 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             setattr(duplicate, name, getattr(self, name))
         storages = {owner: self._values[owner].detach().clone() for owner in self.owners}
         duplicate._values = self._aliases(storages)
-        duplicate._begin()
+        duplicate._begin(like=self)
         return duplicate

@@ -74,11 +74,7 @@ class Watch:
         self._versions = [tensor._version for tensor in self._tensors]
 
     def check(self) -> None:
-        """Raises if a replica has written to a parameter.
-
-        Raises:
-            ContextError: It names the parameters.
-        """
+        """Raises if a replica has written to a parameter."""
         versions = [tensor._version for tensor in self._tensors]
         if versions != self._versions:
             self._refuse([i for i, v in enumerate(versions) if v != self._versions[i]])

@@ -16,14 +16,13 @@ from unisono.costs import (
     Tuning,
     best_bytes_per_pack,
     current_tuning,
-    line_of,
     read_tuning,
-    running,
 )
 from unisono.errors import UnisonoError
 from unisono_tools.planning.constants import Constants, constants_of
 from unisono_tools.planning.model import Model
 from unisono_tools.planning.predictions import crossovers, curves, predictions, sizes_up_to
+from unisono_tools.pricing import line_of, running
 from unisono_tools.tables import LINK_NAMES, show_table, spell_bytes, spell_rate, spell_seconds
 from unisono_tools.tuning.command import Extent, measure_here, num_measurements, with_progress
 from unisono_tools.tuning.measured import Measured, predicted_seconds

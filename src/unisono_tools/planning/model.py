@@ -13,7 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from unisono.costs import Cluster, Phase, Run, running, seconds_of
+from unisono.costs import Cluster, Run
+from unisono_tools.pricing import Phase, running, seconds_of
 
 
 class Model:

@@ -7,8 +7,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from unisono.costs import algorithms_for, busiest_share, num_steps, phases_of
 from unisono_tools.planning.model import Model
+from unisono_tools.pricing import algorithms_for, busiest_share, num_steps, phases_of
 
 # Close enough to find a crossover to a percent.
 _SIZES_PER_DECADE = 50

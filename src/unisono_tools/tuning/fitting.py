@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.costs.links import Link
-from unisono.costs.rounds import Phase, loads_of
 from unisono.errors import TuningError
+from unisono_tools.pricing.rounds import Phase, loads_of
 
 # Sums take at most this part of what a byte costs between ranks, however slow they were alone.
 _MOST_FOR_SUMS = 0.5

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from statistics import median
 from typing import NamedTuple
 
-from unisono.costs.between_workers import USUAL_LINK, fastest_flat, phases_of
+from unisono.costs import USUAL_LINK, fastest_flat
 from unisono.costs.links import Cluster, Link
-from unisono.costs.rounds import Phase, seconds_of
 from unisono.costs.tuning import Run
+from unisono_tools.pricing import Phase, phases_of, seconds_of
 from unisono_tools.tuning.fitting import Sample, fit_link, fit_memory, least_sum_rate, never_less
 
 # A sum of two replicas in place reads and writes each of them.

@@ -9,18 +9,11 @@ from fractions import Fraction
 import pytest
 from tables import every
 
-from unisono.algorithms import (
-    Rounds,
-    all_gather,
-    doubling,
-    exchange,
-    gather,
-    halving,
-    one_step,
-    ring,
-    spread,
-    tree,
-)
+from unisono.algorithms import Rounds, doubling, exchange, one_step
+from unisono_tools.pricing.halving import halving
+from unisono_tools.pricing.inside import all_gather, gather, spread
+from unisono_tools.pricing.ring import ring
+from unisono_tools.pricing.tree import tree
 
 ALL_REDUCES = [doubling, exchange, halving, one_step, ring, tree]
 each_all_reduce = pytest.mark.parametrize("algorithm", ALL_REDUCES)

@@ -7,6 +7,7 @@ import math
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,12 +16,15 @@ from typing import Any
 import pytest
 import torch
 from thread_ranks import make_threads
+from torch.distributed import DistStoreError
 
 from unisono.cluster import WorkerCard
 from unisono.cluster.elastic import share_state
 from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
+from unisono.cluster.elastic.gathering import Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Standing
+from unisono.communicators import JobStore
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.system import process_start
 
@@ -128,6 +132,23 @@ def test_a_process_that_has_ended_is_known_to_be_dead() -> None:
     # Its number may belong to another process by now.
     mine = contact._replace(process_id=os.getpid())
     assert mine.has_ended() == (process_start(os.getpid()) != started)
+
+
+def test_a_worker_does_not_wait_for_a_meeting_that_is_silent() -> None:
+    asked = []
+
+    def ask(question: list[Any], answer_by: float) -> Any:
+        asked.append((question[0], answer_by - time.monotonic()))
+        if question[0] == "get":
+            raise DistStoreError("no answer")
+        return 1
+
+    last = generation(3, [0, 1])
+    door = JobStore("127.0.0.1", 1, ask, lambda: None)
+    newcomer = Attendee(last.contacts[1], CARD, door, Rules(1, 4, 300.0))
+    assert Gathering(newcomer, None, known=last).attend(door, "token") is None
+    assert [kind for kind, _ in asked] == ["add", "set", "get"]
+    assert all(seconds < 60 for _, seconds in asked)
 
 
 def shared(states: list[Any], root: int) -> list[Any]:

@@ -10,14 +10,18 @@ from processes.harness import run_ranks
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from unisono.algorithms import doubling, exchange, halving, one_step, ring, tree, turns_of
+from unisono.algorithms import doubling, exchange, one_step, turns_of
 from unisono.communicators.executor import Executor, pieces_of
 from unisono.communicators.headers import HEADER_BYTES, Header
 from unisono.communicators.network import NetworkCommunicator
-from unisono.costs import USUAL_LINK, Cluster, running
-from unisono.costs.rounds import loads_of
+from unisono.costs import USUAL_LINK, Cluster
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
+from unisono_tools.pricing import running
+from unisono_tools.pricing.halving import halving
+from unisono_tools.pricing.ring import ring
+from unisono_tools.pricing.rounds import loads_of
+from unisono_tools.pricing.tree import tree
 
 ALGORITHMS = (ring, tree, doubling, halving, exchange, one_step)
 MEAN, PROD, SUM = ReduceOp.MEAN, ReduceOp.PROD, ReduceOp.SUM

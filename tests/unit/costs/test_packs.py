@@ -13,9 +13,8 @@ from unisono.costs import (
     best_bytes_per_pack,
     fastest_flat,
     first_bytes_for_parts,
-    phases_of,
-    seconds_of,
 )
+from unisono_tools.pricing import phases_of, seconds_of
 
 FAST, SLOW = Link(1e-6, 1e10), Link(5e-5, 1e9)
 

@@ -17,7 +17,7 @@ from unisono.input import (
     DistributedDataset,
     InputOptions,
 )
-from unisono.input.dataset import DistributedInput
+from unisono.input.distributed import DistributedInput
 from unit.input.parts import own_samples
 from unit.input.resumable import (
     MAKERS,

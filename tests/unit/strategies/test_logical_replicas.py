@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -260,16 +261,30 @@ def test_what_the_chief_saves_of_the_input_serves_all_workers() -> None:
     on_strategies(2, refuse, num_replicas=(3, 3))
 
 
-@pytest.mark.parametrize("policy", [uo.AutoShardPolicy.FILE, uo.AutoShardPolicy.OFF])
-def test_workers_with_their_own_data_need_equal_shares(policy: uo.AutoShardPolicy) -> None:
-    data: ConcatDataset[Any] = ConcatDataset([TensorDataset(torch.arange(8)) for _ in range(2)])
-    options = uo.InputOptions(auto_shard_policy=policy)
+@pytest.mark.parametrize("split", ["even", "tensorflow"])
+def test_workers_with_their_own_data_may_have_unequal_shares(split: str) -> None:
+    files = [TensorDataset(torch.arange(8)), TensorDataset(torch.arange(8, 16))]
+    options = uo.InputOptions(auto_shard_policy=uo.AutoShardPolicy.FILE, split=split)
 
-    def program(strategy: uo.Strategy) -> None:
-        with pytest.raises(UnsupportedError, match="different numbers of replicas"):
-            strategy.experimental_distribute_dataset(DataLoader(data, batch_size=4), options)
+    def program(strategy: uo.Strategy, num_steps: int) -> list[Any]:
+        def data() -> Any:
+            loader: DataLoader[Any] = DataLoader(ConcatDataset(files), batch_size=4)
+            return strategy.experimental_distribute_dataset(loader, options)
 
-    on_strategies(2, program, num_replicas=(2, 1))
+        iterator = iter(data())
+        steps = [strategy.gather(next(iterator)[0], 0).tolist() for _ in range(num_steps)]
+        # The rest is read by another one that goes on there.
+        other = data()
+        other.load_state_dict(iterator.state_dict())
+        steps += [strategy.gather(one, 0).tolist() for (one,) in other]
+        return steps
+
+    for num_steps in (1, 2, 4):
+        (steps, same) = on_strategies(
+            2, functools.partial(program, num_steps=num_steps), num_replicas=(2, 1)
+        )
+        assert steps == same
+        assert steps == [[0, 1, 2, 8], [3, 4, 5, 9, 10], [6, 7, 11], [12], [13, 14], [15]]
 
 
 def test_a_single_value_has_no_sum_on_any_worker() -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -37,6 +37,8 @@ _GRACE_SECONDS = 5.0
 # How long to wait for those who have knocked, and for a proposal to be accepted.
 _KNOCK_SECONDS = 3.0
 _ACCEPT_SECONDS = 20.0
+# How long the door of a meeting may take to answer. It may be cut off, or its worker paused.
+_SILENT_SECONDS = 10.0
 _log = logging.getLogger("unisono")
 
 
@@ -96,6 +98,7 @@ class Gathering:
         lost: Workers that are probably lost, by number.
         gone: Workers that have left, and do not come.
         admits: Whether workers that want to join are let in.
+        known: For a worker that wants to join, the generation that it knows of.
     """
 
     def __init__(
@@ -106,10 +109,12 @@ class Gathering:
         gone: Collection[int] = (),
         *,
         admits: bool = False,
+        known: Generation | None = None,
     ) -> None:
         self._me = me
         self._admits = admits
         self._position = position
+        self._known = known
         self._lost = set(lost)
         self._gone = set(gone)
         self._start = time.monotonic()
@@ -135,8 +140,9 @@ class Gathering:
         numbers = {one.process: number for number, one in self._contacts().items()}
         return numbers[self._me.contact.process]
 
-    def _contacts(self) -> dict[int, Contact]:
-        return self._standing().contacts
+    def _contacts(self) -> Mapping[int, Contact]:
+        # A worker that wants to join may be on the host of one that has ended, and know of that.
+        return self._standing().contacts if self._known is None else self._known.contacts
 
     def _dead(self) -> list[str]:
         contacts = self._contacts().items()
@@ -192,13 +198,14 @@ class Gathering:
             return None
 
     def _attend(self, store: JobStore, token: str) -> Agreed | None:
-        store.answer_by = None
+        store.answer_by = time.monotonic() + _SILENT_SECONDS
         number = store.add(f"{token}/votes", 1)
         store.set(f"{token}/vote/{number}", self._vote().to_text())
         keys = [f"{token}/{what}" for what in ("proposal", "commit", "refusal")]
         keys += [f"refused/{self._me.contact.process}", "open"]
         accepted: Generation | None = None
         for _ in self._pauses():
+            store.answer_by = time.monotonic() + _SILENT_SECONDS
             proposal, commit, refusal, refused, opened = store.look(keys)
             if refusal is not None:
                 store.add(f"{token}/read", 1)
@@ -224,8 +231,7 @@ class Gathering:
     def _vote(self) -> Vote:
         me = self._me
         me.num_votes += 1
-        dead = [] if me.standing is None else self._dead()
-        return Vote(me.contact, me.num_votes, me.standing, self._position, dead, me.card)
+        return Vote(me.contact, me.num_votes, me.standing, self._position, self._dead(), me.card)
 
     def _accepted(self, proposal: Generation, store: JobStore, token: str) -> Generation | None:
         attempt = proposal.votes.get(self._me.contact.process)

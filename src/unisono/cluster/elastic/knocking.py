@@ -64,7 +64,7 @@ def _visited(
         if newest.number > known.number:
             return newest, None
         if token is not None:
-            return known, Gathering(me, None).attend(store, token.decode())
+            return known, Gathering(me, None, known=known).attend(store, token.decode())
         last = knocked.get((contact.process, known.number), -math.inf)
         if int(room or 0) > 0 and time.monotonic() - last > _AGAIN_SECONDS:
             knocked[contact.process, known.number] = time.monotonic()

@@ -86,6 +86,7 @@ class ElasticMembers:
         self._me = me
         self._membership = membership
         self._connect = connect
+        self._has_left = False
 
     def found(self, communicator: Communicator, contacts: Sequence[Contact]) -> None:
         """Begins with the first workers of a job, which have met and are connected.
@@ -118,6 +119,11 @@ class ElasticMembers:
         if agreed is not None:
             self.met = self._settled(agreed, None, before, start)
         return agreed is not None
+
+    @property
+    def min_workers(self) -> int:
+        """With fewer, nobody goes on."""
+        return self._me.rules.min_workers
 
     def newcomers(self) -> bool:
         """Returns whether somebody waits to be let in, as far as this worker knows.
@@ -171,6 +177,9 @@ class ElasticMembers:
 
     def leave(self) -> None:
         """Leaves for good. The others meet again without this worker; see `leaving`."""
+        if self._has_left:
+            return
+        self._has_left = True
         self.met.communicator.close()
         self._me.door.delete_key("generation")
         self._me.doors.close()

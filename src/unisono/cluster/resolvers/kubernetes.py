@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
 
 NUM_WORKERS = "UNISONO_NUM_WORKERS"
 
 
-class KubernetesClusterResolver(ClusterResolver):
+class KubernetesClusterResolver(KnownCluster):
     """A pod of an Indexed Job, alone or in a JobSet: worker JOB_COMPLETION_INDEX of the job.
 
     Kubernetes numbers the pods. The manifest says the rest: UNISONO_NUM_WORKERS, the number of
@@ -37,9 +37,3 @@ class KubernetesClusterResolver(ClusterResolver):
         super().__init__("worker", rank, environment="kubernetes")
         self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})
         self._launch = Launch(job=f"kubernetes-{first}")
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def launch(self) -> Launch:
-        return self._launch

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
 
@@ -17,7 +17,7 @@ _LOCAL_SIZE = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _JOB = ("PMIX_NAMESPACE", "PMI_JOBID", "OMPI_MCA_ess_base_jobid")
 
 
-class MpiClusterResolver(ClusterResolver):
+class MpiClusterResolver(KnownCluster):
     """A process that mpirun or mpiexec has started.
 
     MPI numbers the processes but does not tell where the first one is. On one host this is
@@ -46,9 +46,3 @@ class MpiClusterResolver(ClusterResolver):
         super().__init__("worker", rank, environment="mpi")
         self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})
         self._launch = Launch(job, local_rank=local_rank, local_size=local_size)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def launch(self) -> Launch:
-        return self._launch

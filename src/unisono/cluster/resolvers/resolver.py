@@ -17,17 +17,7 @@ from unisono.errors import ClusterError
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher says beyond the cluster spec.
-
-    Attributes:
-        job: The same text on all workers of a job; another one in another job, as far as the
-            launcher gives something to tell them apart.
-        local_rank: Which worker of its host this is.
-        local_size: How many workers its host has, as far as is known.
-        restart_count: How often the launcher has restarted the workers.
-        uses_existing_store: Whether the launcher keeps a store at the address of the first task.
-        gpus: The GPUs of its host that this worker uses; None means its share of them.
-    """
+    """What a launcher says beyond the cluster spec."""
 
     job: str
     local_rank: int = 0
@@ -119,6 +109,19 @@ class ClusterResolver(ABC):
         cluster = json.dumps(spec.as_dict(), sort_keys=True)
         job = f"cluster-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}"
         return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))
+
+
+class KnownCluster(ClusterResolver):
+    """A resolver that knows its cluster, and perhaps what the launcher says, from the start."""
+
+    _spec: ClusterSpec
+    _launch: Launch | None = None
+
+    def cluster_spec(self) -> ClusterSpec:
+        return self._spec
+
+    def launch(self) -> Launch:
+        return super().launch() if self._launch is None else self._launch
 
 
 def check_task(task_type: str | None, task_id: int | None, rpc_layer: str | None = None) -> None:

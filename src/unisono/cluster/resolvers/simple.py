@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from unisono.arguments import check_instance, check_optional
-from unisono.cluster.resolvers.resolver import ClusterResolver
+from unisono.cluster.resolvers.resolver import KnownCluster
 from unisono.cluster.rules import validate
 from unisono.cluster.spec import ClusterSpec, Tasks
 
 
-class SimpleClusterResolver(ClusterResolver):
+class SimpleClusterResolver(KnownCluster):
     """A cluster spec and a task, given as arguments.
 
     Args:
@@ -42,9 +42,6 @@ class SimpleClusterResolver(ClusterResolver):
         self._num_accelerators = num_accelerators
         if task_type is not None or task_id is not None:
             validate(self._spec, task_type, task_id)
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
     def master(
         self,

@@ -10,10 +10,9 @@ from dataclasses import replace
 from unisono.cluster.address import Address, derived_port
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import coordinator_address
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.resolvers.slurm_lists import expand_counts, expand_hosts
 from unisono.cluster.resolvers.task_jobs import SharedGpus, named_tasks, spec_of
-from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
 
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
@@ -21,7 +20,7 @@ _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
 
 
-class SlurmClusterResolver(ClusterResolver):
+class SlurmClusterResolver(KnownCluster):
     """A task that srun has started: SLURM_PROCID of SLURM_NTASKS.
 
     The first host of SLURM_STEP_NODELIST (or SLURM_NODELIST) is that of task 0. The port follows
@@ -78,9 +77,6 @@ class SlurmClusterResolver(ClusterResolver):
             restart_count=variables.number_or(0, "SLURM_RESTART_COUNT"),
         )
 
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns the job of this process and its number there."""
         return self.task_type, self.task_id
@@ -94,9 +90,10 @@ class SlurmClusterResolver(ClusterResolver):
         return {"GPU": self._shares.per_task}
 
     def launch(self) -> Launch:
+        launch = super().launch()
         if self._auto_set_gpu and not self._shares.are_given:
-            return self._launch
-        return replace(self._launch, gpus=self._shares.of(self._local_rank * self._auto_set_gpu))
+            return launch
+        return replace(launch, gpus=self._shares.of(self._local_rank * self._auto_set_gpu))
 
 
 def _hosts_by_rank(

@@ -12,12 +12,7 @@ from unisono.errors import ClusterError
 
 
 def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
-    """Returns the job and the number of each of `size` tasks, by rank.
-
-    Args:
-        jobs: How many tasks each job has; None means that all are workers.
-        size: How many tasks there are.
-    """
+    """Returns the job and the number of each of `size` tasks, by rank."""
     counts = {"worker": size} if jobs is None else dict(jobs)
     if sum(counts.values()) != size:
         raise ClusterError(
@@ -42,13 +37,7 @@ def spec_of(named: Sequence[tuple[str, int]], addresses: Sequence[str | None]) -
 
 @dataclass(frozen=True)
 class SharedGpus:
-    """How the tasks of a host share its GPUs.
-
-    Attributes:
-        gpus_per_node: How many the host has; counted if None.
-        gpus_per_task: How many each task uses; an even share if None.
-        most_tasks: How many tasks the host with the most has.
-    """
+    """How the tasks of a host share its GPUs."""
 
     gpus_per_node: int | None
     gpus_per_task: int | None

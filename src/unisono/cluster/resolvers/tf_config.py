@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.cluster.environment import LauncherVariables
-from unisono.cluster.resolvers.resolver import ClusterResolver
+from unisono.cluster.resolvers.resolver import KnownCluster
 from unisono.cluster.rules import validate
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError
@@ -19,7 +19,7 @@ _EXAMPLE = (
 )
 
 
-class TFConfigClusterResolver(ClusterResolver):
+class TFConfigClusterResolver(KnownCluster):
     """The cluster that TF_CONFIG describes; without TF_CONFIG, a process that is alone.
 
     TF_CONFIG is a JSON object: `cluster` holds addresses by job name, `task` a `type` and an
@@ -55,9 +55,6 @@ class TFConfigClusterResolver(ClusterResolver):
             validate(self._spec, self.task_type, self.task_id)
         except ClusterError as error:
             raise ClusterError(f"The task in TF_CONFIG is not usable. {error}") from None
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
 
     def master(
         self,

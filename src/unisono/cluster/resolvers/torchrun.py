@@ -6,11 +6,11 @@ from collections.abc import Mapping
 
 from unisono.cluster.address import Address
 from unisono.cluster.environment import LauncherVariables
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
+from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.spec import ClusterSpec
 
 
-class TorchrunClusterResolver(ClusterResolver):
+class TorchrunClusterResolver(KnownCluster):
     """A worker that torchrun has started: RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
 
     LOCAL_RANK, LOCAL_WORLD_SIZE and the variables TORCHELASTIC_* are used where they are set.
@@ -34,12 +34,6 @@ class TorchrunClusterResolver(ClusterResolver):
             restart_count=variables.number_or(0, "TORCHELASTIC_RESTART_COUNT"),
             uses_existing_store=variables.find("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-
-    def cluster_spec(self) -> ClusterSpec:
-        return self._spec
-
-    def launch(self) -> Launch:
-        return self._launch
 
 
 def _local(variables: LauncherVariables) -> tuple[int, int]:

@@ -5,7 +5,13 @@ from unisono.input.sources.files import of_own_files
 from unisono.input.sources.kinds import FunctionSource, IterableSource, as_source
 from unisono.input.sources.loaders import LoaderSource
 from unisono.input.sources.random_state import random_state, set_random_state
-from unisono.input.sources.readers import Moving, MovingReaders, Readers, readers_of
+from unisono.input.sources.readers import (
+    Moving,
+    MovingReaders,
+    MovingReadersApart,
+    Readers,
+    readers_of,
+)
 from unisono.input.sources.samplers import check_share, of_all_samples
 from unisono.input.sources.source import Source
 
@@ -16,6 +22,7 @@ __all__ = [
     "LoaderSource",
     "Moving",
     "MovingReaders",
+    "MovingReadersApart",
     "Progress",
     "Readers",
     "Source",

@@ -19,11 +19,8 @@ class Progress:
     """How far an epoch is, and what it takes to get there again.
 
     Attributes:
-        num_steps: Steps used. What was fetched ahead does not count.
         num_left_out: Those of them that were not handed out, because no worker had a sample.
-        batches_per_step: Batches that each source gives a step.
-        steps_per_batch: Steps over which each batch is split.
-        batch_size: The size of a full batch, where the split depends on it.
+        batches_per_step: Batches that each source gives in `steps_per_batch` steps.
         at_start: The random generators before the sources were opened, of each worker that reads
             its own data; None when no epoch is under way, because none was begun or the last
             one came to its end.
@@ -49,12 +46,12 @@ class Progress:
     @property
     def num_consumed(self) -> int:
         """How many batches of each source are used up."""
-        return self.num_steps // self.steps_per_batch * self.batches_per_step
+        return self.num_steps * self.batches_per_step // self.steps_per_batch
 
     @property
     def is_amid_batch(self) -> bool:
         """Whether the next batch was drawn and used in part."""
-        return self.num_steps % self.steps_per_batch > 0
+        return self.num_steps * self.batches_per_step % self.steps_per_batch > 0
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what `from_state_dict` reads."""
@@ -64,11 +61,7 @@ class Progress:
 
     @classmethod
     def from_state_dict(cls, state: Mapping[str, Any]) -> Progress:
-        """Reads what `state_dict` returned.
-
-        Raises:
-            UnsupportedError: If it is something else, or damaged.
-        """
+        """Reads what `state_dict` returned."""
         names = {field.name for field in fields(cls)}
         if not isinstance(state, Mapping) or set(state) != names:
             found = in_words(list(state) if isinstance(state, Mapping) else state)

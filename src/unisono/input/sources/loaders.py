@@ -81,6 +81,18 @@ class LoaderSource(Source):
         return self._loader
 
     @property
+    def num_samples(self) -> int | None:
+        """See `Source.num_samples`."""
+        batches: Any = self._loader.batch_sampler
+        if self._is_iterable or type(batches) is not BatchSampler:
+            return None
+        try:
+            num_samples = len(batches.sampler)  # type: ignore[arg-type]
+        except (TypeError, NotImplementedError):
+            return None
+        return num_samples - num_samples % batches.batch_size * batches.drop_last
+
+    @property
     def is_running(self) -> bool:
         """See `Source.is_running`: workers that persist are not seeded again for the next epoch."""
         return self._loader.persistent_workers and self._loader._iterator is not None

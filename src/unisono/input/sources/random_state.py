@@ -55,10 +55,7 @@ def _set(state: RandomState, for_torch: Any, for_python: Any, for_numpy: Any) ->
 
 @contextmanager
 def replayed(state: RandomState, generators: Sequence[torch.Generator]) -> Iterator[None]:
-    """Runs the block from `state`, and then sets the global generators back to where they were.
-
-    `generators` belong to the source and stay where the block leaves them.
-    """
+    """Runs the block from `state`, and then sets the global generators back to where they were."""
     before = random_state(())
     try:
         set_random_state(state, generators)

@@ -11,17 +11,13 @@ import torch
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import UnsupportedError
 from unisono.input.sources.random_state import RandomState, random_state, set_random_state
-from unisono.reductions import Workers
+from unisono.reductions import ReplicaLayout, Workers
 
 T = TypeVar("T")
 
 
 class Readers:
-    """Workers that all read the same batches, each to keep its part; or a worker that is alone.
-
-    Args:
-        workers: All workers; None means that there is no other.
-    """
+    """Workers that all read the same batches, each to keep its part; or a worker that is alone."""
 
     are_apart = False
 
@@ -54,8 +50,29 @@ class Moving(Protocol):
     generation: int
     is_arriving: bool
 
+    @property
+    def layout(self) -> ReplicaLayout:
+        """Which replicas each worker has."""
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """The number of the worker that each replica has. A worker keeps its number."""
+
+    def tell(
+        self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
+    ) -> tuple[int, tuple[int, ...]]:
+        """All workers tell each other numbers, again if a worker is lost meanwhile.
+
+        Args:
+            own: Returns the numbers of this worker.
+            undo: Makes everything what it was before `own`.
+
+        Returns:
+            The generation of the workers that have told, and all their numbers by rank.
+        """
+
     def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers in that want to join."""
+        """Before the next batch of an input is taken: lets workers leave and join."""
 
     def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
         """Does what all workers do together, again if a worker is lost meanwhile."""
@@ -65,12 +82,7 @@ class Moving(Protocol):
 
 
 class MovingReaders(Readers):
-    """Workers of an elastic job, which all read the same batches.
-
-    Args:
-        workers: All workers.
-        job: The job.
-    """
+    """Workers of an elastic job, which all read the same batches."""
 
     def __init__(self, workers: Workers, job: Moving) -> None:
         super().__init__(workers)
@@ -105,6 +117,13 @@ class ReadersApart(Readers):
                 f"{communicator.size} workers. Resume with {len(states)} workers."
             )
         return states[communicator.rank]
+
+
+class MovingReadersApart(ReadersApart):
+    """Workers of an elastic job, each with its own data. What one has read, others do not know."""
+
+    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
+        return (random_state(generators),)
 
 
 def readers_of(workers: Workers | None, *, own_data: bool) -> Readers:

@@ -18,12 +18,10 @@ class Source(ABC):
     """Gives the batches of one epoch after another.
 
     Attributes:
-        generators: The random generators that belong to it.
         is_alone: Whether drawing a batch from an open epoch leaves the global random generators
             of this process alone, so that it may be done at any time and on any thread.
         has_one_epoch: Whether opening an epoch ends the one before.
         drops_rest: Whether its batches are all of one size because the rest was dropped.
-        batch_size: The size of its full batches, if it says so.
     """
 
     generators: tuple[torch.Generator, ...] = ()
@@ -36,6 +34,11 @@ class Source(ABC):
     def is_running(self) -> bool:
         """Whether something is kept from an earlier epoch that changes how the next one opens."""
         return False
+
+    @property
+    def num_samples(self) -> int | None:
+        """How many samples an epoch has, if it says so."""
+        return None
 
     @abstractmethod
     def open(self) -> Iterator[Any]:

@@ -2,6 +2,7 @@
 
 from unisono.input.splits.counts import counts_of
 from unisono.input.splits.layout import is_column, lay_out
+from unisono.input.splits.parts import Part, PartQueue, together
 from unisono.input.splits.sizes import even_sizes, filled_slices, fixed_sizes, tensorflow_sizes
 from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied, grouped
 from unisono.input.splits.steps import (
@@ -16,6 +17,8 @@ __all__ = [
     "MISSING",
     "BatchPerReplica",
     "OwnBatches",
+    "Part",
+    "PartQueue",
     "SharedBatches",
     "SplitBatch",
     "SplitEpoch",
@@ -30,4 +33,5 @@ __all__ = [
     "is_column",
     "lay_out",
     "tensorflow_sizes",
+    "together",
 ]

@@ -47,8 +47,12 @@ def fixed_sizes(
     ((2, 2, 2, 1), (2, 1, 2, 2))
     """
     _check(num_workers, worker_id, num_replicas)
-    sizes = even_sizes(batch_size, num_workers * num_replicas)
-    first = worker_id * num_replicas
+    return rotated_sizes(batch_size, num_workers * num_replicas, worker_id * num_replicas)
+
+
+def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
+    """Returns the sizes that the worker whose first replica is `first` makes of its batches."""
+    sizes = even_sizes(batch_size, num_replicas)
     return sizes[first:] + sizes[:first]
 
 

@@ -42,6 +42,7 @@ class SplitBatch:
         is_counted: Whether the counts are those of samples; otherwise each part counts as one.
         of_all: In an elastic job, for each leaf the parts of the replicas of all workers.
         generation: Which workers there were then.
+        step: If its workers read for themselves, which step of the input this is.
     """
 
     tree: Tree
@@ -50,6 +51,7 @@ class SplitBatch:
     is_counted: bool = True
     of_all: list[tuple[Any, ...]] | None = None
     generation: int = 0
+    step: Any = None
 
     def of(self, replicas: slice) -> SplitBatch:
         """Returns what some of the replicas got."""
@@ -68,8 +70,8 @@ class SplitBatch:
             if all(component is None for component in part):
                 return None
             value = PerReplica.placed(part, devices, self.counts or None, is_input=True)
-            if of_all is not None:
-                value.note_origin(self.generation, of_all)
+            if of_all is not None or self.step is not None:
+                value.note_origin(self.generation, of_all, self.step)
             return value
 
         unknown: list[Any] = [None] * len(self.leaves)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from unisono.input.sources import Epoch
-from unisono.input.splits.sizes import filled_slices, fixed_sizes, slices_of
-from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter
+from unisono.input.splits.parts import PartQueue, together
+from unisono.input.splits.sizes import filled_slices, rotated_sizes, slices_of
+from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied
 from unisono.reductions import ReplicaLayout
 
 
@@ -25,6 +26,10 @@ class SplitEpoch(ABC):
     @abstractmethod
     def draw(self) -> SplitBatch:
         """Draws the batches of the next step and splits them. Raises `StopIteration` at the end."""
+
+    def chunk(self) -> SplitBatch:
+        """Draws as little as can be drawn, for replicas that may be others in the next step."""
+        return self.draw()
 
 
 class WholeBatches(SplitEpoch):
@@ -56,7 +61,10 @@ class SharedBatches(SplitEpoch):
 
 
 class OwnBatches(SplitEpoch):
-    """A worker's own batches, each of which lasts for as many steps as there are workers.
+    """A worker's own batches. Each is split into one part per replica of all workers.
+
+    With equal numbers of replicas, a batch lasts for as many steps as there are workers. Otherwise
+    a step may use the last parts of one batch and the first of the next.
 
     As TensorFlow splits, all batches are split as a full one is, and a shorter one fills its parts
     in order. The first batch of the first epoch says what a full one is, unless the source does.
@@ -65,37 +73,53 @@ class OwnBatches(SplitEpoch):
     def __init__(self, epoch: Epoch, splitter: Splitter, layout: ReplicaLayout) -> None:
         super().__init__(epoch, splitter)
         self._num_replicas = len(layout.own)
-        self._place = len(layout.counts), layout.rank, self._num_replicas
+        self._place = layout.total, layout.own.start
         progress = epoch.progress
         if progress.batch_size is None:
             progress.batch_size = epoch.sources[0].batch_size
         # An epoch may be resumed in the middle of a batch.
-        self._to_skip = progress.num_steps % progress.steps_per_batch
+        self._to_skip = progress.num_steps * self._num_replicas % layout.total
+        self._queue = PartQueue(self.chunk)
         self._left: list[SplitBatch] = []
 
     def _slices(self, num_samples: int) -> tuple[slice, ...]:
         if not self.splitter.leaves_empty:
-            return slices_of(fixed_sizes(num_samples, *self._place))
+            return slices_of(rotated_sizes(num_samples, *self._place))
         progress = self.epoch.progress
         progress.batch_size = progress.batch_size or num_samples
         full = max(progress.batch_size, num_samples)
-        return filled_slices(num_samples, fixed_sizes(full, *self._place))
+        return filled_slices(num_samples, rotated_sizes(full, *self._place))
+
+    def chunk(self) -> SplitBatch:
+        batch = next(self.epoch.batches[0])
+        parts = self.splitter.split(batch, self._place[0], slices=self._slices)
+        first, self._to_skip = self._to_skip, 0
+        return parts.of(slice(first, None)) if first else parts
 
     def draw(self) -> SplitBatch:
-        if not self._left:
-            step, num_workers = self._num_replicas, self._place[0]
-            num_parts = step * num_workers
-            batch = next(self.epoch.batches[0])
-            parts = self.splitter.split(batch, num_parts, slices=self._slices)
-            firsts = range(0, num_parts, step)
-            self._left = [parts.of(slice(first, first + step)) for first in firsts]
-            del self._left[: self._to_skip]
-            self._to_skip = 0
-        return self._left.pop(0)
+        step = self._num_replicas
+        if self._place[0] % step == 0:
+            if not self._left:
+                parts = self.chunk()
+                firsts = range(0, len(parts.counts), step)
+                self._left = [parts.of(slice(first, first + step)) for first in firsts]
+            return self._left.pop(0)
+        taken = self._queue.take(step)
+        if not taken:
+            raise StopIteration
+        spare = self.splitter.spare(taken[0].structure) if len(taken) < step else None
+        if spare is MISSING:
+            raise StopIteration
+        return together(taken, (copied(spare) for _ in range(step - len(taken))))
 
 
 class BatchPerReplica(SplitEpoch):
     """Each replica gets a whole batch; in the last step some may have to do without."""
+
+    def chunk(self) -> SplitBatch:
+        parts = self.splitter.join([next(self.epoch.batches[0])])
+        assert parts is not None
+        return parts
 
     def draw(self) -> SplitBatch:
         per_step = self.epoch.progress.batches_per_step

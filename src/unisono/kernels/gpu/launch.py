@@ -93,10 +93,7 @@ def reduce_on_gpu(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) 
 
 
 class TableArena:
-    """Pinned memory for the tables of a captured step, which its replays copy from.
-
-    It is kept as long as the step.
-    """
+    """Pinned memory for the tables of a captured step, which its replays copy from."""
 
     # Enough for the gradients of thousands of parameters on eight replicas.
     _NUM_BYTES = 8 << 20

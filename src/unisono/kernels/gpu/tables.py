@@ -32,18 +32,7 @@ _ALIGNMENT = 16
 
 
 class Table(NamedTuple):
-    """The items of one launch.
-
-    Attributes:
-        dtype: The dtype of the elements; for complex numbers, of their parts.
-        device: The index of their GPU.
-        num_inputs: How many tensors each item combines.
-        num_outputs: How many tensors each result is written to.
-        num_rows: How many items have elements.
-        num_blocks: How many blocks they have together.
-        is_aligned: Whether all tensors are aligned for wide loads.
-        rows: The rows, of 64-bit integers.
-    """
+    """The items of one launch."""
 
     dtype: str
     device: int

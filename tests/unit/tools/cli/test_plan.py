@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from unisono.costs import Cluster, Link, Tuning, phases_of, seconds_of
+from unisono.costs import Cluster, Link, Tuning
 from unisono_tools.cli import main
+from unisono_tools.pricing import phases_of, seconds_of
 
 CLUSTER = ["--hosts", "512", "--gpus", "8", "--model-bytes", "28e9"]
 LINKS = ["--latency", "1e-5", "--bandwidth", "1e10"]

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from unisono.costs import Cluster, Link, Run, Tuning, phases_of, running, seconds_of
+from unisono.costs import Cluster, Link, Run, Tuning
 from unisono_tools.cli import main
 from unisono_tools.planning.model import Model
+from unisono_tools.pricing import phases_of, running, seconds_of
 
 LINK = Link(1e-5, 1e9)
 TIMES = ((1 << 10, 1e-3), (1 << 12, 2e-3), (1 << 20, 9e-3))

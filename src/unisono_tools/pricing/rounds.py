@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from unisono.algorithms import Round, Rounds, Send
-from unisono.costs.links import Cluster, Line
+from unisono.costs import Cluster, Line
 
 Ranks: TypeAlias = npt.NDArray[np.int64]
 _FAR_BYTES = 1 << 40
@@ -25,7 +25,6 @@ class Phase(NamedTuple):
     """Rounds among some ranks of each host, or all.
 
     Attributes:
-        rounds: What the ranks send each other.
         stride: How far they are apart, counted over all hosts.
         groups: How many groups of such ranks a host takes part in at the same time.
         share: The part of the tensor that each group handles.
@@ -119,10 +118,7 @@ def _load(one: Round, phase: Phase, ranks_per_host: int) -> Load:
 
 
 def _pairs(send: Send, size: int, hosts: Ranks) -> tuple[Ranks, Ranks]:
-    """Returns who sends to whom, message by message.
-
-    If all hosts do the same, the first host stands for all: each receives what it sends.
-    """
+    """Returns who sends to whom, message by message."""
     senders = np.asarray(send.senders, dtype=np.int64)
     if len(senders) == size:
         senders = senders[hosts[senders] == 0]

@@ -7,9 +7,9 @@ from collections import Counter
 
 import pytest
 
-from unisono.costs import (
-    Cluster,
-    Link,
+from unisono.costs import Cluster, Link
+from unisono.errors import UnsupportedError
+from unisono_tools.pricing import (
     Phase,
     algorithms_for,
     busiest_share,
@@ -18,8 +18,7 @@ from unisono.costs import (
     phases_of,
     seconds_of,
 )
-from unisono.costs.rounds import loads_of
-from unisono.errors import UnsupportedError
+from unisono_tools.pricing.rounds import loads_of
 
 A, B, E, G = 3e-6, 5e9, 7e-7, 2e10
 LINK = Link(A, B, E)
