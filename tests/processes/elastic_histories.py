@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -44,6 +46,7 @@ class Play:
         self._failures: list[str] = []
         self._killed: set[int] = set()
         self._come: dict[Event, float] = {}
+        self._paused: dict[Event, int] = {}
         self._outside: set[int] = set()
         self._later: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -133,6 +136,7 @@ class Play:
 
     def _plan(self, event: Event) -> None:
         if event.kind == "pause":
+            self._paused[event] = self._crew.members[event.worker].process_id
             self._do_later(event.lasting, event)
         elif event.kind not in COMING:
             self._do_later(event.seconds, event)
@@ -164,10 +168,12 @@ class Play:
             if event.worker not in self._waiting:
                 self._killed.add(event.worker)
         elif event.kind == "pause":
-            stat = Path(f"/proc/{member.process_id}/stat")
-            while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
-                time.sleep(0.01)
-            member.send(signal.SIGCONT)
+            # It may have been killed meanwhile.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(f"/proc/{self._paused[event]}/stat")
+                while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
+                    time.sleep(0.01)
+                os.kill(self._paused[event], signal.SIGCONT)
         else:
             self._change_link(event)
 
