@@ -20,7 +20,7 @@ from processes.ports import free_ports
 
 _SECONDS = 120.0
 _PATIENCE_SECONDS = 2.0
-# On a host of its own, nobody else listens. A job may end later than the next one begins.
+# Nobody else listens on these hosts. A job may end later than the next one begins.
 _ports = itertools.cycle(range(4000, 9000))
 
 
@@ -91,7 +91,7 @@ class Play:
         return self._results
 
     def _is_somebody_to_come(self) -> bool:
-        return any(event.kind != "mend" for *_, event in self._later)
+        return any(event.kind != "reconnect" for *_, event in self._later)
 
     def _listen(self, until: float) -> None:
         pipes = {worker: self._crew.members[worker].pipe for worker in self._waiting}
@@ -174,11 +174,11 @@ class Play:
     def _change_link(self, event: Event) -> None:
         assert self._hosts is not None
         host = self._history.places[event.worker]
-        {"cut": self._hosts.cut, "mute": self._hosts.mute, "mend": self._hosts.mend}[event.kind](
-            host
-        )
-        if event.kind != "mend" and event.lasting < math.inf:
-            self._do_later(event.lasting, replace(event, kind="mend"))
+        {"cut": self._hosts.cut, "mute": self._hosts.mute, "reconnect": self._hosts.reconnect}[
+            event.kind
+        ](host)
+        if event.kind != "reconnect" and event.lasting < math.inf:
+            self._do_later(event.lasting, replace(event, kind="reconnect"))
 
 
 def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
@@ -198,7 +198,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     finally:
         if hosts is not None:
             for host in range(len(hosts.names)):
-                hosts.mend(host)
+                hosts.reconnect(host)
         expected = spare.hear(_SECONDS)
         saved = list(history.folder.glob("*"))
         shutil.rmtree(history.folder, ignore_errors=True)

@@ -26,7 +26,7 @@ SLACK_SECONDS = 20.0
 PAUSE_SECONDS = 3.0
 _DELAYS = (0.0, 0.002, 0.02)
 _DOING = re.compile(
-    r"all_reduce|reduce_scatter|all_gather|gather|broadcast|barrier|allocate|the start|"
+    r"all_reduce|reduce_scatter|all_gather|gather|broadcast|share_parts|barrier|allocate|the start|"
     r"between collectives|to start|has not come|not connected|never came|to join|to invite|"
     r"to connect|to answer|"
     r"did not answer|found nobody|cannot be reached|could not connect|does not answer|"

@@ -39,18 +39,23 @@ class Message:
 
     __slots__ = ("arrival", "held", "is_answered", "is_done", "peer")
 
-    def __init__(self, peer: int, held: Any, *, is_done: bool = False) -> None:
-        self.peer, self.held, self.is_done = peer, held, is_done
-        self.is_answered = False
-        self.arrival: Arrival | None = None
+    def __init__(self, peer: int, *, is_done: bool = False) -> None:
+        self.peer, self.is_done, self.is_answered = peer, is_done, False
+        self.let_go()
 
     def has_arrived(self) -> bool:
         """Whether all of it is in its memory."""
         return self.arrival is not None and self.arrival.has_come()
 
     def end(self) -> None:
+        """Lets whoever waits go on."""
+        self.let_go()
+        self.is_done = True
+
+    def let_go(self) -> None:
         """Gives back what Gloo has used."""
-        self.held, self.arrival, self.is_done = None, None, True
+        self.arrival: Arrival | None = None
+        self.held: list[Any] = []
 
 
 class Arrival:
@@ -111,3 +116,13 @@ class Answered:
             return self._num_long % _LONG_PER_ANSWER == 0
         self._num_short += 1
         return self._num_short % _SHORT_PER_ANSWER == 0
+
+
+class Closed:
+    """Takes the place of a group that nobody may use any more."""
+
+    def send(self, *_: Any) -> None:
+        """Raises what a broken connection does."""
+        raise RuntimeError("another thread has closed it")
+
+    recv = send

@@ -27,6 +27,7 @@ from unisono.communicators.gloo_memory import (
     SHORT_BYTES,
     Answered,
     Arrival,
+    Closed,
     Message,
     Room,
     packed,
@@ -46,17 +47,10 @@ _MOST_ANSWERS = 4
 
 
 class Peer:
-    """What is under way between this rank and another.
-
-    Args:
-        group: A process group of torch.distributed with Gloo.
-        rank: The number of the other in the group.
-        peer: Its number in the transport.
-    """
+    """What is under way between this rank and another, which is `rank` in the group."""
 
     def __init__(self, group: Any, rank: int, peer: int) -> None:
-        self.number = peer
-        self._group, self._rank = group, rank
+        self.number, self._rank, self._group = peer, rank, group
         self._sent, self._received = Answered(), Answered()
         self._unanswered: deque[Message] = deque()
         # What was sent after the last message that is answered.
@@ -74,8 +68,9 @@ class Peer:
         is_answered = self._sent.next(num_bytes)
         is_free = not is_answered or len(self._unanswered) < _MOST_ANSWERS
         is_copied = num_bytes <= COPIED_BYTES and is_free
-        message = Message(self.number, self._copies, is_done=is_copied)
+        message = Message(self.number, is_done=is_copied)
         if is_answered:
+            message.held = self._copies
             room = torch.empty(1, dtype=torch.uint8)
             message.arrival = Arrival(self._group, self._rank, _ANSWER, room, b"\0")
             self._unanswered.append(message)
@@ -85,13 +80,12 @@ class Peer:
         elif is_copied:
             data = data.clone()
         self._copies.append((data, self._group.send([data], self._rank, tag)))
-        if is_answered:
-            self._copies = []
+        self._copies = [] if is_answered else self._copies
         return message
 
     def receive(self, room: Tensor) -> Message:
         """Begins to receive bytes, at the next look."""
-        message = Message(self.number, room)
+        message = Message(self.number)
         message.is_answered = self._received.next(room.nbytes)
         self._coming.append((message, room))
         self._unopened.append((message, room))
@@ -108,15 +102,16 @@ class Peer:
                 # A rank that closes needs no answer.
                 with suppress(RuntimeError):
                     self._given.append(self._group.send([MARK], self._rank, _ANSWER))
-        if self._unopened:
+        if self._unopened or self._used:
             self._open()
 
     def _has_come(self, message: Message, room: Tensor) -> bool:
         if room.nbytes > SHORT_BYTES:
             return message.has_arrived()
-        if not self._rooms or not self._rooms[0].take(room):
+        rooms = self._rooms
+        if not rooms or not rooms[0].take(room):
             return False
-        self._used.append(self._rooms.popleft())
+        self._used.append(rooms.popleft())
         return True
 
     def _open(self) -> None:
@@ -128,10 +123,9 @@ class Peer:
         self._unopened = []
         # Several at once, which wakes the other rank up less often.
         if self._coming and len(self._rooms) <= _NUM_ROOMS // 2:
-            self._used = self._used or [Room() for _ in range(_NUM_ROOMS - len(self._rooms))]
-            for one in self._used:
+            for one in self._used or [Room() for _ in range(_NUM_ROOMS)]:
                 one.open(self._group, self._rank, _SHORT)
-            self._rooms.extend(self._used)
+                self._rooms.append(one)
             self._used = []
 
     def is_awaited(self) -> bool:
@@ -146,3 +140,10 @@ class Peer:
         """Returns what Gloo may still have to send."""
         copies = [*(message.held for message in self._unanswered), self._copies]
         return [*(work for some in copies for _, work in some), *self._given]
+
+    def close(self) -> None:
+        """Lets go of Gloo. An error may keep this object alive, and others may look at it."""
+        for message in (*self._unanswered, *(message for message, _ in self._coming)):
+            message.let_go()
+        self._group, self._rooms, self._given = Closed(), deque(), deque()
+        self._used, self._copies = [], []

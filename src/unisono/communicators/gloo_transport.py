@@ -127,13 +127,15 @@ class GlooTransport:
             for one in peers:
                 one.check()
 
+        has_left = False
         try:
             sent = [work for one in peers for work in one.sent()]
-            if is_well and have_left(sent, self._timeout_seconds, check):
-                peers = []
+            has_left = is_well and have_left(sent, self._timeout_seconds, check)
         finally:
-            if peers:
+            if peers and not has_left:
                 break_connections(self._group)
+            for one in peers:
+                one.close()
             self._group = None
 
 

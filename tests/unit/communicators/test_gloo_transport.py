@@ -223,6 +223,17 @@ def test_messages_that_are_copied_are_seldom_answered(three: Three, length: int,
     assert [group.num_sent for group in counted] == [most, most]
 
 
+def test_more_is_received_at_once_than_there_is_room_for(three: Three) -> None:
+    first, second, _ = three
+    rooms = [filled(4, 0) for _ in range(20)]
+    received = [second.receive(0, room) for room in rooms]
+    for number in range(20):
+        first.send(1, filled(4, number))
+
+    assert second.progress(received, SECONDS)
+    assert [room[0].item() for room in rooms] == list(range(20))
+
+
 def test_nobody_sends_far_ahead_of_whoever_receives(three: Three) -> None:
     first, second, _ = three
     sent = [first.send(1, filled(4, number)) for number in range(200)]
