@@ -23,7 +23,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
 )
-from unisono.input.dataset import DistributedInput
+from unisono.input.distributed import DistributedInput
 
 
 class Noisy(Dataset[Tensor]):
