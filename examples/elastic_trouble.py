@@ -95,7 +95,7 @@ class Workers:
 
 
 def run(words: list[str], tf_config: str) -> None:
-    """Runs a script in a process of its own."""
+    """Runs a script with a TF_CONFIG."""
     os.environ["TF_CONFIG"] = tf_config
     sys.argv = words
     runpy.run_path(words[0], run_name="__main__")
@@ -114,7 +114,7 @@ def make_trouble(options: argparse.Namespace) -> None:
                 if not victims and not workers.is_done():
                     workers.check()
                 continue
-            # In turn, so that there are about as many as before.
+            # In turn, so that their number stays about the same.
             if num_events % 2 == 0 and len(victims) > 1:
                 workers.kill(rng.choice(victims))
             elif workers.has_room():

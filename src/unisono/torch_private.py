@@ -10,9 +10,12 @@ from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "TorchDispatchMode",
     "copy_each",
+    "dispatch_keys",
     "flatten_each",
     "no_torch_function",
     "no_torch_function_of_subclasses",
@@ -22,6 +25,7 @@ __all__ = [
     "raw_stream",
     "set_grad_enabled",
     "views_like",
+    "with_dispatch_keys",
 ]
 
 no_torch_function = torch._C.DisableTorchFunction
@@ -29,10 +33,16 @@ no_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
 num_dispatch_modes = torch._C._len_torch_dispatch_stack
 num_function_modes = torch._C._len_torch_function_stack
 set_grad_enabled = torch._C._set_grad_enabled
+with_dispatch_keys: Any = torch._C._ForceDispatchKeyGuard
 copy_each: Any = torch._foreach_copy_
 # Puts tensors of one dtype end to end, and the views of the result that have their shapes.
 flatten_each: Any = torch._C._nn.flatten_dense_tensors
 views_like: Any = torch._C._nn.unflatten_dense_tensors
+
+
+def dispatch_keys() -> tuple[Any, Any]:
+    """Returns what this thread adds to and takes from the keys by which torch finds a kernel."""
+    return torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
 
 
 def raw_stream(gpu: int) -> int:

@@ -54,7 +54,7 @@ class Hosts:
         nothing = ["tbf", "rate", "8bit", "burst", "1", "latency", "1ms"]
         run("tc", "-n", self.names[host], "qdisc", "replace", "dev", "eth0", "root", *nothing)
 
-    def mend(self, host: int) -> None:
+    def reconnect(self, host: int) -> None:
         """Plugs the cable of a host in again, and sends what it sends."""
         run("tc", "-n", self.names[host], "qdisc", "replace", "dev", "eth0", "root", "pfifo")
         run("ip", "-n", self.names[host], "link", "set", "eth0", "up")

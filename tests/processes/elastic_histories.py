@@ -5,9 +5,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+import os
 import shutil
 import signal
 import time
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -20,7 +22,7 @@ from processes.ports import free_ports
 
 _SECONDS = 120.0
 _PATIENCE_SECONDS = 2.0
-# On a host of its own, nobody else listens. A job may end later than the next one begins.
+# Nobody else listens on these hosts. A job may end later than the next one begins.
 _ports = itertools.cycle(range(4000, 9000))
 
 
@@ -44,6 +46,7 @@ class Play:
         self._failures: list[str] = []
         self._killed: set[int] = set()
         self._come: dict[Event, float] = {}
+        self._paused: dict[Event, int] = {}
         self._outside: set[int] = set()
         self._later: list[tuple[float, int, Event]] = []
         self._numbers = itertools.count()
@@ -91,7 +94,7 @@ class Play:
         return self._results
 
     def _is_somebody_to_come(self) -> bool:
-        return any(event.kind != "mend" for *_, event in self._later)
+        return any(event.kind != "reconnect" for *_, event in self._later)
 
     def _listen(self, until: float) -> None:
         pipes = {worker: self._crew.members[worker].pipe for worker in self._waiting}
@@ -133,6 +136,7 @@ class Play:
 
     def _plan(self, event: Event) -> None:
         if event.kind == "pause":
+            self._paused[event] = self._crew.members[event.worker].process_id
             self._do_later(event.lasting, event)
         elif event.kind not in COMING:
             self._do_later(event.seconds, event)
@@ -164,21 +168,23 @@ class Play:
             if event.worker not in self._waiting:
                 self._killed.add(event.worker)
         elif event.kind == "pause":
-            stat = Path(f"/proc/{member.process_id}/stat")
-            while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
-                time.sleep(0.01)
-            member.send(signal.SIGCONT)
+            # It may have been killed meanwhile.
+            with suppress(FileNotFoundError, ProcessLookupError):
+                stat = Path(f"/proc/{self._paused[event]}/stat")
+                while stat.read_text().rpartition(")")[2].split()[0] not in "TZ":
+                    time.sleep(0.01)
+                os.kill(self._paused[event], signal.SIGCONT)
         else:
             self._change_link(event)
 
     def _change_link(self, event: Event) -> None:
         assert self._hosts is not None
         host = self._history.places[event.worker]
-        {"cut": self._hosts.cut, "mute": self._hosts.mute, "mend": self._hosts.mend}[event.kind](
-            host
-        )
-        if event.kind != "mend" and event.lasting < math.inf:
-            self._do_later(event.lasting, replace(event, kind="mend"))
+        {"cut": self._hosts.cut, "mute": self._hosts.mute, "reconnect": self._hosts.reconnect}[
+            event.kind
+        ](host)
+        if event.kind != "reconnect" and event.lasting < math.inf:
+            self._do_later(event.lasting, replace(event, kind="reconnect"))
 
 
 def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
@@ -198,7 +204,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     finally:
         if hosts is not None:
             for host in range(len(hosts.names)):
-                hosts.mend(host)
+                hosts.reconnect(host)
         expected = spare.hear(_SECONDS)
         saved = list(history.folder.glob("*"))
         shutil.rmtree(history.folder, ignore_errors=True)
@@ -217,11 +223,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
         assert not differing, f"{history}: worker {worker} differs in {differing}"
     _check_that_one_side_went_on(history, list(results.values()))
     for worker, one in results.items():
-        if history.program.is_batch_norm_synchronized:
-            # After an undone step, memory that the old workers shared may stay until the end.
-            crew.replace(worker, waits=False)
-        else:
-            assert one.left is None, f"{history}: worker {worker} has left {one.left}"
+        assert one.left is None, f"{history}: worker {worker} has left {one.left}"
     return f"{len(done)} are done, {len(it.late)} came too late, {_ends(results)}"
 
 

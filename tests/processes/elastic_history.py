@@ -32,13 +32,13 @@ class Event:
     Attributes:
         kind: "kill", "leave" of one that is preempted, "pause", "return" of one that was killed or
             has left, "join" of a new one, "cut" of its host from the others, "mute" of its host,
-            which then hears but is not heard, or "mend".
+            which then hears but is not heard, or "reconnect".
         worker: Which one.
         run: In which of its runs; the others wait there for one that comes.
         point: Where in the run; "" for some time after its begin.
         seconds: How long after the begin.
-        lasting: How many seconds a worker is paused, a host is cut off, or a step takes in which a
-            worker is preempted.
+        lasting: How long a worker is paused or a host is cut off. For a worker that is preempted,
+            how long its step takes then.
     """
 
     kind: str

@@ -7,7 +7,7 @@ import signal
 import time
 import traceback
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -21,7 +21,7 @@ from processes.namespaces import apart, enter
 from unisono.cluster import Membership
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
 from unisono.devices import cpu_slots
-from unisono.errors import CommunicationError
+from unisono.errors import CommunicationError, WorkerLostError
 from unisono.reductions import dealt
 from unisono.strategies.joining import join_elastic
 
@@ -123,7 +123,14 @@ def _run(pipe: Connection, task: Task) -> None:
                 stack.enter_context(apart(task.namespace))
             pipe.send(("ready", None))
             pipe.recv()
-            _Program(pipe, task).work()
+            program = _Program(pipe, task)
+            try:
+                program.work()
+            except WorkerLostError as error:
+                # It was given up, and joins again.
+                pipe.send(("raised", (type(error).__name__, str(error))))
+                program.leave()
+                _Program(pipe, replace(task, fate={})).work()
     except CommunicationError as error:
         pipe.send(("raised", (type(error).__name__, str(error))))
     except BaseException:
@@ -211,6 +218,9 @@ class _Program:
         if fate == "kill after":
             self.kill()
         return leaving, any(bool(one[1]) for one in said)
+
+    def leave(self) -> None:
+        self._members.leave()
 
     def kill(self) -> None:
         os.kill(os.getpid(), signal.SIGKILL)

@@ -158,6 +158,20 @@ class Program:
         return [int(number) for _ in epochs for numbers, *_ in loader for number in numbers]
 
 
+def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
+    """Says when updates are made that have waited for the end of their runs."""
+    postponed = strategy.extended.mirrors.postponed
+    make = postponed.make
+
+    def told() -> None:
+        if postponed.is_waiting:
+            at(POINTS_OF_UPDATES[0])
+            make()
+            at(POINTS_OF_UPDATES[1])
+
+    vars(postponed)["make"] = told
+
+
 class Training:
     """A program that is under way on one worker.
 
@@ -183,6 +197,8 @@ class Training:
         if program.watches_updates:
             self.optimizer.register_step_pre_hook(lambda *_: at(POINTS_OF_UPDATES[0]))
             self.optimizer.register_step_post_hook(lambda *_: at(POINTS_OF_UPDATES[1]))
+        else:
+            tell_of_updates(strategy, at)
         next(self.model.parameters()).register_hook(lambda _: at("in the backward pass"))
         self._epoch = 0
         self._losses: list[Tensor] = []
@@ -278,7 +294,8 @@ class Training:
         elif self._program.clipping == "value":
             clip_grad_value_(self.model.parameters(), 0.05)
         self.optimizer.step()
-        self.scheduler.step()
+        if self._program.schedule != "none":
+            self.scheduler.step()
         if extra == "all-reduce after the update":
             loss = context.all_reduce("SUM", loss.detach()) + torch.rand(())
         elif extra == "second optimizer":

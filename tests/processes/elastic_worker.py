@@ -33,8 +33,9 @@ LEFT = "it has left"
 _NOTHING = Holdings(descriptors=64, threads=64, segments=0, ports=0)
 # Worker 0 serves the store of a job's first meeting until its next job.
 _NOTHING_BUT_THE_STORE = _NOTHING._replace(ports=1)
-# What libraries keep that a job is the first to use, beyond what the first job did.
-_SOME = Holdings(descriptors=12, threads=6, segments=0, ports=0)
+# What libraries keep that a job is the first to use, beyond what the first job did, and what it
+# takes to serve others. A worker that joins another job first does that later.
+_SOME = Holdings(descriptors=20, threads=6, segments=0, ports=0)
 # How long workers wait for one that is to come.
 _USUAL_PATIENCE, _HARSH_PATIENCE = 30.0, 3.0
 

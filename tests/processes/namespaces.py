@@ -29,7 +29,7 @@ def make_hosts(count: int) -> Iterator[Hosts]:
 
 @contextmanager
 def apart(name: str) -> Iterator[None]:
-    """Processes of other hosts are not seen to end, as on machines of their own."""
+    """No process of another host is seen to end, as if the hosts were separate machines."""
     own = f"{doors.machine_identity()} {name}"
     with patch.object(doors, "machine_identity", lambda: own):
         yield

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from processes.crew import Crew, Desk
+from processes.elastic_programs import tell_of_updates
 from processes.harness import Ranks, run_ranks, strategy_of
 from processes.ports import free_ports
 
@@ -130,7 +131,7 @@ def join_in(desk: Desk, rank: int, ports: list[int], plan: Plan, path: str, wait
         strategy.close()
 
 
-def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
+def train(strategy: uo.Strategy, fate: Fate, has_hooks: bool) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(5)
     data = TensorDataset(
         torch.arange(44.0),
@@ -155,8 +156,11 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
         optimizer.add_param_group({"params": [scale]})
         average = nn.Linear(20, 40)
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    optimizer.register_step_pre_hook(lambda *_: fate("at the update"))
-    optimizer.register_step_post_hook(lambda *_: fate("after the update"))
+    if has_hooks:
+        optimizer.register_step_pre_hook(lambda *_: fate("at the update"))
+        optimizer.register_step_post_hook(lambda *_: fate("after the update"))
+    else:
+        tell_of_updates(strategy, fate)
     first = next(model.parameters())
     first.register_hook(lambda _: fate("in the backward pass"))
 
@@ -169,13 +173,16 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
         loss = nn.functional.cross_entropy(model(inputs) * scale, labels)
         own.assign_add(torch.stack([loss.detach(), numbers.sum()]))
         fate("before the backward pass")
-        scaler.scale(loss).backward()
+        (scaler.scale(loss) if has_hooks else loss).backward()
         fate("after the backward pass")
         mean.assign(0.5 * mean + loss.detach())
-        scaler.step(optimizer)
-        scaler.update()
-        scheduler.step()
-        uo.once(follow)
+        if has_hooks:
+            scaler.step(optimizer)
+            scaler.update()
+            scheduler.step()
+            uo.once(follow)
+        else:
+            optimizer.step()
         fate("at the end")
         return loss.detach(), numbers
 
@@ -186,6 +193,8 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
         for batch in distributed:
             fate("before the run")
             loss, numbers = strategy.run(step, args=batch)
+            if not has_hooks:
+                scheduler.step()
             fate("after the run")
             losses += [strategy.reduce("MEAN", loss), own.value().sum(), mean.value()]
             samples.append(strategy.gather(numbers, axis=0))
@@ -200,26 +209,34 @@ def train(strategy: uo.Strategy, fate: Fate) -> dict[str, Any]:
     return bits | {"lr": scheduler.get_last_lr(), "loss scale": scaler.get_scale()}
 
 
-def work(store: Store, rank: int, size: int, ports: list[int], plan: Plan, elastic: bool) -> Any:
+def work(
+    store: Store,
+    rank: int,
+    size: int,
+    ports: list[int],
+    plan: Plan,
+    elastic: bool,
+    has_hooks: bool,
+) -> Any:
     log = Lines()
     logging.getLogger("unisono").addHandler(log)
     torch.manual_seed(rank)
     strategy = strategy_of(rank, ports, 1, num_replicas=NUM_REPLICAS, elastic=elastic)
     try:
-        return train(strategy, Fate(rank, plan)), log.lines
+        return train(strategy, Fate(rank, plan), has_hooks), log.lines
     finally:
         strategy.close()
 
 
-def survivors_of(size: int, plan: Plan) -> dict[int, Any]:
-    with Ranks(size, work, free_ports(size), plan, True) as ranks:
+def survivors_of(size: int, plan: Plan, *, has_hooks: bool = True) -> dict[int, Any]:
+    with Ranks(size, work, free_ports(size), plan, True, has_hooks) as ranks:
         found = ranks.results(100)
     assert sorted(found) == sorted(set(range(size)) - set(plan))
     return found
 
 
-def undisturbed() -> Any:
-    ((alone, _),) = run_ranks(1, work, free_ports(1), {}, False)
+def undisturbed(*, has_hooks: bool = True) -> Any:
+    ((alone, _),) = run_ranks(1, work, free_ports(1), {}, False, has_hooks)
     return alone
 
 
@@ -240,14 +257,15 @@ def test_survivors_of_kills_in_a_step_have_the_bits_of_an_undisturbed_job() -> N
         assert len([line for line in lines if line.startswith("Lost worker")]) == 3
 
 
-def test_survivors_of_kills_around_a_step_have_the_bits_of_an_undisturbed_job() -> None:
+def test_survivors_of_kills_around_an_update_that_waits_have_the_same_bits() -> None:
     plan = {
-        1: (0, "before the run"),
-        2: (2, "at the end"),
-        0: (4, "after the run"),
+        0: (1, "at the update"),
+        3: (3, "after the update"),
+        2: (5, "at the end"),
+        1: (7, "after the run"),
     }
-    expected = undisturbed()
-    for _, (found, _) in survivors_of(5, plan).items():
+    expected = undisturbed(has_hooks=False)
+    for _, (found, _) in survivors_of(5, plan, has_hooks=False).items():
         assert differing(found, expected) == []
 
 

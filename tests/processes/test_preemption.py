@@ -98,7 +98,7 @@ def test_the_others_go_on_without_a_preempted_worker_of_an_elastic_job(tmp_path:
     assert status == 0, errors
     assert f"bits {bits}" in output
     # The worker has left with status 0, so nothing was started again, and nothing was saved.
-    assert "Worker 1 of 2 left: worker 0 takes over replicas 2, 3." in errors
+    assert "Worker 1 left: worker 0 takes over replicas 2, 3." in errors
     assert "ended" not in errors
     assert not (tmp_path / "saved").exists()
 

@@ -52,7 +52,7 @@ class CheckpointManager:
         self._folder = Path(directory)
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
-        self._pending: Future[None] | None = None
+        self._pending: tuple[ThreadPoolExecutor, Future[None]] | None = None
         self._longest_seconds = 0.0
 
     @property
@@ -111,7 +111,8 @@ class CheckpointManager:
             if is_chief and background:
                 # Python waits for the thread at exit.
                 writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
-                self._pending = writer.submit(self._write, files.copied(state), path, start)
+                written = writer.submit(self._write, files.copied(state), path, start)
+                self._pending = writer, written
                 writer.shutdown(wait=False)
             elif is_chief:
                 self._write(state, path, start)
@@ -127,7 +128,10 @@ class CheckpointManager:
         pending, self._pending = self._pending, None
         with told_to_all(these_workers(), "save in the background"):
             if pending is not None:
-                pending.result()
+                writer, written = pending
+                # Its thread has ended, too, when this returns.
+                writer.shutdown()
+                written.result()
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint, if there is one. All workers call it.

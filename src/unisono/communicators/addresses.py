@@ -58,11 +58,12 @@ def reachable(own: str, all_addresses: Sequence[str]) -> str:
 
     On the host of the coordinator that is the loopback, which other hosts cannot reach.
     """
-    outside = [address for address in all_addresses if not _is_loopback(address)]
-    return address_towards((outside[0], 1)) if outside and _is_loopback(own) else own
+    outside = [address for address in all_addresses if not is_loopback(address)]
+    return address_towards((outside[0], 1)) if outside and is_loopback(own) else own
 
 
-def _is_loopback(address: str) -> bool:
+def is_loopback(address: str) -> bool:
+    """Returns whether only this host reaches an IP address."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:

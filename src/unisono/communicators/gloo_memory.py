@@ -48,7 +48,7 @@ class Message:
         return self.arrival is not None and self.arrival.has_come()
 
     def end(self) -> None:
-        """Lets whoever waits go on."""
+        """Lets the rank that waits go on."""
         self.let_go()
         self.is_done = True
 

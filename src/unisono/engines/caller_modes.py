@@ -17,13 +17,12 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
-    TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
 from unisono.engines.saved_hooks import Hooks, current_hooks
-from unisono.torch_private import num_dispatch_modes, num_function_modes
+from unisono.torch_private import TorchDispatchMode, num_dispatch_modes, num_function_modes
 
 # An operator that waits for another replica, as one of the user's own may, must not stop that one.
 _PATIENCE_S = 1.0

@@ -186,6 +186,14 @@ class ReplicaMeeting:
         failure, self.failure = self.failure, None
         return failure
 
+    def forget(self) -> None:
+        """After the end of all replicas: forgets what they brought to a meeting that has failed.
+
+        It may lead to autograd's graph, and from there to here again, which no collector sees.
+        """
+        for table in (self._arrivals, self._shares, self._calls, self._answers):
+            table.clear()
+
     def stop_again(self) -> None:
         """Stops replicas that are still in user code although the step has failed."""
         if self.failure is not None:

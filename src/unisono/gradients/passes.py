@@ -92,8 +92,12 @@ def watch_backward_passes() -> None:
 
     @functools.wraps(run)
     def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
-        context = current_replica() if kwargs.get("accumulate_grad") else None
+        context = current_replica()
         if context is None or context.replicas.mirrors.is_single:
+            return run(roots, *args, **kwargs)
+        # After an update, autograd refuses a graph of what was before.
+        context.replicas.mirrors.postponed.make()
+        if not kwargs.get("accumulate_grad"):
             return run(roots, *args, **kwargs)
         if context.notes.current_pass is None:
             check_backward(context, roots)

@@ -35,8 +35,8 @@ def account(
         for number, own_range in zip(met.members, now.ranges, strict=True)
         if (own := [replica for replica in orphans if replica in own_range])
     ]
-    who = [f"Lost worker{_listed(lost)} of {len(numbers)}"] if lost else []
-    who += [f"Worker{_listed(left)} of {len(numbers)} left"] if left else []
+    who = [f"Lost worker{_listed(lost)}"] if lost else []
+    who += [f"Worker{_listed(left)} left"] if left else []
     said = [f"{'. '.join(who)}: {'; '.join(taken)}."] if who else []
     said += [f"Worker{_listed(new)} joined the job."] if new else []
     return " ".join(said) or "The workers have met again."

@@ -3,7 +3,8 @@
 Every run ends with a *commit*: the workers tell each other that they have come to its end, together
 with its small results. Nobody passes the commit before all have entered it. So where a worker is
 lost, either nobody has passed, and all survivors undo the run and make it again, or somebody has,
-and the run is complete everywhere. In both cases the replicas are divided again.
+and the run is complete everywhere. In both cases the replicas are divided again. The update of a
+run waits for its commit where it can; see `Postponed`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from unisono.strategies.elastic_values import (
 )
 from unisono.strategies.joining import forget_elastic, remember_elastic
 from unisono.strategies.known_results import Told, packed, unpacked
-from unisono.values import map_leaves
+from unisono.values import PerReplica, flatten, map_leaves
 from unisono.variables import KeptVariables, Leaves, Snapshot
 
 if TYPE_CHECKING:
@@ -197,7 +198,8 @@ class ElasticJob(ElasticValues):
         if self.is_arriving:
             self._arrive()
         given = (tuple(args), kwargs)
-        lost = lost_arguments(given)
+        arguments, rebuild = flatten(given)
+        lost = lost_arguments(arguments)
         code = getattr(fn, "__code__", None)
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
@@ -206,22 +208,31 @@ class ElasticJob(ElasticValues):
         self._snapshot.begin(keep_gradients=keeps)
         self.variables.begin()
         results: list[Any] = []
+        leaves: list[PerReplica] = []
+        postponed = self._extended.mirrors.postponed
 
         def work() -> Tensor:
-            args, kwargs = self._relaid(given)
+            args, kwargs = self._relaid(arguments, rebuild) or given
+            postponed.is_on = True
             results[:] = [self._extended._run_step(fn, args, kwargs)]
-            leaves, is_asked = distributed(results[0]), self.members.newcomers()
-            variables, sign = self.variables.told(), self.departures.sign()
-            return packed(leaves, variables, is_asked=is_asked, sign=sign)
+            leaves[:] = distributed(results[0])
+            postponed.look_at([leaf.values for leaf in leaves])
+            variables, is_asked = self.variables.told(), self.members.newcomers()
+            return packed(leaves, variables, is_asked=is_asked, sign=self.departures.sign())
+
+        def complete() -> None:
+            self._snapshot.end()
+            postponed.make()
 
         def undo() -> None:
-            check_again(given, lost)
+            check_again(arguments, lost)
             if had_unreduced or (self._extended.gradients.has_added and not keeps):
                 raise UnsupportedError(
                     "A worker was lost, and the run cannot be made again, because it adds to "
                     "gradients of earlier runs, which were not kept. Clear and "
                     "reduce gradients in the run that computes them, or go on from a checkpoint."
                 )
+            postponed.forget()
             self._snapshot.restore()
             self.variables.restore()
             self._extended._undo_drawing()
@@ -229,15 +240,16 @@ class ElasticJob(ElasticValues):
         is_complete = False
         try:
             with Busy(self):
-                generation, known = self._transact(work, undo)
+                generation, known = self._transact(work, undo, complete)
             is_complete = True
         finally:
             self._snapshot.end()
+            postponed.forget()
+            postponed.is_on = False
             self.variables.end(is_complete=is_complete)
         if code is not None and (had_gradients or self._extended.gradients.has_added):
             # A step that has added once may do so again: it may clear gradients in some runs only.
             self._adds[code] = self._extended.gradients.has_added or self._adds.get(code, False)
-        leaves = distributed(results[0])
         for leaf, of_all in zip(leaves, known or [None] * len(leaves), strict=True):
             leaf.note_origin(generation, of_all)
         if generation == self.generation:
@@ -265,9 +277,16 @@ class ElasticJob(ElasticValues):
         return results[0]
 
     def _transact(
-        self, work: Callable[[], Tensor], undo: Callable[[], None]
+        self,
+        work: Callable[[], Tensor],
+        undo: Callable[[], None],
+        complete: Callable[[], None] = lambda: None,
     ) -> tuple[int, list[tuple[Any, ...] | None]]:
-        """Returns the generation in which the work was done, and what all told about it."""
+        """Does the work, again if need be, and what it is complete with when all have done it.
+
+        Returns:
+            The generation in which the work was done, and what all told about it.
+        """
         caller = CallerThread()
         while True:
             generation = self.generation
@@ -281,6 +300,7 @@ class ElasticJob(ElasticValues):
             if failure is None:
                 self._num_commits += 1
                 self._rows, self._boundary = rows, None
+                complete()
                 told = self._told(rows)
                 self._is_asked = self._is_asked or told.is_asked
                 self.departures.note(told.signs, self._numbers)
@@ -296,6 +316,8 @@ class ElasticJob(ElasticValues):
                 failure = None
             if handed is None:
                 undo()
+            else:
+                complete()
             taken = None if handed is None else self._told(handed)
             self._move(met, start, is_undone=taken is None)
             if taken is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
+
+# They remember how values go from some devices to others.
+_HERE = ReductionToOneDevice()
+_slots = functools.cache(cpu_slots)
 
 
 class Admission(Protocol):
@@ -84,8 +89,8 @@ class ElasticValues:
         counts = value.counts
         if counts is not None and len(set(counts)) > 1:
             known = weighed(op, known, factors_of(op, counts))
-        everywhere = PerReplica.placed(known, cpu_slots(len(known)))
-        return ReductionToOneDevice().reduce(op, everywhere, destinations)
+        everywhere = PerReplica.placed(known, _slots(len(known)))
+        return _HERE.reduce(op, everywhere, destinations)
 
     def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
         """Concatenates a value of all replicas: here, if all workers know the components of all.
@@ -144,13 +149,10 @@ class ElasticValues:
             )
         return True
 
-    def _relaid(self, structure: Any) -> Any:
-        """Returns arguments of a run with the components of the replicas that there are now."""
-        leaves, rebuild = flatten(structure)
+    def _relaid(self, leaves: Sequence[Any], rebuild: Callable[[Sequence[Any]], T]) -> T | None:
+        """Returns arguments with the components of the replicas there are now, if that changes."""
         now = [self._relaid_leaf(leaf) for leaf in leaves]
-        if all(one is leaf for one, leaf in zip(now, leaves, strict=True)):
-            return structure
-        return rebuild(now)
+        return None if all(map(operator.is_, now, leaves)) else rebuild(now)
 
     def _relaid_leaf(self, leaf: Any) -> Any:
         extended = self._extended
@@ -214,15 +216,15 @@ def distributed(structure: Any) -> list[PerReplica]:
     return [leaf for leaf in flatten(structure)[0] if isinstance(leaf, PerReplica)]
 
 
-def lost_arguments(given: Any) -> str:
+def lost_arguments(leaves: Sequence[Any]) -> str:
     """Names an argument of a run whose components other workers would not have."""
-    for leaf in distributed(given):
-        if not leaf.can_be_laid_out:
+    for leaf in leaves:
+        if isinstance(leaf, PerReplica) and not leaf.can_be_laid_out:
             return f"a `PerReplica` of {len(leaf.values)} values"
     return ""
 
 
-def check_again(given: Any, lost: str) -> None:
+def check_again(leaves: Sequence[Any], lost: str) -> None:
     """Raises if a run cannot be made again, where `lost` was found in its arguments before it."""
     if lost:
         raise UnsupportedError(
@@ -231,7 +233,7 @@ def check_again(given: Any, lost: str) -> None:
             "`experimental_distribute_dataset`, or plain tensors, and compute the rest in "
             "the step."
         )
-    if lost_arguments(given):
+    if lost_arguments(leaves):
         raise UnsupportedError(
             "A worker was lost, and the run cannot be made again, because the step writes "
             "to its input. Write to a copy: `x = x.clone()`."

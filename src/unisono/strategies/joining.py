@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
 import time
 import weakref
@@ -69,6 +70,7 @@ class Joined:
 _stores: dict[Place, Joined] = {}
 _lock = threading.Lock()
 _elastic: list[weakref.ref[ElasticJob]] = []
+_log = logging.getLogger("unisono")
 # What is left for the last step of joining, however long the first ones took.
 _LEAST_SECONDS = 2.0
 
@@ -129,7 +131,7 @@ def join_elastic(
         door = open_door(membership, address_towards((running.door.host, running.door.port)))
         tuning = Tuning.from_text(running.tuning) if running.tuning else None
         me = Attendee(Contact.of(door), card, door, rules)
-        elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+        elastic = ElasticMembers(me, _connector(devices, options, tuning))
         if elastic.joined(running.generation):
             door.set("tuning", running.tuning)
             return elastic, tuning
@@ -140,8 +142,9 @@ def join_elastic(
     contact = Contact.of(door)
     texts = _said_by_all(communicator, json.dumps(contact))
     me = Attendee(contact, card, door, rules, keeps_door=is_first)
-    elastic = ElasticMembers(me, membership, _connector(devices, options, tuning))
+    elastic = ElasticMembers(me, _connector(devices, options, tuning))
     elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
+    _log.info("Other workers can join this job at %s.", Address(contact.host, contact.port))
     return elastic, tuning
 
 

@@ -81,6 +81,8 @@ class Runner:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
         num_replicas = len(self._devices)
         may_compile = self._compilations.may_come(fn, (*args, *kwargs.values()))
+        # A compiled function must not be compiled again for what watches a postponed update.
+        replicas.mirrors.postponed.is_on &= not may_compile
         is_serial = may_compile or self._is_serial
         turns = OneByOne(num_replicas) if is_serial else self._all_at_once
         meeting = ReplicaMeeting(
@@ -102,6 +104,7 @@ class Runner:
             return results
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
+            meeting.forget()
             for context in contexts:
                 context.notes.forget()
 
@@ -175,6 +178,7 @@ class Runner:
                 set_multithreading_enabled(False),
                 _intraop_threads(self._num_intraop),
                 drawing(),
+                context.replicas.mirrors.postponed,
             ):
                 return fn(*select_replica(0, args), **select_replica(0, kwargs))
         except Exception as error:

@@ -48,6 +48,7 @@ class for_all:
     def __enter__(self) -> None:
         # The program's own parameters are checked.
         with no_torch_function():
+            self._mirrors.postponed.make()
             self._mirrors.watch.check()
             self._mirrors.before_writes()
             self._mirrors.groups.settle(self._context.num_local_replicas)

@@ -45,7 +45,8 @@ _METRIC = "_unisono_metric"
 
 def is_metric(attributes: dict[str, Any]) -> bool:
     """Whether a module with these attributes has states as the metrics of torchmetrics have."""
-    return all(isinstance(attributes.get(name), dict) for name in ("_defaults", "_reductions"))
+    get = attributes.get
+    return isinstance(get("_defaults"), dict) and isinstance(get("_reductions"), dict)
 
 
 def is_own(attributes: dict[str, Any], name: str) -> bool:

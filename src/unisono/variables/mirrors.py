@@ -31,6 +31,7 @@ from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, bare_clone, mirror_of, remember
 from unisono.variables.names import name_of
 from unisono.variables.parts import Parts
+from unisono.variables.postponed import Postponed
 from unisono.variables.redirect import Redirect
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.written import Watch, let_data_be_watched
@@ -84,6 +85,7 @@ class Mirrors:
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
         self.before_writes: Callable[[], None] = lambda: None
+        self.postponed = Postponed()
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)

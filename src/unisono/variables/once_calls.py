@@ -11,7 +11,8 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.settings import Settings
-from unisono.variables.shares import update_in_shares
+from unisono.variables.shares import is_plain, update_in_shares
 
 
 class _Owner:
@@ -83,6 +84,8 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
     if closure is None:
         is_recorded = context.meeting.recorder is not None and not kwargs
         settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
+        if not kwargs and optimizer._is_put_off(context):
+            return None
         return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
@@ -97,6 +100,9 @@ class OnceUpdate(Front):
     """Comes before the class of an optimizer of one replica while its run is recorded."""
 
     step = OnceStep()
+
+    def _is_put_off(self, context: ReplicaContext) -> bool:
+        return False
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         return self._update(None, **kwargs)
@@ -132,6 +138,7 @@ class OnceOptimizer(OnceUpdate):
         context = current_replica()
         if context is None:
             return groups
+        context.replicas.mirrors.postponed.make()
         return context.replicas.mirrors.groups.seen(self, groups, context)
 
     @param_groups.setter
@@ -152,6 +159,8 @@ class OnceOptimizer(OnceUpdate):
     @property
     def state(self) -> dict[Any, Any]:
         """The state, which a replica finds under its own parameters, too."""
+        if (context := current_replica()) is not None:
+            context.replicas.mirrors.postponed.make()
         state: dict[Any, Any] = vars(self)["state"]
         if isinstance(state, SeenState):
             return state
@@ -166,6 +175,35 @@ class OnceOptimizer(OnceUpdate):
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
         vars(self)["state"] = state
+
+    def _is_put_off(self, context: ReplicaContext) -> bool:
+        """Lets the update wait until the run is complete, if nothing in it can tell."""
+        mirrors, cls = _mirrors_of(self), plain_class(type(self))
+        is_alone = context.num_local_replicas == 1 and context.meeting.recorder is None
+        if not (is_alone and mirrors.postponed.can_wait()) or not is_plain(self, cls):
+            return False
+        if not hasattr(vars(self).get("step", _step), "_wrapped_by_lr_sched"):
+            return False
+        with no_torch_function():
+            mirrors.watch.check()
+            mirrors.groups.settle(1)
+            take_gradients(self)
+        parameters = parameters_of(self)
+        grads = [p.grad for p in parameters]
+        held = [one for one in (*parameters, *grads, *_state_of(self)) if isinstance(one, Tensor)]
+        if any(one.layout is not torch.strided for one in held):
+            return False
+
+        def update() -> None:
+            # The step may have cleared them since then.
+            now = [p.grad for p in parameters]
+            _give_gradients(parameters, grads)
+            with for_all(context), no_torch_function():
+                self._update(None) if isinstance(self, Front) else self.step()
+            _give_gradients(parameters, now)
+
+        mirrors.postponed.put_off(update, held)
+        return True
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
@@ -304,6 +342,17 @@ def _leaves(optimizer: Any) -> list[Leaves]:
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         owner.found = generation, parameters, leaves
     return leaves
+
+
+def _state_of(optimizer: Any) -> Iterator[Any]:
+    states = vars(optimizer)["state"].values()
+    return chain.from_iterable(own.values() for own in states if isinstance(own, dict))
+
+
+def _give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is not grad:
+            parameter.grad = grad
 
 
 def _spread_variables(optimizer: Any) -> None:

@@ -226,18 +226,31 @@ def _name_in(module: nn.Module, parameter: Tensor) -> str | None:
 
 def _owner_of(parameter: Tensor) -> nn.Module | None:
     """Returns the outermost module that has the parameter, among all objects of the process."""
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), nn.Module)]
-    found = next((one for one in modules if _holds(one, "_parameters", parameter)), None)
-    outer = found
+    found = _holder_of(parameter, "_parameters", [])
+    outer, seen = found, [found]
     while outer is not None:
-        found, modules = outer, [one for one in modules if one is not outer]
-        outer = next((one for one in modules if _holds(one, "_modules", found)), None)
+        found = outer
+        outer = _holder_of(found, "_modules", seen)
+        seen.append(outer)
     return found
 
 
-def _holds(module: nn.Module, table: str, thing: object) -> bool:
-    held = raw(module).get(table) or {}
-    return any(thing is one for one in held.values())
+def _holder_of(thing: object, table: str, others: list[nn.Module | None]) -> nn.Module | None:
+    """Returns a module that has `thing` in a table, but for `others`.
+
+    It asks for what refers to `thing`, and never for all objects: another thread cannot finish a
+    tuple that somebody else holds.
+    """
+    near: list[Any] = [thing]
+    # The table, the attributes of the module, and the module.
+    for _ in range(3):
+        near = [one for one in gc.get_referrers(*near) if issubclass(type(one), (dict, nn.Module))]
+        for one in near:
+            if isinstance(one, nn.Module) and all(one is not other for other in others):
+                held = raw(one).get(table) or {}
+                if any(thing is value for value in held.values()):
+                    return one
+    return None
 
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -41,14 +41,18 @@ class SharedTensors:
         self._latest = []
 
     def share(self, modules: Sequence[nn.Module]) -> None:
-        """Gives every worker what the chief has of what is new in some modules."""
+        """Gives every worker what the chief has of what is new in some modules.
+
+        Workers that join an elastic job later get it with the state, so a worker that is alone in
+        such a job notes it, too.
+        """
         if self.transact is None or self.is_silent:
             self._share(modules)
         else:
             self.transact(functools.partial(self._share, modules), self.forget_latest)
 
     def _share(self, modules: Sequence[nn.Module]) -> None:
-        if not self._workers.are_many:
+        if not self._workers.are_many and self.transact is None:
             return
         held = (
             tensor

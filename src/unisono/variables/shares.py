@@ -30,7 +30,7 @@ _LEAST_BYTES = 2 << 20
 
 def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool:
     """Lets every replica, all of which wait, update its share of the parameters."""
-    if cls not in _INDEPENDENT or has_hooks(optimizer):
+    if not is_plain(optimizer, cls):
         return False
     if sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) < _LEAST_BYTES:
         return False
@@ -84,6 +84,12 @@ def watch_updates(hook: Callable[..., None]) -> RemovableHandle:
     """Calls a hook of our own before every update of any optimizer."""
     _ours.add(hook)
     return hooks.register_optimizer_step_pre_hook(hook)
+
+
+def is_plain(optimizer: Any, cls: type) -> bool:
+    """Whether an update is one of torch's own, without hooks, and each parameter for itself."""
+    is_differentiable = optimizer.defaults.get("differentiable", False)
+    return cls in _INDEPENDENT and not is_differentiable and not has_hooks(optimizer)
 
 
 def has_hooks(optimizer: Any) -> bool:

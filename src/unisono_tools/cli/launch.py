@@ -49,7 +49,7 @@ def read_pairs(context: click.Context, parameter: click.Parameter, text: str) ->
     show_default=True,
     callback=read_range,
     help="Number of hosts in the job. With MIN:MAX, it starts with at least MIN, and starts all "
-    "workers again when hosts come or go.",
+    "workers again when hosts come or go; with --elastic, hosts join and leave while it runs.",
 )
 @click.option(
     "--node-rank",
@@ -62,7 +62,8 @@ def read_pairs(context: click.Context, parameter: click.Parameter, text: str) ->
     "--rdzv-endpoint",
     "endpoint",
     metavar="HOST:PORT",
-    help="Address and port of the first host, the same on all hosts.",
+    help="Address and port of the first host, the same on all hosts. With --elastic, also those of "
+    "other hosts, with commas between them.",
 )
 @click.option(
     "--rdzv-conf",

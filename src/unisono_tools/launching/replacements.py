@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from unisono_tools.launching.board import Board
 from unisono_tools.launching.worker_output import WorkerOutput, in_words
 
 _PAUSE_SECONDS = 0.1
@@ -21,12 +22,14 @@ class Replacements:
     Args:
         max_restarts: How often a worker is started again, all of them counted together.
         output: Where their output goes.
+        board: Where they say where the workers of the job are.
     """
 
-    def __init__(self, max_restarts: int, output: WorkerOutput) -> None:
+    def __init__(self, max_restarts: int, output: WorkerOutput, board: Board) -> None:
         self._max_restarts = max_restarts
         self._num_restarts = 0
         self._output = output
+        self._board = board
 
     def look_after(self, workers: SubprocessContext, group: Any) -> None:
         """Returns when no worker runs any more.
@@ -38,6 +41,7 @@ class Replacements:
             workers: The processes of this host.
             group: How torch's agent knows them.
         """
+        self._board.begin()
         tolerated: set[int] = set()
         while True:
             statuses = {rank: one.proc.poll() for rank, one in workers.subprocess_handlers.items()}

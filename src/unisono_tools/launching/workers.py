@@ -23,11 +23,13 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from unisono.cluster import Address, TFConfig
+from unisono.cluster.elastic.finding import JOIN, LAUNCHER
 from unisono.communicators import JOB_TOKEN
 from unisono.devices import this_machine
 from unisono.errors import ClusterError
 from unisono_tools.launching import worker_start
 from unisono_tools.launching.agent import Departure
+from unisono_tools.launching.board import Board, running_workers
 from unisono_tools.launching.local_tasks import LocalTask, local_tasks
 from unisono_tools.launching.replacements import Replacements
 from unisono_tools.launching.worker_output import WorkerOutput, in_words
@@ -38,7 +40,11 @@ _LOG_OF_ENDS = "torch.distributed.elastic.multiprocessing.api"
 
 
 class Job(NamedTuple):
-    """What the command line asks for; see the options of `unisono launch`."""
+    """What the command line asks for; see the options of `unisono launch`.
+
+    Attributes:
+        doors: Where workers of an elastic job are that runs already, and is to be joined.
+    """
 
     num_workers: int | None
     num_hosts: tuple[int, int]
@@ -50,6 +56,7 @@ class Job(NamedTuple):
     grace_seconds: float
     cluster_file: Path | None
     all_local: bool
+    doors: str = ""
 
 
 def run_workers(job: Job, command: Sequence[str]) -> int:
@@ -58,11 +65,9 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
         tasks = _tasks(job.num_workers, job.cluster_file, all_local=job.all_local)
         if tasks and job.num_hosts != (1, 1):
             raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
-        if job.is_elastic and job.num_hosts[0] != job.num_hosts[1]:
-            raise ClusterError(
-                "--elastic needs a fixed number of hosts, but --nnodes is {}:{}. Give the number "
-                "that the job starts with.".format(*job.num_hosts)
-            )
+        if job.is_elastic and job.num_hosts[1] > 1 and (doors := running_workers(_endpoints(job))):
+            print(f"Joining the elastic job with workers at {doors}.", file=sys.stderr)
+            job = job._replace(num_hosts=(1, 1), host_rank=None, doors=doors)
         num_workers = len(tasks) or job.num_workers or num_gpu_workers()
         config = _config(num_workers, job)
     except ClusterError as error:
@@ -119,9 +124,7 @@ def _config(num_workers: int, job: Job) -> LaunchConfig:
         config.rdzv_endpoint, config.local_addr = "localhost:0", "localhost"
         config.run_id = uuid.uuid4().hex
         return config
-    if job.endpoint is None:
-        raise ClusterError("Several hosts need --rdzv-endpoint: give an address of the first host.")
-    config.rdzv_endpoint = str(Address.parse(job.endpoint))
+    config.rdzv_endpoint = str(_endpoints(job)[0])
     config.run_id = f"unisono-{config.rdzv_endpoint}"
     if job.host_rank is not None:
         if least != most:
@@ -136,6 +139,14 @@ def _config(num_workers: int, job: Job) -> LaunchConfig:
     return config
 
 
+def _endpoints(job: Job) -> list[Address]:
+    """Where the hosts find each other: the first host, in elastic jobs also others."""
+    if job.endpoint is None:
+        raise ClusterError("Several hosts need --rdzv-endpoint: give an address of the first host.")
+    texts = job.endpoint.split(",") if job.is_elastic else [job.endpoint]
+    return [Address.parse(text) for text in texts]
+
+
 def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask], job: Job) -> int:
     """Runs the workers to their end, and returns the exit status of the launcher."""
     departure = Departure(job.grace_seconds)
@@ -145,7 +156,8 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
         "launcher": os.getpid(),
     }
     variables = {worker_start.PLAN: json.dumps(plan), **_thread_limit(config.nproc_per_node)}
-    if config.max_nodes == 1 and _are_all(tasks) and not os.environ.get(JOB_TOKEN):
+    is_alone = config.max_nodes == 1 and not job.doors and _are_all(tasks)
+    if is_alone and not os.environ.get(JOB_TOKEN):
         # Launchers of several hosts have no private way to agree on a secret.
         variables[JOB_TOKEN] = secrets.token_hex(32)
     if config.max_nodes > 1:
@@ -157,13 +169,17 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
     with (
         _ctrl_c_heard_while_waiting_for_hosts(),
         tempfile.TemporaryDirectory(prefix="unisono-launch-") as folder,
+        _environment(variables),
     ):
         output = WorkerOutput(Path(folder), names, sys.stdout.buffer, sys.stderr.buffer)
         config.logs_specs = output
+        known: dict[str, str] = {}
         if job.is_elastic:
-            departure.replacements = Replacements(job.max_restarts, output)
+            board = Board(_endpoints(job) if job.endpoint else [])
+            departure.replacements = Replacements(job.max_restarts, output, board)
+            known = {LAUNCHER: board.address, **({JOIN: job.doors} if job.doors else {})}
         try:
-            with output, _environment(variables), departure.of_agents():
+            with output, _environment(known), departure.of_agents():
                 elastic_launch(config, sys.executable)("-I", "-S", worker_start.__file__)
         except SignalException as error:
             return departure.status(error.sigval)

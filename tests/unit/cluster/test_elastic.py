@@ -18,8 +18,8 @@ import torch
 from thread_ranks import make_threads
 from torch.distributed import DistStoreError
 
-from unisono.cluster import WorkerCard
-from unisono.cluster.elastic import share_state
+from unisono.cluster import ClusterSpec, Membership, SimpleClusterResolver, WorkerCard
+from unisono.cluster.elastic import finding, share_state
 from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.gathering import Attendee, Gathering
@@ -195,3 +195,16 @@ def test_what_cannot_be_sent_is_named_on_all_ranks(wrong: Any) -> None:
     assert second[0] is CommunicationError
     assert "state['a'][0]" in first[1]
     assert "state['a'][0]" in second[1]
+
+
+def test_a_worker_that_finds_no_job_to_join_says_where_it_has_looked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UNISONO_JOIN", "127.0.0.1:1, [::1]:2")
+    monkeypatch.setattr(finding, "_JOIN_SECONDS", 0.0)
+    alone = Membership.of(SimpleClusterResolver(ClusterSpec({})))
+
+    with pytest.raises(CommunicationError, match=r"127\.0\.0\.1:1, \[::1\]:2.*unset UNISONO_JOIN"):
+        finding.running_job(alone)
+    monkeypatch.delenv("UNISONO_JOIN")
+    assert finding.running_job(alone) is None

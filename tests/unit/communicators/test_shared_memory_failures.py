@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import multiprocessing
 import os
 import shutil
 import signal
@@ -16,19 +15,14 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from processes.harness import Ranks, run_ranks
-from torch._C._distributed_c10d import HashStore, Store
+from torch._C._distributed_c10d import Store
 
 from unisono.communicators.communicator import Communicator
-from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.errors import (
-    CommunicationError,
-    ContextError,
     JobMismatchError,
     UnequalCollectivesError,
     WorkerLostError,
@@ -36,37 +30,14 @@ from unisono.errors import (
 )
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
+from unit.communicators.shared_ranks import TIMEOUT, Report, join, kill, report
 
 pytestmark = pytest.mark.skipif(
     native_core().kernel is None, reason=f"needs the native core: {native_core().status}"
 )
-TIMEOUT = 200.0
 CLONE_NEWPID = 0x20000000
 # The watch sees a process that has ended within two. The rest is for a busy machine.
 SECONDS_TO_NOTICE = 100.0
-
-
-class Report(NamedTuple):
-    """An error as another process can tell it."""
-
-    kind: type[BaseException]
-    text: str
-    ranks: tuple[int, ...]
-    seconds: float
-
-
-def report(call: Callable[[], object]) -> Report:
-    began = time.monotonic()
-    try:
-        call()
-    except (CommunicationError, ContextError, KeyboardInterrupt) as error:
-        ranks = getattr(error, "ranks", ())
-        return Report(type(error), str(error), ranks, time.monotonic() - began)
-    raise AssertionError("the call ended well")
-
-
-def join(store: Store, rank: int, size: int, **options: Any) -> SharedMemoryCommunicator:
-    return SharedMemoryCommunicator(store, rank, size, **{"timeout_seconds": TIMEOUT, **options})
 
 
 def num_segments() -> int:
@@ -155,12 +126,6 @@ def test_ranks_that_do_not_see_each_other_keep_the_descriptor() -> None:
     told, num_kept = run_ranks(2, join_from_a_pid_namespace)[0]
 
     assert (told.kind, told.ranks, num_kept) == (WorkerLostError, (1,), 1)
-
-
-def kill(ranks: Ranks, rank: int, number: signal.Signals) -> None:
-    pid = ranks.processes[rank].pid
-    assert pid is not None
-    os.kill(pid, number)
 
 
 def reduce_for_ever(store: Store, rank: int, size: int, num_elements: int) -> Report:
@@ -369,61 +334,3 @@ def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it() -> None:
     assert results[1].kind is WorkerLostError
     assert results[1].ranks == (0,)
     assert "Rank 0 gave up in barrier" in results[1].text
-
-
-def use_in_a_forked_child(store: Store, rank: int, size: int) -> bool:
-    with join(store, rank, size) as communicator:
-        pid = os.fork()
-        if pid == 0:
-            refused = report(communicator.barrier).kind is ContextError
-            communicator.close()
-            os._exit(0 if refused else 1)
-        _, status = os.waitpid(pid, 0)
-        communicator.barrier()
-        return status == 0
-
-
-def test_a_forked_child_may_not_use_it_nor_harm_it() -> None:
-    assert run_ranks(2, use_in_a_forked_child) == [True, True]
-
-
-def test_after_close_it_says_so() -> None:
-    communicator = join(HashStore(), 0, 1)
-    communicator.close()
-    communicator.close()
-
-    with pytest.raises(ContextError, match="closed"):
-        communicator.barrier()
-
-
-def wait_to_be_killed(store: Store, rank: int, size: int) -> None:
-    communicator = join(store, rank, size)
-    communicator.allocate(1 << 20).fill_(1)
-    store.set(f"sockets {rank}", " ".join(own_sockets()))
-    communicator.barrier()
-    time.sleep(60)
-
-
-def own_sockets() -> set[str]:
-    """The inodes of the sockets that this process has open."""
-    links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-    return {link[8:-1] for link in links if link.startswith("socket:")}
-
-
-def test_nothing_stays_when_all_ranks_are_killed() -> None:
-    files = names_of_files()
-    with Ranks(2, wait_to_be_killed) as ranks:
-        ranks.store.wait(["sockets 0", "sockets 1"])
-        sockets = {one for rank in range(2) for one in ranks.store.get(f"sockets {rank}").split()}
-        for rank in range(2):
-            kill(ranks, rank, signal.SIGKILL)
-        assert ranks.results() == {}
-
-    left = {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines()[1:]}
-    assert not {one.decode() for one in sockets} & left
-    assert names_of_files() <= files
-    assert not multiprocessing.active_children()
-
-
-def names_of_files() -> set[str]:
-    return {name for name in os.listdir("/dev/shm") if "unisono" in name}

@@ -106,21 +106,25 @@ def test_a_scope_ends_with_an_error(mirrored: Make) -> None:
     assert where() == OUTSIDE
 
 
-def test_another_strategy_is_refused_in_a_scope(mirrored: Make) -> None:
-    outer, inner = mirrored(), mirrored(3)
-    value = uo.PerReplica((1.0, 2.0, 3.0))
-    calls: list[Callable[[], Any]] = [
-        lambda: inner.scope().__enter__(),
-        lambda: inner.run(where),
-        lambda: inner.reduce("SUM", value),
-        lambda: inner.gather(value, 0),
-        lambda: inner.mirror(torch.nn.Linear(1, 1)),
-        lambda: inner.extended.reduce_to("SUM", value, "cpu:0"),
-        lambda: inner.extended.batch_reduce_to("SUM", [(value, value)]),
-        lambda: inner.extended.broadcast_to(1.0, "cpu:0"),
+def calls_of(strategy: uo.Strategy) -> list[Callable[[], Any]]:
+    """What a program calls outside of its steps."""
+    value = uo.PerReplica([1.0] * strategy.num_replicas_in_sync)
+    return [
+        lambda: strategy.scope().__enter__(),
+        lambda: strategy.run(where),
+        lambda: strategy.reduce("SUM", value),
+        lambda: strategy.gather(value, 0),
+        lambda: strategy.mirror(torch.nn.Linear(1, 1)),
+        lambda: strategy.extended.reduce_to("SUM", value, "cpu:0"),
+        lambda: strategy.extended.batch_reduce_to("SUM", [(value, value)]),
+        lambda: strategy.extended.broadcast_to(1.0, "cpu:0"),
     ]
 
-    for call in calls:
+
+def test_another_strategy_is_refused_in_a_scope(mirrored: Make) -> None:
+    outer, inner = mirrored(), mirrored(3)
+
+    for call in calls_of(inner):
         with outer.scope(), pytest.raises(ContextError, match="another strategy"):
             call()
 
@@ -134,19 +138,8 @@ def test_call_for_each_replica_of_another_strategy_is_refused(mirrored: Make) ->
 
 def test_what_is_for_the_program_is_refused_on_a_replica(mirrored: Make) -> None:
     strategy = mirrored()
-    value = uo.PerReplica((1.0, 2.0))
-    calls: list[Callable[[], Any]] = [
-        lambda: strategy.scope().__enter__(),
-        lambda: strategy.run(where),
-        lambda: strategy.reduce("SUM", value),
-        lambda: strategy.gather(value, 0),
-        lambda: strategy.mirror(torch.nn.Linear(1, 1)),
-        lambda: strategy.extended.reduce_to("SUM", value, "cpu:0"),
-        lambda: strategy.extended.batch_reduce_to("SUM", [(value, value)]),
-        lambda: strategy.extended.broadcast_to(1.0, "cpu:0"),
-    ]
 
-    for call in calls:
+    for call in calls_of(strategy):
         with pytest.raises(ContextError, match="on a replica"):
             strategy.run(call)
 

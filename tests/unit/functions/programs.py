@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -11,69 +11,18 @@ from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel
 
 import unisono as uo
-
-Mark = Callable[[Callable[..., Any]], Callable[..., Any]]
-Program = Callable[[uo.Strategy, Mark, int], Iterator[Any]]
-NUM_STEPS = 9
-
-
-def convnet() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
-    )
-
-
-def with_dropout() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.Dropout2d(0.3), nn.Flatten(), nn.Dropout(0.5), nn.Linear(8 * 36, 4)
-    )
-
-
-def batch(strategy: uo.Strategy, step: int, num_samples: int = 6) -> tuple[Any, Any]:
-    device = strategy.extended.worker_devices[0]
-    where = "cuda" if device.type != "cpu" else "cpu"
-    made = torch.Generator().manual_seed(step)
-    num_replicas = strategy.num_replicas_in_sync
-    first = strategy.extended.first_replica_id
-    own = slice(first, first + len(strategy.extended.worker_devices))
-    images = [
-        torch.randn(num_samples, 3, 8, 8, generator=made).to(where) for _ in range(num_replicas)
-    ]
-    labels = [
-        torch.randint(4, (num_samples,), generator=made).to(where) for _ in range(num_replicas)
-    ]
-    return uo.PerReplica(images[own]), uo.PerReplica(labels[own])
-
-
-def loss_of(model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
-    return functional.cross_entropy(model(images), labels)
-
-
-class Plain:
-    """A training loop: what is made, and one step."""
-
-    def __init__(self, make_optimizer: Callable[..., Any], make_model: Any = convnet) -> None:
-        self.make_optimizer = make_optimizer
-        self.make_model = make_model
-
-    def __call__(self, strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
-        with strategy.scope():
-            model = self.make_model()
-            optimizer = self.make_optimizer(model.parameters())
-
-        @mark
-        def step(images: Tensor, labels: Tensor) -> Tensor:
-            optimizer.zero_grad()
-            loss = loss_of(model, images, labels)
-            loss.backward()
-            optimizer.step()
-            return loss.detach()
-
-        for i in range(num_steps):
-            yield strategy.run(step, args=batch(strategy, i))
-        yield model.state_dict()
+from unit.functions.program_parts import (
+    NUM_STEPS,
+    Codebook,
+    Mark,
+    Plain,
+    Program,
+    batch,
+    convnet,
+    learn,
+    loss_of,
+    with_dropout,
+)
 
 
 def clipping(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
@@ -103,11 +52,7 @@ def scheduling(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[An
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return learn(model, optimizer, images, labels)
 
     for i in range(num_steps):
         yield strategy.run(step, args=batch(strategy, i))
@@ -124,12 +69,9 @@ def scheduling_inside(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iter
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
+        loss = learn(model, optimizer, images, labels)
         scheduler.step()
-        return loss.detach()
+        return loss
 
     for i in range(num_steps):
         yield strategy.run(step, args=batch(strategy, i))
@@ -144,11 +86,7 @@ def rarely_scheduled(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Itera
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return learn(model, optimizer, images, labels)
 
     for i in range(2 * num_steps):
         if i == num_steps:
@@ -234,11 +172,7 @@ def uneven(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return learn(model, optimizer, images, labels)
 
     made = torch.Generator().manual_seed(7)
     images, labels = torch.randn(34, 3, 8, 8, generator=made), torch.arange(34) % 4
@@ -259,11 +193,7 @@ def evaluating(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[An
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return learn(model, optimizer, images, labels)
 
     @mark
     def evaluate(images: Tensor) -> Tensor:
@@ -351,31 +281,6 @@ def counting(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]
     for i in range(num_steps):
         yield strategy.run(step, args=batch(strategy, i))
         yield total.read_value().clone()
-
-
-class Codebook(nn.Module):
-    """A large buffer that is no vector, of which torch's count of writes is all that is known."""
-
-    def __init__(self, *, replaces: bool) -> None:
-        super().__init__()
-        self.replaces = replaces
-        self.table: Tensor
-        self.scale: Tensor
-        self.replaced: Tensor
-        self.register_buffer("table", torch.ones(200, 192))
-        self.register_buffer("scale", torch.tensor(0.5))
-        self.register_buffer("replaced", torch.ones(192))
-
-    def forward(self, images: Tensor) -> Tensor:
-        flat = images.flatten(1)
-        if self.training:
-            self.table.mul_(0.9).add_(flat.detach().mean(0))
-            new = self.replaced * 0.5 + flat.detach().mean(0)
-            if self.replaces:
-                self.replaced = new
-            else:
-                self.replaced.copy_(new)
-        return (flat * self.scale + self.replaced) @ self.table.T
 
 
 def buffers_in_between(

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono.errors import CaptureError
 from unisono.testing import virtual_gpus
-from unit.functions.programs import PROGRAMS, Plain, batch, convnet, loss_of, outcome
+from unit.functions.program_parts import Plain, batch, convnet, loss_of
+from unit.functions.programs import PROGRAMS, outcome
 
 pytestmark = [
     pytest.mark.gpu,

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.testing import separate_memories, virtual_gpus
-from unit.functions.programs import PROGRAMS, Plain, buffers_in_between, outcome
+from unit.functions.program_parts import Plain
+from unit.functions.programs import PROGRAMS, buffers_in_between, outcome
 
 pytestmark = [
     pytest.mark.gpu,

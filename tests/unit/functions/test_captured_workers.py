@@ -16,7 +16,8 @@ from unisono.errors import UnisonoError
 from unisono.experimental import CommunicationImplementation, CommunicationOptions
 from unisono.hooks import Compress
 from unisono.testing import virtual_gpus
-from unit.functions.programs import PROGRAMS, Mark, batch, convnet, loss_of, outcome
+from unit.functions.program_parts import Mark, batch, convnet, learn
+from unit.functions.programs import PROGRAMS, outcome
 
 pytestmark = [
     pytest.mark.gpu,
@@ -80,11 +81,7 @@ def hooked(strategy: uo.MultiWorkerMirroredStrategy, mark: Mark) -> list[Tensor]
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(model, images, labels)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
+        return learn(model, optimizer, images, labels)
 
     for i in range(6):
         strategy.run(step, args=batch(strategy, i))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError
+from unisono.variables.outsiders import _owner_of
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -259,3 +262,19 @@ def test_a_single_replica_uses_what_it_likes(mirrored: Make) -> None:
     mirrored(1).run(lambda: (model(X).sum().backward(), optimizer.step()))
 
     assert model.weight.grad is not None
+
+
+def test_other_threads_build_tuples_while_the_model_of_a_parameter_is_sought() -> None:
+    model, ended = nn.Linear(2, 2), threading.Event()
+
+    def build() -> None:
+        while not ended.is_set():
+            assert len(tuple(number for number in range(20))) == 20
+
+    with ThreadPoolExecutor(1) as pool:
+        built = pool.submit(build)
+        owners = [_owner_of(model.weight) for _ in range(5)]
+        ended.set()
+        built.result()
+
+    assert all(owner is model for owner in owners)

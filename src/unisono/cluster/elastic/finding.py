@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Iterable
 from concurrent.futures import as_completed
 from functools import partial
-from typing import NamedTuple, TypeVar
-
-from torch._C._distributed_c10d import Store
+from typing import NamedTuple
 
 from unisono.cluster.address import Address
-from unisono.cluster.elastic.doors import PURPOSE, call_door, serve_door
+from unisono.cluster.elastic.doors import call_door, serve_door
 from unisono.cluster.elastic.generation import Generation
 from unisono.cluster.membership import Membership
-from unisono.communicators import STORE_ERRORS, JobStore, in_thread, tcp_store
+from unisono.communicators import STORE_ERRORS, Countdown, JobStore
+from unisono.communicators.addresses import is_loopback
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import in_background
+from unisono.errors import CommunicationError
 
-_T = TypeVar("_T")
-_SECONDS = 3.0
-# Where the launcher keeps a store, the workers say there where their doors are.
-_KEY = f"unisono/{PURPOSE}/doors"
+# The address at which the launcher of this host keeps a store for the addresses of all workers.
+LAUNCHER = "UNISONO_LAUNCHER"
+# Addresses of workers of a job that runs already. A worker that has them joins this job.
+JOIN = "UNISONO_JOIN"
+# In the store of a launcher.
+DOORS = "doors"
+_JOIN_SECONDS = 30.0
+_PAUSE_SECONDS = 0.5
 _log = logging.getLogger("unisono")
 
 
@@ -35,21 +40,67 @@ class Running(NamedTuple):
 
 
 def running_job(membership: Membership) -> Running | None:
-    """Returns a worker of this job that trains already, or None if there is none."""
-    addresses = _addresses(membership)
+    """Returns a worker of this job that trains already, or None if there is none.
+
+    Raises:
+        CommunicationError: If this worker is to join a job, and no worker of it answers.
+    """
+    told, left = addresses_in(os.environ.get(JOIN, "")), Countdown(_JOIN_SECONDS)
+    known = [(one.host, one.port) for one in _tasks(membership) if one is not None]
+    while True:
+        found = running_at([*known, *_doors_of_launcher(), *told])
+        if found is not None or not told:
+            return found
+        if left.is_over():
+            raise CommunicationError(
+                f"{JOIN} says that this worker joins an elastic job with workers at "
+                f"{os.environ[JOIN]}, but none of them answers. If the job still runs, give the "
+                f"address of another worker, and check UNISONO_JOB_TOKEN. If not, unset {JOIN}."
+            )
+        time.sleep(_PAUSE_SECONDS)
+
+
+def running_at(addresses: Iterable[tuple[str, int]]) -> Running | None:
+    """Returns a worker that trains, of those with their doors at some addresses."""
     # The first that answers will do; others may be paused.
-    calls = [in_background(partial(_running, address)) for address in addresses]
+    calls = [in_background(partial(_running, address)) for address in dict.fromkeys(addresses)]
     for call in as_completed(calls):
         if (found := call.result()) is not None:
             return found
     return None
 
 
-def publish(membership: Membership, generation: Generation) -> None:
-    """Says in the store of the launcher, if there is one, where the doors of the workers are."""
-    doors = json.dumps([(one.host, one.port) for one in generation.contacts.values()])
-    if membership.uses_existing_store:
-        _of_launcher(membership, lambda store: store.set(_KEY, doors))
+def addresses_in(text: str) -> list[tuple[str, int]]:
+    """Reads addresses with commas between them."""
+    parsed = [Address.parse(one.strip()) for one in text.split(",") if one.strip()]
+    return [(one.host, one.port) for one in parsed]
+
+
+def publish(generation: Generation) -> None:
+    """Tells the launcher of this host, if it wants to know, where the doors of all workers are."""
+    doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
+
+    def tell(at: tuple[str, int]) -> None:
+        if (store := call_door(*at)) is not None:
+            store.set(DOORS, ",".join(doors))
+
+    for at in addresses_in(os.environ.get(LAUNCHER, "")):
+        in_background(partial(tell, at))
+
+
+def doors_known_at(address: tuple[str, int]) -> str | None:
+    """Returns the addresses of workers that a launcher knows of; None if it has started none."""
+    try:
+        store = call_door(*address)
+        found = None if store is None else store.look([DOORS])[0]
+    except STORE_ERRORS:
+        return None
+    return None if found is None else found.decode()
+
+
+def _doors_of_launcher() -> list[tuple[str, int]]:
+    launchers = addresses_in(os.environ.get(LAUNCHER, ""))
+    return [door for one in launchers for door in addresses_in(doors_known_at(one) or "")]
 
 
 def open_door(membership: Membership, address: str) -> JobStore:
@@ -64,6 +115,10 @@ def open_door(membership: Membership, address: str) -> JobStore:
             return serve_door(own.host, listening(own.host, own.port))
         except OSError as error:
             _log.info("Cannot listen at %s (%s): listening at %s.", own, error, address)
+    # The launcher listens at the address by which other hosts know this one, if it has one.
+    for host, _ in addresses_in(os.environ.get(LAUNCHER, "")):
+        if not is_loopback(host):
+            address = host
     return serve_door(address, listening(address, 0))
 
 
@@ -82,24 +137,6 @@ def _tasks(membership: Membership) -> list[Address | None]:
 def _own_address(membership: Membership) -> Address | None:
     tasks = _tasks(membership)
     return tasks[membership.rank] if tasks else None
-
-
-def _addresses(membership: Membership) -> list[tuple[str, int]]:
-    """All places where a worker of the job may be."""
-    found = [(one.host, one.port) for one in _tasks(membership) if one is not None]
-    if membership.uses_existing_store:
-        told = _of_launcher(membership, lambda s: s.get(_KEY) if s.check([_KEY]) else b"[]")
-        found += [(host, port) for host, port in json.loads(told or b"[]")]
-    return found
-
-
-def _of_launcher(membership: Membership, ask: Callable[[Store], _T]) -> _T | None:
-    """Asks the store of the launcher, if it answers."""
-    at = membership.coordinator_host, membership.coordinator_port
-    try:
-        return in_thread(lambda: ask(tcp_store(*at, _SECONDS)), _SECONDS)
-    except STORE_ERRORS:
-        return None
 
 
 def _running(address: tuple[str, int]) -> Running | None:

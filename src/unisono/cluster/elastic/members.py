@@ -15,7 +15,6 @@ from unisono.cluster.elastic.finding import publish
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Position
 from unisono.cluster.elastic.knocking import let_in
-from unisono.cluster.membership import Membership
 from unisono.communicators import Communicator
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
@@ -73,7 +72,6 @@ class ElasticMembers:
 
     Args:
         me: This worker.
-        membership: Its place among the workers that the launcher has started.
         connect: Makes the communicator of a generation.
 
     Attributes:
@@ -82,9 +80,8 @@ class ElasticMembers:
 
     met: Met
 
-    def __init__(self, me: Attendee, membership: Membership, connect: Connect) -> None:
+    def __init__(self, me: Attendee, connect: Connect) -> None:
         self._me = me
-        self._membership = membership
         self._connect = connect
         self._has_left = False
 
@@ -188,8 +185,7 @@ class ElasticMembers:
 
     def _begin(self, generation: Generation) -> None:
         self._me.begin(generation)
-        if next(iter(generation.contacts.values())) == self._me.contact:
-            publish(self._membership, generation)
+        publish(generation)
 
     def _settled(
         self, agreed: Agreed, position: Position | None, before: Collection[int], start: float

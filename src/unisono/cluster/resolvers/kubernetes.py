@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
+from unisono.cluster.address import Address
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
 from unisono.cluster.resolvers.resolver import KnownCluster, Launch
@@ -17,8 +19,10 @@ class KubernetesClusterResolver(KnownCluster):
     """A pod of an Indexed Job, alone or in a JobSet: worker JOB_COMPLETION_INDEX of the job.
 
     Kubernetes numbers the pods. The manifest says the rest: UNISONO_NUM_WORKERS, the number of
-    pods, and UNISONO_COORDINATOR, host:port of pod 0, or MASTER_ADDR alone. Only the environment is
-    read, so a pod needs no access to the API of the cluster.
+    pods, and UNISONO_COORDINATOR, host:port of pod 0, or MASTER_ADDR alone. If pod 0 is called
+    NAME-0.SERVICE, the others are NAME-1.SERVICE and so on, with the same port: in an elastic job,
+    a pod that comes back finds them there. Only the environment is read, so a pod needs no access
+    to the API of the cluster.
 
     Args:
         environ: The environment variables; those of this process if not given.
@@ -35,5 +39,12 @@ class KubernetesClusterResolver(KnownCluster):
                 "headless service and the `subdomain` of the pods."
             )
         super().__init__("worker", rank, environment="kubernetes")
-        self._spec = ClusterSpec({"worker": [str(first), *[None] * (size - 1)]})
+        addresses = [str(first), *(_address_of(rank, first) for rank in range(1, size))]
+        self._spec = ClusterSpec({"worker": addresses})
         self._launch = Launch(job=f"kubernetes-{first}")
+
+
+def _address_of(rank: int, first: Address) -> str | None:
+    """Returns the address of another pod, if the name of pod 0 tells it."""
+    host, is_numbered = re.subn(r"^([^.]+)-0(?=\.)", rf"\g<1>-{rank}", first.host)
+    return str(Address(host, first.port)) if is_numbered else None

@@ -135,9 +135,16 @@ def coordinator_of(spec: dict[str, Any]) -> str:
 def test_the_pod_is_found() -> None:
     found = KubernetesClusterResolver(environ=ENVIRON)
 
-    assert found.cluster_spec().job_tasks("worker") == ["train-0.train:29500", None, None]
+    names = [f"train-{number}.train:29500" for number in range(3)]
+    assert found.cluster_spec().job_tasks("worker") == names
     assert (found.task_type, found.task_id, found.environment) == ("worker", 1, "kubernetes")
     assert found.launch() == Launch(job="kubernetes-train-0.train:29500")
+
+
+def test_other_pods_are_not_known_if_the_first_has_another_name() -> None:
+    found = KubernetesClusterResolver(environ={**ENVIRON, "UNISONO_COORDINATOR": "10.0.0.7:29500"})
+
+    assert found.cluster_spec().job_tasks("worker") == ["10.0.0.7:29500", None, None]
 
 
 @pytest.mark.parametrize("name", ["JOB_COMPLETION_INDEX", "UNISONO_NUM_WORKERS"])
