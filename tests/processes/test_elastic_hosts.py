@@ -113,14 +113,14 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def wait_for_line(process: Program, words: str) -> None:
-    """Reads what a program prints until a line has some words."""
+def wait_for_line(process: Program, words: str) -> str:
+    """Reads what a program prints until a line has some words, and returns that line."""
     assert process.stdout is not None
     lines = []
     while line := process.stdout.readline():
         lines.append(line)
         if words in line:
-            return
+            return line
     raise AssertionError(f"{words!r} is not in {lines}: {process.communicate(timeout=60)}")
 
 
@@ -136,7 +136,10 @@ def test_hosts_come_and_go_and_the_bits_stay_the_same(tmp_path: Path, script: Pa
     with program([*command, "3=let in", "6=be lost"], environ) as first:
         wait_for_line(first, "waiting")
         with program([*command, "9=let in", "14=end"], environ) as second:
-            wait_for_line(first, "training with 2")
+            line = wait_for_line(first, "training with")
+            if "training with 2" not in line:
+                second.send_signal(signal.SIGTERM)
+                raise AssertionError((line, second.communicate(timeout=60)))
             # With the launcher, the host of the first endpoint and its worker are lost.
             first.send_signal(signal.SIGKILL)
             wait_for_line(second, "waiting")

@@ -23,7 +23,7 @@ from concurrent.futures import Future, wait
 from typing import NamedTuple
 
 from unisono.communicators import STORE_ERRORS, JobStore
-from unisono.communicators.greeting import call, job_key
+from unisono.communicators.greeting import Greeted, call, job_key
 from unisono.communicators.job_store import serve_store, store_at
 from unisono.communicators.stores import in_background
 from unisono.communicators.tls import encryption
@@ -86,13 +86,30 @@ def _key() -> bytes:
     return job_key(f"unisono/{PURPOSE}/0")
 
 
-def call_door(host: str, port: int, seconds: float = _ANSWER_SECONDS) -> JobStore | None:
+def call_door(host: str, port: int) -> JobStore | None:
     """Returns a connection to a door, or None if nobody answers there who is of the job."""
     try:
-        greeted = call((host, port), _key(), 0, encryption(), time.monotonic() + seconds)
+        greeted = _called(host, port)
     except OSError:
         return None
     return store_at((host, port), greeted)
+
+
+def may_answer(host: str, port: int) -> bool:
+    """Whether somebody listens at an address who may be of the job, and just be slow."""
+    try:
+        socket.create_connection((host, port), _ANSWER_SECONDS).close()
+    except OSError:
+        return False
+    try:
+        _called(host, port).socket.close()
+    except OSError as error:
+        return isinstance(error, TimeoutError)
+    return True
+
+
+def _called(host: str, port: int) -> Greeted:
+    return call((host, port), _key(), 0, encryption(), time.monotonic() + _ANSWER_SECONDS)
 
 
 class Doors:

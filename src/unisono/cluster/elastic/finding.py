@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from unisono.cluster.address import Address
-from unisono.cluster.elastic.doors import call_door, serve_door
+from unisono.cluster.elastic.doors import call_door, may_answer, serve_door
 from unisono.cluster.elastic.generation import Generation
 from unisono.cluster.membership import Membership
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
@@ -81,21 +81,27 @@ def publish(generation: Generation) -> None:
     doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
 
     def tell(at: tuple[str, int]) -> None:
-        if (store := call_door(*at)) is not None:
-            store.set(DOORS, ",".join(doors))
+        while (store := call_door(*at)) is None:
+            if not may_answer(*at):
+                return
+        store.set(DOORS, ",".join(doors))
 
     for at in addresses_in(os.environ.get(LAUNCHER, "")):
         in_background(partial(tell, at))
 
 
 def doors_known_at(address: tuple[str, int]) -> str | None:
-    """Returns the addresses of workers that a launcher knows of; None if it has started none."""
+    """Returns the addresses of workers that a launcher knows of, as far as it answers.
+
+    None if there is no launcher, or it has started no workers.
+    """
     try:
-        store = call_door(*address)
-        found = None if store is None else store.look([DOORS])[0]
+        if (store := call_door(*address)) is not None:
+            found = store.look([DOORS])[0]
+            return None if found is None else found.decode()
     except STORE_ERRORS:
-        return None
-    return None if found is None else found.decode()
+        pass
+    return "" if may_answer(*address) else None
 
 
 def _doors_of_launcher() -> list[tuple[str, int]]:

@@ -1,0 +1,60 @@
+"""What a launcher of an elastic job finds out about the launchers of other hosts."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from contextlib import suppress
+
+import pytest
+from processes.ports import free_port
+
+from unisono.cluster import Address
+from unisono.cluster.elastic import doors
+from unisono.communicators.sockets import listening
+from unisono.errors import ClusterError
+from unisono_tools.launching import board
+from unisono_tools.launching.board import Board, running_workers
+
+
+@pytest.fixture(autouse=True)
+def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(board, "_START_SECONDS", 0.2)
+
+
+def test_there_is_no_job_where_nobody_listens_or_no_worker_was_started() -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    assert running_workers([endpoint]) == ""
+    started = Board([endpoint])
+    assert started.address == f"127.0.0.1:{endpoint.port + 1}"
+    assert running_workers([endpoint]) == ""
+
+
+def test_a_launcher_that_is_slow_to_answer_is_not_taken_for_none() -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    with (
+        listening("127.0.0.1", endpoint.port + 1),
+        pytest.raises(ClusterError, match="none of its workers answers"),
+    ):
+        running_workers([endpoint])
+
+
+def test_a_stranger_at_the_port_of_a_launcher_is_no_job() -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    callers: list[socket.socket] = []
+    with listening("127.0.0.1", endpoint.port + 1) as stranger:
+
+        def answer() -> None:
+            with suppress(OSError):
+                while True:
+                    callers.append(stranger.accept()[0])
+                    callers[-1].sendall(b"HTTP/1.1 400 Bad Request\r\n" * 4)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        assert running_workers([endpoint]) == ""
+        stranger.shutdown(socket.SHUT_RDWR)
+        thread.join(60)
+    for caller in callers:
+        caller.close()
