@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 import os
 import subprocess
@@ -22,9 +23,10 @@ from unisono.cluster import ClusterSpec, Membership, SimpleClusterResolver, Work
 from unisono.cluster.elastic import finding, share_state
 from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
-from unisono.cluster.elastic.gathering import Attendee, Gathering
+from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Standing
 from unisono.communicators import JobStore
+from unisono.communicators.job_store import local_store
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.system import process_start
 
@@ -149,6 +151,29 @@ def test_a_worker_does_not_wait_for_a_meeting_that_is_silent() -> None:
     assert Gathering(newcomer, None, known=last).attend(door, "token") is None
     assert [kind for kind, _ in asked] == ["add", "set", "get"]
     assert all(seconds < 60 for _, seconds in asked)
+
+
+def test_a_meeting_waits_for_one_that_has_knocked_and_not_said_yet_who_it_is() -> None:
+    last = generation(3, [0])
+    newcomer = generation(0, [8]).contacts[8]
+    door, rules = local_store(), Rules(1, 4, 30.0)
+    door.add("knocks", 1)
+
+    def come() -> Agreed | None:
+        deadline = time.monotonic() + 10
+        while (token := door.look(["open"])[0]) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        door.set("knock/1", json.dumps(newcomer))
+        me = Attendee(newcomer, CARD, door, rules)
+        return Gathering(me, None, known=last).attend(door, token.decode())
+
+    host = Attendee(last.contacts[0], CARD, door, rules, Standing(last))
+    with ThreadPoolExecutor(1) as pool:
+        coming = pool.submit(come)
+        agreed = Gathering(host, (7,), admits=True).hold()
+        assert list(agreed.generation.contacts.values()) == [last.contacts[0], newcomer]
+        assert coming.result(60) is not None
 
 
 def shared(states: list[Any], root: int) -> list[Any]:

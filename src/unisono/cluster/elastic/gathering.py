@@ -320,15 +320,19 @@ class Gathering:
         missing = chosen.missing()
         if missing - self._lost or (missing and waited < self._grace_seconds):
             return True
-        knocking = self._knocking() if self._admits else set()
-        return waited < _KNOCK_SECONDS and not knocking <= chosen.processes()
+        return self._admits and waited < _KNOCK_SECONDS and self._somebody_comes(chosen)
 
-    def _knocking(self) -> set[str]:
-        """The processes that have knocked at this door since the last meeting, and live."""
+    def _somebody_comes(self, chosen: Choice) -> bool:
+        """Whether somebody has knocked at this door since the last meeting, lives, and is not here.
+
+        One that has not said yet who it is counts, too.
+        """
         door, first = self._me.door, self._me.num_knocks
         keys = [f"knock/{n + 1}" for n in range(first, door.add("knocks", 0))]
-        contacts = [Contact(*json.loads(text)) for text in door.look(keys) if text is not None]
-        return {one.process for one in contacts if not one.has_ended()}
+        found = door.look(keys)
+        contacts = [Contact(*json.loads(text)) for text in found if text is not None]
+        coming = {one.process for one in contacts if not one.has_ended()}
+        return None in found or not coming <= chosen.processes()
 
     def _refuse(self, token: str, why: str, num_others: int) -> None:
         """Tells all who have come that nobody goes on, and raises that here."""
