@@ -1,8 +1,6 @@
 """Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
 
-from unisono.algorithms.doubling import doubling
-from unisono.algorithms.exchange import exchange, one_step
-from unisono.algorithms.execution import run
+from unisono.algorithms.exchange import doubling, exchange, one_step
 from unisono.algorithms.messages import (
     Message,
     Node,
@@ -12,11 +10,17 @@ from unisono.algorithms.messages import (
     merged,
     turns_of,
 )
-from unisono.algorithms.one_device import one_device
-from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan
+from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan, run
 from unisono.algorithms.rounds import Round, Rounds, Send
-from unisono.algorithms.schedule import Gather, Schedule, Spread, num_steps, num_transfers
-from unisono.algorithms.two_level import two_level
+from unisono.algorithms.schedule import (
+    Gather,
+    Schedule,
+    Spread,
+    num_steps,
+    num_transfers,
+    one_device,
+    two_level,
+)
 
 __all__ = [
     "Combine",

@@ -3,18 +3,25 @@
 A place that gathers values keeps them as *terms* of the one tree that orders every sum (see
 `unisono.kernels.tree`). It combines terms only when they leave for another memory, or when all are
 there. So every schedule gives the same bits, places that share a memory exchange nothing, and a
-schedule inside one memory is a single sum.
+schedule inside one memory is a single sum. `run` does a plan on tensors, and only this code moves
+values between memories.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+import torch
+from torch import Tensor
+
 from unisono.algorithms.messages import are_siblings
 from unisono.algorithms.schedule import Gather, Schedule
+from unisono.kernels import divide, reduce_batch, wide_dtype
+from unisono.options import ReduceOp
+from unisono.tracing import span
 
 
 class Copy(NamedTuple):
@@ -202,3 +209,54 @@ def _leaves(term: _Term) -> list[int]:
     if term.buffer is not None:
         return [term.buffer]
     return [leaf for part in term.parts for leaf in _leaves(part)]
+
+
+def run(
+    plan: Plan, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
+) -> list[tuple[Tensor, ...]]:
+    """Reduces each item of `batch`, one tensor per replica, and returns one per destination.
+
+    The inputs are not changed, and every returned tensor has its own memory.
+    """
+    if not batch:
+        return []
+    if plan.is_one_sum:
+        return reduce_batch(op, batch, [len(plan.outputs)] * len(batch))
+    held: dict[int, Sequence[Tensor]] = dict(enumerate(zip(*batch, strict=True)))
+    dtypes = [item[0].dtype for item in batch]
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            with span("copy", "copy", held[step.source], to=places[step.place]):
+                held[step.target] = _copied(held[step.source], places[step.place])
+        else:
+            items = list(zip(*(held[source] for source in step.sources), strict=True))
+            written = _combined(step, op, items, dtypes, plan.num_replicas)
+            held.update(zip(step.targets, zip(*written, strict=True), strict=True))
+    return list(zip(*(held[output] for output in plan.outputs), strict=True))
+
+
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    # Between GPUs without peer access, CUDA copies through host memory.
+    return [tensor.detach().to(device, copy=True) for tensor in tensors]
+
+
+def _combined(
+    step: Combine,
+    op: ReduceOp,
+    items: Sequence[tuple[Tensor, ...]],
+    dtypes: Sequence[torch.dtype],
+    num_replicas: int,
+) -> list[tuple[Tensor, ...]]:
+    """Combines values or partial results; partial results stay wide, and are not divided."""
+    if step.is_result and step.is_whole:
+        return reduce_batch(op, items, [len(step.targets)] * len(items))
+    part_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    wide = [tuple(part.to(wide_dtype(part.dtype)) for part in parts) for parts in items]
+    totals = reduce_batch(part_op, wide, [1] * len(items))
+    if not step.is_result:
+        return totals
+    results = [
+        divide(total, num_replicas, dtype) if op is ReduceOp.MEAN else total.to(dtype)
+        for (total,), dtype in zip(totals, dtypes, strict=True)
+    ]
+    return [(result, *(result.clone() for _ in step.targets[1:])) for result in results]

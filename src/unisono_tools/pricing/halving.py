@@ -13,7 +13,7 @@ from fractions import Fraction
 from functools import partial
 
 from unisono.algorithms import Round, Rounds, Send
-from unisono.algorithms.doubling import swap
+from unisono.algorithms.exchange import swap
 from unisono.algorithms.rounds import at, pairwise_sum
 
 _ALL = Fraction(1)
