@@ -2,7 +2,6 @@
 
 from unisono.algorithms.exchange import doubling, exchange, one_step
 from unisono.algorithms.messages import (
-    Message,
     Node,
     Turn,
     are_siblings,
@@ -10,7 +9,7 @@ from unisono.algorithms.messages import (
     merged,
     turns_of,
 )
-from unisono.algorithms.plan import Combine, Copy, Plan, Step, make_plan, run
+from unisono.algorithms.plan import Combine, Copy, Plan, make_plan, run
 from unisono.algorithms.rounds import Round, Rounds, Send
 from unisono.algorithms.schedule import (
     Gather,
@@ -26,7 +25,6 @@ __all__ = [
     "Combine",
     "Copy",
     "Gather",
-    "Message",
     "Node",
     "Plan",
     "Round",
@@ -34,7 +32,6 @@ __all__ = [
     "Schedule",
     "Send",
     "Spread",
-    "Step",
     "Turn",
     "are_siblings",
     "children",

@@ -1,6 +1,5 @@
 """Ways for workers to talk to each other."""
 
-from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
 from unisono.communicators.greeting import JOB_TOKEN
@@ -27,11 +26,8 @@ __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
     "JOB_TOKEN",
     "STORE_ERRORS",
-    "Carrier",
-    "Choice",
     "Communicator",
     "Countdown",
-    "Engine",
     "IdentityCommunicator",
     "JobStore",
     "Layout",
@@ -39,7 +35,6 @@ __all__ = [
     "TracedCommunicator",
     "all_reduce_nodes",
     "all_reduce_sparse",
-    "choose",
     "connect",
     "coordinator_store",
     "gpu_identity",

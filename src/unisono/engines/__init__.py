@@ -4,7 +4,6 @@ from unisono.engines.ambient import Ambient, CallerThread
 from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.global_randomness import GlobalRandomness
-from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.interpreter import Interpreter
 from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.random_operators import drawing
@@ -16,13 +15,11 @@ __all__ = [
     "CallerThread",
     "Compilations",
     "GlobalRandomness",
-    "Guard",
     "Interpreter",
     "OneByOne",
     "Recorder",
     "ReplicaGenerators",
     "ReplicaMeeting",
-    "ReplicaStopped",
     "ReplicaThreads",
     "RunGenerators",
     "Turns",

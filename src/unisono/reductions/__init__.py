@@ -16,7 +16,7 @@ from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.layouts import ReplicaLayout, dealt
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
-from unisono.reductions.scheduled import Ends, ScheduledOps
+from unisono.reductions.scheduled import Ends
 from unisono.reductions.selection import (
     choose_cross_device_ops,
     predicted_cost,
@@ -37,7 +37,6 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaLayout",
     "Result",
-    "ScheduledOps",
     "Workers",
     "always_mirrored",
     "check_ops",

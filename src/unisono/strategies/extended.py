@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -35,18 +36,13 @@ from unisono.reductions import (
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
-from unisono.strategies.own_process import OwnProcess
-from unisono.strategies.reducing import ReduceMethods
+from unisono.strategies.extended_methods import ExtendedMethods
 from unisono.strategies.runner import Runner, unpack
-from unisono.strategies.steps import StepMethods
-from unisono.strategies.variable_methods import VariableMethods
 from unisono.tracing import span
 from unisono.values import DistributedValues
 from unisono.variables import (
     Leaves,
     Mirrors,
-    bring_in,
-    creating,
     merge,
     undone,
     watch_torch,
@@ -57,7 +53,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
+class StrategyExtended(ExtendedMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -97,7 +93,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         threads_per_replica: int | None = None,
         tuning: Tuning | None = None,
     ) -> None:
-        super().__init__()
         devices = replica_devices(devices)
         check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
         reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
@@ -141,6 +136,8 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
             nullcontext() if self.mirrors.is_single else threading.Lock()
         )
         self._strategy: Strategy | None = None
+        # It belongs to the process that made it, also after a fork; see `check_process`.
+        self._process = os.getpid()
 
     def _lay_out(self, devices: tuple[Device, ...], ops: CrossDeviceOps) -> None:
         """Makes all that depends on which replicas this worker has, and who the others are."""
@@ -220,14 +217,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
     def host(self) -> Device:
         """Where results go that are for the program: the first replica's device."""
         return self._devices[0]
-
-    def creating(self) -> AbstractContextManager[None]:
-        """Within the block, what is made belongs to the strategy."""
-        return creating(self.mirrors)
-
-    def bring_in(self, target: Any) -> None:
-        """Makes what was made elsewhere belong to the strategy."""
-        bring_in(target, self.mirrors)
 
     def adopt(self, leaves: Leaves) -> None:
         """Trains what belongs to no module, from now on: in the current run too, if there is one.
@@ -374,6 +363,17 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
     ) -> Any:
         """Does the work of `ReplicaContext.merge_call`."""
         return merge(context, merge_fn, args, kwargs)
+
+    def close(self) -> None:
+        """Ends the threads of the replicas, and leaves the other workers."""
+        if self._process != os.getpid() and self.workers.are_many:
+            return
+        # First, because it ends what the threads may wait for.
+        self.workers.communicator.close()
+        self.gradients.close()
+        self._captures.close()
+        self._runner.close()
+        self.cross_device_ops.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
         return self._duplicate()

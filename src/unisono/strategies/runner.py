@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import set_multithreading_enabled
@@ -29,10 +30,13 @@ from unisono.engines import (
     Turns,
     drawing,
 )
-from unisono.errors import add_note
+from unisono.errors import ContextError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.values import select_replica
+
+if TYPE_CHECKING:
+    from unisono.strategies.extended import StrategyExtended
 
 
 class Runner:
@@ -243,3 +247,26 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
     """Calls `fn` with the items of `own`."""
     return fn(*check_iterable("args", own), **kwargs)
+
+
+def check_process(extended: StrategyExtended) -> None:
+    """In a forked child: lets new threads start, or refuses to speak for this worker.
+
+    Raises:
+        ContextError: If there are other workers, which know the parent only.
+    """
+    if extended._process == os.getpid():
+        return
+    if extended.workers.are_many:
+        raise ContextError(
+            f"{extended.strategy!r} was made by process {extended._process}, but this is process "
+            f"{os.getpid()}, which was forked from it. A forked process is not a worker of the "
+            "cluster. Use the strategy in the process that made it, or start processes with "
+            "`spawn`."
+        )
+    extended._process = os.getpid()
+    extended.mirrors.fronts.take_down_in_child()
+    extended._runner = extended._runner.restarted()
+    if not extended.mirrors.is_single:
+        # A thread of the parent may have held it.
+        extended._run_lock = threading.Lock()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import check_call, check_instance, check_int, check_optional
+from unisono.arguments import check_optional
 from unisono.contexts import (
-    CrossReplicaContext,
-    entered,
     get_replica_context,
     get_strategy,
     in_cross_replica_context,
 )
 from unisono.errors import UnsupportedError
-from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
 from unisono.options import ReduceOp
 
 if TYPE_CHECKING:
@@ -80,53 +77,3 @@ class MultiStepContext:
 
     def _set_local_results(self, strategy: Strategy, name: str, output: Any) -> None:
         self._non_tensor_outputs[name] = strategy.experimental_local_results(output)
-
-
-class StepMethods:
-    """The part of an extension that makes steps."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def strategy(self) -> Strategy:
-            """See `StrategyExtended.strategy`."""
-
-    def experimental_run_steps_on_iterator(
-        self,
-        fn: Callable[..., Any],
-        iterator: DistributedIterator,
-        iterations: int = 1,
-        initial_loop_values: Mapping[str, Any] | None = None,
-    ) -> MultiStepContext:
-        """Calls `fn(context, inputs)` with one element of the input after another.
-
-        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
-        caller to `context`.
-
-        Args:
-            fn: One step.
-            iterator: Where the elements come from.
-            iterations: How many steps there are.
-            initial_loop_values: What `last_step_outputs` are if there is no step.
-
-        Returns:
-            The context, with what the last step gave.
-
-        Raises:
-            UnsupportedError: If `iterations` is negative.
-        """
-        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
-        check_call("fn", fn, (), None)
-        check_int("iterations", iterations, least=0)
-        check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
-        steps = MultiStepContext(initial_loop_values)
-        with entered(CrossReplicaContext(self.strategy.extended)):
-            for _ in range(iterations):
-                fn(steps, iterator.get_next())
-        return steps
-
-    def experimental_make_numpy_dataset(
-        self, numpy_input: Any, session: object = None
-    ) -> ArrayDataset:
-        """See `Strategy.experimental_make_numpy_dataset`."""
-        return numpy_dataset(numpy_input)

@@ -27,7 +27,9 @@ from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
+from unisono.strategies.runner import check_process
 from unisono.values import DistributedValues, as_tensor, flatten, select_replica
+from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
     from unisono.cluster import ClusterResolver
@@ -86,7 +88,7 @@ class Strategy(InputMethods):
         It may be entered again while it is open, but not another strategy's.
         """
         self._check_cross_replica("scope()")
-        with entered(CrossReplicaContext(self._extended)), self._extended.creating():
+        with entered(CrossReplicaContext(self._extended)), creating(self._extended.mirrors):
             yield self
 
     def run(
@@ -244,7 +246,7 @@ class Strategy(InputMethods):
                 f"{in_words(target)} of type {type(target).__name__}. Call it once for each object "
                 "in a container."
             )
-        self._extended.bring_in(target)
+        bring_in(target, self._extended.mirrors)
         return target
 
     @property
@@ -366,7 +368,7 @@ class Strategy(InputMethods):
         return duplicate
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
-        self._extended.check_process()
+        check_process(self._extended)
         other = other_strategy(self)
         if other is not None:
             raise ContextError(

@@ -1,28 +1,45 @@
-"""What a strategy's extension does with variables, under the names of `tf.distribute`."""
+"""What an extension does with values and variables, under the names of `tf.distribute`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import check_bool, check_call, check_instance, check_iterable, in_words
+from unisono.arguments import (
+    check_bool,
+    check_call,
+    check_instance,
+    check_int,
+    check_iterable,
+    in_words,
+)
 from unisono.contexts import CrossReplicaContext, current_replica, entered, get_strategy
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
+from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.reductions import CrossDeviceOps, ReplicaLayout, destinations_of, listed_pairs
+from unisono.strategies.steps import MultiStepContext
 from unisono.values import DistributedValues, Mirrored, flatten, select_replica
 from unisono.variables import Component, Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
+    from unisono.strategies.counting import Counting
     from unisono.strategies.elastic_job import ElasticJob
     from unisono.strategies.strategy import Strategy
 
 
-class VariableMethods:
-    """The part of an extension that is about variables."""
+class ExtendedMethods:
+    """The part of an extension that reduces values, updates variables and makes steps."""
 
     if TYPE_CHECKING:
         mirrors: Mirrors
+        layout: ReplicaLayout
+        cross_device_ops: CrossDeviceOps
+        counting: Counting
+        options: CommunicationOptions
         elastic: ElasticJob | None
 
         @property
@@ -32,6 +49,80 @@ class VariableMethods:
         @property
         def worker_devices(self) -> tuple[Device, ...]:
             """See `StrategyExtended.worker_devices`."""
+
+        @property
+        def num_replicas_in_sync(self) -> int:
+            """See `StrategyExtended.num_replicas_in_sync`."""
+
+    def reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduces a value, or every distributed value of a nested structure, to devices.
+
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
+        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
+        and has no sum: that is an `UnsupportedError`.
+        """
+        self.strategy._check_cross_replica("reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        if not isinstance(value, DistributedValues):
+            leaves, rebuild = flatten(value)
+            if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+                return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
+            if self.layout.are_several or self.elastic is not None:
+                return self._reduce_single(op, value, destinations)
+        if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
+            if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
+                raise UnsupportedError(
+                    "A mirrored value is the same on every replica, so its sum over replicas has "
+                    "no meaning. Use MEAN, or multiply it by the number of replicas."
+                )
+            return self.broadcast_to(value, destinations)
+        if self.elastic is not None:
+            reduce = functools.partial(self._reduce, op, value, destinations, options)
+            return self.elastic.reduce(op, value, destinations, reduce)
+        return self._reduce(op, value, destinations, options)
+
+    def _reduce(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
+        value = self.counting.counted(op, value)
+        return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
+
+    def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        """Reduces what is not distributed: the same on every replica."""
+        is_zero = isinstance(value, (int, float)) and value == 0
+        if op is ReduceOp.SUM and not is_zero:
+            raise UnsupportedError(
+                f"{in_words(value)} is a single value, not one value per replica, so its sum over "
+                f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
+            )
+        return self.broadcast_to(value, destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
+        self.strategy._check_cross_replica("batch_reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""
+        self.strategy._check_cross_replica("broadcast_to()")
+        return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
+
+    def _merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
+        return self.options.merge(options)
 
     def update(
         self,
@@ -189,3 +280,43 @@ class VariableMethods:
                 f"{in_words(colocate_with_variable)}."
             )
         yield
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: DistributedIterator,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, inputs)` with one element of the input after another.
+
+        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
+        caller to `context`.
+
+        Args:
+            fn: One step.
+            iterator: Where the elements come from.
+            iterations: How many steps there are.
+            initial_loop_values: What `last_step_outputs` are if there is no step.
+
+        Returns:
+            The context, with what the last step gave.
+
+        Raises:
+            UnsupportedError: If `iterations` is negative.
+        """
+        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
+        check_call("fn", fn, (), None)
+        check_int("iterations", iterations, least=0)
+        check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
+        steps = MultiStepContext(initial_loop_values)
+        with entered(CrossReplicaContext(self.strategy.extended)):
+            for _ in range(iterations):
+                fn(steps, iterator.get_next())
+        return steps
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: object = None
+    ) -> ArrayDataset:
+        """See `Strategy.experimental_make_numpy_dataset`."""
+        return numpy_dataset(numpy_input)
