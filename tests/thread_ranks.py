@@ -16,8 +16,8 @@ from torch import Tensor
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import Header, check_agreement, ranks_in_words
-from unisono.communicators.sums import combine_into
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
+from unisono.kernels import combine_into
 from unisono.options import ReduceOp
 
 Work = Callable[[list[Sequence[Tensor]]], list[Any]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import warnings
 from typing import Any
 
 from unisono.errors import UnsupportedError
@@ -115,4 +116,13 @@ def check_instance(name: str, value: Any, kind: type | tuple[type, ...], wanted:
         )
     raise UnsupportedError(
         f"`{name}` must be {wanted}, got {in_words(value)} of type {type(value).__name__}."
+    )
+
+
+def warn_of_older(what: str, today: str, *, is_deeper: bool = False) -> None:
+    """Says what to write today, to the caller of the function that calls this, or to the next."""
+    warnings.warn(
+        f"`{what}` is an older name; write `{today}`.",
+        DeprecationWarning,
+        stacklevel=4 if is_deeper else 3,
     )

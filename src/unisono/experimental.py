@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import TYPE_CHECKING
 
+from unisono.arguments import warn_of_older as _warn_of_older
 from unisono.checkpoints import (
     Checkpoint,
     CheckpointManager,
@@ -48,12 +48,8 @@ class MultiWorkerMirroredStrategy(_Today):
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
         cluster_resolver: ClusterResolver | None = None,
     ) -> None:
-        warnings.warn(
-            "`unisono.experimental.MultiWorkerMirroredStrategy` is an older name; write "
-            "`unisono.MultiWorkerMirroredStrategy`.",
-            DeprecationWarning,
-            stacklevel=2,
-        )
+        today = "unisono.MultiWorkerMirroredStrategy"
+        _warn_of_older("unisono.experimental.MultiWorkerMirroredStrategy", today)
         implementation = CommunicationImplementation.read(communication, "communication")
         super().__init__(cluster_resolver, CommunicationOptions(implementation=implementation))
 
@@ -67,10 +63,6 @@ def CollectiveHints(
         bytes_per_pack: See `CommunicationOptions`.
         timeout_seconds: See `CommunicationOptions`.
     """
-    warnings.warn(
-        "`unisono.experimental.CollectiveHints` is an older name; write "
-        "`unisono.experimental.CommunicationOptions`.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    today = "unisono.experimental.CommunicationOptions"
+    _warn_of_older("unisono.experimental.CollectiveHints", today)
     return CommunicationOptions(bytes_per_pack, timeout_seconds)

@@ -19,10 +19,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
+from unisono.communicators.delegating import StagedCommunicator
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
-from unisono.communicators.staging import StagedCommunicator
 from unisono.costs import USUAL_LINK, Link
 from unisono.kernels import native_core
 

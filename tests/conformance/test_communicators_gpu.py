@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.connect import connect
+from unisono.communicators.delegating import StagedCommunicator
 from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
 from unisono.communicators.network import NetworkCommunicator
-from unisono.communicators.staging import StagedCommunicator
 from unisono.kernels import tree_reduce
 from unisono.options import CommunicationImplementation, ReduceOp
 

@@ -13,9 +13,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from processes.harness import Outcome, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.delegating import TracedCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
-from unisono.communicators.traced import TracedCommunicator
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
 

@@ -62,7 +62,6 @@ def _gloo(
         store,
         group.rank(),
         group.size(),
-        host=None,
         timeout_seconds=timeout.total_seconds(),
         # Enough for what is left to Gloo: sends and receives need none.
         num_threads=1,

@@ -2,6 +2,7 @@
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.connect import connect
+from unisono.communicators.delegating import TracedCommunicator
 from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
 from unisono.communicators.identity import IdentityCommunicator
@@ -19,8 +20,6 @@ from unisono.communicators.stores import (
     tcp_store,
     translated_store_errors,
 )
-from unisono.communicators.torch_ops import own_op
-from unisono.communicators.traced import TracedCommunicator
 
 __all__ = [
     "DEFAULT_TIMEOUT_SECONDS",
@@ -41,7 +40,6 @@ __all__ = [
     "have_come",
     "in_thread",
     "nodes_of",
-    "own_op",
     "plain_terms",
     "slice_of",
     "tcp_store",

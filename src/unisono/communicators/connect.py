@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.delegating import StagedCommunicator
 from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
@@ -23,7 +24,6 @@ from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
-from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.tls import encryption
 from unisono.communicators.watch import Watch
@@ -42,7 +42,6 @@ def connect(
     *,
     timeout_seconds: float | None = None,
     implementation: CommunicationImplementation = CommunicationImplementation.AUTO,
-    host: str | None = None,
     joining_seconds: float | None = None,
     tuning: Tuning | None = None,
     gpus: Sequence[str] = (),
@@ -79,7 +78,7 @@ def connect(
             choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
     check_limits(survey.limits, choice)
-    link = _Link(store, rank, size, timeout, host, left, gloo, can_allocate)
+    link = _Link(store, rank, size, timeout, left, gloo, can_allocate)
     chosen = link.connected(choice, layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
@@ -161,7 +160,6 @@ class _Link(NamedTuple):
     rank: int
     size: int
     timeout_seconds: float
-    host: str | None
     left: Countdown
     gloo: GlooMaker | None
     can_allocate: bool
@@ -189,7 +187,6 @@ class _Link(NamedTuple):
             self.size,
             backend=choice.engine.value,
             timeout_seconds=self.timeout_seconds,
-            host=self.host,
             constants=choice.link,
             joining_seconds=self.left.seconds(),
             gloo=self.gloo,
@@ -216,7 +213,6 @@ class _Link(NamedTuple):
                 self.rank,
                 self.size,
                 timeout_seconds=self.timeout_seconds,
-                host=self.host,
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
@@ -230,7 +226,6 @@ class _Link(NamedTuple):
                     len(layout.hosts),
                     backend=choice.engine.value,
                     timeout_seconds=self.timeout_seconds,
-                    host=self.host,
                     watch=watch,
                     speaks_for=layout.hosts,
                     ranks=peers,

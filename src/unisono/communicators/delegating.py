@@ -1,4 +1,4 @@
-"""The base of communicators that stand before another one."""
+"""Communicators that stand before another one: their base, and those that copy or record."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unisono.communicators.communicator import Communicator
 from unisono.options import ReduceOp
+from unisono.tracing import span
 
 T = TypeVar("T")
 
@@ -78,3 +79,76 @@ class DelegatingCommunicator(Communicator):
 
     def close(self) -> None:
         self._carrier.close()
+
+
+class StagedCommunicator(DelegatingCommunicator):
+    """Copies GPU tensors to pinned host memory, lets another communicator work, and copies back."""
+
+    @property
+    def name(self) -> str:
+        return f"{self._carrier.name}, GPU tensors through host memory"
+
+    def takes(self, device: torch.device) -> bool:
+        """Host memory and GPUs."""
+        return device.type == "cuda" or self._carrier.takes(device)
+
+    def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
+        staged = [_staged(term) for term in terms]
+        self._carrier.all_reduce(op, staged, count)
+        _copy_back(staged[0], terms[0])
+
+    def reduce_scatter(
+        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
+    ) -> Tensor:
+        part = self._carrier.reduce_scatter(op, [_staged(term) for term in terms], count)
+        return part.to(terms[0].device)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [one.to(tensor.device) for one in self._carrier.all_gather(_staged(tensor))]
+
+    def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
+        gathered = self._carrier.gather(_staged(tensor), root)
+        return None if gathered is None else [one.to(tensor.device) for one in gathered]
+
+    def all_to_all(self, tensor: Tensor) -> list[Tensor]:
+        return [one.to(tensor.device) for one in self._carrier.all_to_all(_staged(tensor))]
+
+    def share_parts(self, tensor: Tensor) -> None:
+        staged = _staged(tensor)
+        self._carrier.share_parts(staged)
+        _copy_back(staged, tensor)
+
+    def broadcast(self, tensor: Tensor, root: int = 0) -> None:
+        staged = _staged(tensor)
+        self._carrier.broadcast(staged, root)
+        _copy_back(staged, tensor)
+
+
+def _staged(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor
+    # A copy from the GPU into pinned memory need not pass through a buffer of the driver.
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return host.copy_(tensor.detach())
+
+
+def _copy_back(staged: Tensor, tensor: Tensor) -> None:
+    if staged is not tensor:
+        tensor.detach().copy_(staged)
+
+
+class TracedCommunicator(DelegatingCommunicator):
+    """Another communicator, whose collectives are recorded while somebody records."""
+
+    def __init__(self, carrier: Communicator, group: int) -> None:
+        super().__init__(carrier)
+        self.group = group
+        # Counted when nobody records too: workers may start to record at different times.
+        self._number = 0
+
+    def _call(
+        self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]
+    ) -> T:
+        self._number += 1
+        with span("collective", kind, tensors, op=op, group=self.group, number=self._number):
+            return call()

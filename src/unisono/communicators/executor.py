@@ -15,8 +15,7 @@ from torch import Tensor
 from unisono.algorithms import Node, Rounds, Turn, children, turns_of
 from unisono.communicators.communicator import slice_of
 from unisono.communicators.link import Collective, Received
-from unisono.communicators.sums import combine_into
-from unisono.kernels import divide, wide_dtype
+from unisono.kernels import combine_into, divide, wide_dtype
 from unisono.options import ReduceOp
 
 # How many pieces are under way in each round.

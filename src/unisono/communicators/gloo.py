@@ -44,7 +44,7 @@ def make_gloo_group(
     rank: int,
     size: int,
     *,
-    host: str | None,
+    host: str | None = None,
     timeout_seconds: float,
     joining_seconds: float | None = None,
     num_threads: int = 4,

@@ -23,11 +23,10 @@ from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.hosts import Layout, named_globally
 from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
-from unisono.communicators.sums import combine_into
 from unisono.communicators.watch import Watch
 from unisono.costs import SMALL_BYTES
 from unisono.errors import CommunicationError, UnequalCollectivesError
-from unisono.kernels import wide_dtype
+from unisono.kernels import combine_into, wide_dtype
 from unisono.options import ReduceOp
 
 # A large tensor is reduced in about this number of chunks, each large enough to be efficient.

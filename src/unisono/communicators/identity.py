@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import Header
-from unisono.communicators.sums import combine_into
+from unisono.kernels import combine_into
 from unisono.options import ReduceOp
 
 

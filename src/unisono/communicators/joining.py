@@ -51,7 +51,7 @@ def join_mesh(
     rank: int,
     size: int,
     *,
-    host: str | None,
+    host: str | None = None,
     timeout_seconds: float,
     joining_seconds: float | None = None,
 ) -> Mesh:

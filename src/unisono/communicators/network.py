@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.algorithms import Rounds, exchange
+from unisono.communicators.choice import Engine
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.executor import Executor, pieces_of
 from unisono.communicators.gloo import GlooMaker, make_gloo_group
@@ -29,15 +30,12 @@ from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.mpi_transport import MpiTransport
-from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
+from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown
 from unisono.communicators.transport import Transport
 from unisono.communicators.watch import Watch
 from unisono.costs import USUAL_LINK, fastest_flat, rounds_of
 from unisono.costs import Link as Constants
-from unisono.errors import JobMismatchError, UnsupportedError
 from unisono.options import ReduceOp
-
-BACKENDS = ("gloo", "tcp", "mpi")
 
 
 class NetworkCommunicator(Communicator):
@@ -59,7 +57,6 @@ class NetworkCommunicator(Communicator):
         *,
         backend: str = "gloo",
         timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS,
-        host: str | None = None,
         watch: Watch | None = None,
         speaks_for: Sequence[Sequence[int]] | None = None,
         ranks: Sequence[int] | None = None,
@@ -72,13 +69,11 @@ class NetworkCommunicator(Communicator):
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        _check_backend(store, rank, size, backend, left)
         own_watch = watch or Watch(
             PrefixStore("watch", store),
             rank,
             size,
             timeout_seconds=timeout_seconds,
-            host=host,
             joining_seconds=left.seconds(),
         )
         with ExitStack() as stack:
@@ -89,7 +84,7 @@ class NetworkCommunicator(Communicator):
             if gloo is not None and backend == "gloo":
                 transport = GlooTransport(gloo(own_watch.check_health), timeout_seconds, ranks)
             else:
-                transport = _make_transport(store, rank, size, backend, host, own_watch, seconds)
+                transport = _make_transport(store, rank, size, Engine(backend), own_watch, seconds)
             stack.pop_all()
         self._link = Link(
             transport,
@@ -230,36 +225,19 @@ class NetworkCommunicator(Communicator):
         return Executor(rounds_of(name, self.size), self.rank, num_terms, root)
 
 
-def _check_backend(store: Store, rank: int, size: int, backend: str, left: Countdown) -> None:
-    if backend not in BACKENDS:
-        raise UnsupportedError(
-            f"`backend` must be one of {', '.join(map(repr, BACKENDS))}, got {backend!r}. For NCCL "
-            "use `NcclCommunicator`."
-        )
-    said = say_to_all(
-        PrefixStore("backend", store), rank, size, backend, timeout_seconds=left.seconds()
-    )
-    if odd := [other for other, text in enumerate(said) if text != backend]:
-        raise JobMismatchError(
-            f"The ranks use different backends: {said} by rank. Set the same one on every rank.",
-            odd,
-        )
-
-
 def _make_transport(
-    store: Store, rank: int, size: int, backend: str, host: str | None, watch: Watch, seconds: Any
+    store: Store, rank: int, size: int, engine: Engine, watch: Watch, seconds: Any
 ) -> Transport:
-    if backend == "mpi":
+    if engine is Engine.MPI:
         comm = make_mpi_communicator(store, rank, size, timeout_seconds=seconds["joining_seconds"])
         return MpiTransport(comm, watch.timeout_seconds)
-    if backend == "tcp":
-        return join_mesh(store, rank, size, host=host, **seconds)
+    if engine is Engine.TCP:
+        return join_mesh(store, rank, size, **seconds)
     # Its own threads serve collectives, and there are none.
     group = make_gloo_group(
         store,
         rank,
         size,
-        host=host,
         num_threads=1,
         check_health=watch.check_health,
         **seconds,

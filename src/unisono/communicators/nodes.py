@@ -27,9 +27,8 @@ from unisono.algorithms import are_siblings, merged
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.link import as_bytes
-from unisono.communicators.sums import combine_into
 from unisono.costs import SMALL_BYTES
-from unisono.kernels import divide, wide_dtype
+from unisono.kernels import combine_into, divide, wide_dtype
 from unisono.options import ReduceOp
 
 

@@ -2,11 +2,11 @@
 name.
 """
 
-import warnings
 from typing import Any
 
 import unisono.strategies as _today
 from unisono import contexts as _contexts_today
+from unisono.arguments import warn_of_older as _warn_of_older
 from unisono.contrib import contexts as _contexts
 from unisono.contrib import cross_device_ops as _device_ops
 from unisono.contrib import cross_tower_ops as _tower_ops
@@ -92,11 +92,7 @@ def __getattr__(name: str) -> Any:
     if name not in _OLDER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     older, today = _OLDER_NAMES[name]
-    warnings.warn(
-        f"`unisono.contrib.{name}` is an older name; write `{today}`.",
-        DeprecationWarning,
-        stacklevel=2,
-    )
+    _warn_of_older(f"unisono.contrib.{name}", today)
     return older
 
 

@@ -9,18 +9,24 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from unisono.communicators import Communicator, all_reduce_sparse, own_op
+from unisono.communicators import Communicator, all_reduce_sparse
 from unisono.options import ReduceOp
 
+# What we call the operations of torch.distributed.
+_OWN: dict[Any, ReduceOp] = {
+    distributed.ReduceOp.SUM: ReduceOp.SUM,
+    distributed.ReduceOp.AVG: ReduceOp.MEAN,
+    distributed.ReduceOp.MIN: ReduceOp.MIN,
+    distributed.ReduceOp.MAX: ReduceOp.MAX,
+    distributed.ReduceOp.PRODUCT: ReduceOp.PROD,
+}
 # Communicators divide fractions alone; these are divided here.
 _DIVIDED = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
-def reducible_op(
-    op: distributed.ReduceOp, tensors: Sequence[Tensor], *, or_sparse: bool
-) -> ReduceOp | None:
+def reducible_op(op: Any, tensors: Sequence[Tensor], *, or_sparse: bool) -> ReduceOp | None:
     """Returns our name for `op`, or None where communicators do not reduce the tensors so."""
-    own = own_op(op)
+    own = _OWN.get(getattr(op, "op", op))
     if own is None or not all(_can_reduce(own, one, or_sparse=or_sparse) for one in tensors):
         return None
     return own

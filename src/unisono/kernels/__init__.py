@@ -1,6 +1,12 @@
 """Combining the tensors of several replicas inside one memory."""
 
-from unisono.kernels.batch import in_memory_order, reduce_batch, reduce_fused, reduce_into
+from unisono.kernels.batch import (
+    combine_into,
+    in_memory_order,
+    reduce_batch,
+    reduce_fused,
+    reduce_into,
+)
 from unisono.kernels.checks import check_axes, check_gather, check_layout, check_replicas
 from unisono.kernels.gpu import TableArena, triton_status
 from unisono.kernels.native import NativeCore, native_core
@@ -13,6 +19,7 @@ __all__ = [
     "check_gather",
     "check_layout",
     "check_replicas",
+    "combine_into",
     "divide",
     "in_memory_order",
     "native_core",

@@ -1,4 +1,4 @@
-"""A whole batch of reductions inside one memory, in one call."""
+"""Reductions inside one memory: a whole batch in one call, or the terms of a collective."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.kernels.checks import check_replicas
 from unisono.kernels.gpu import reduce_on_gpu
 from unisono.kernels.native import native_core
-from unisono.kernels.tree import tree_reduce
+from unisono.kernels.tree import divide, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 
 Item = Sequence[Tensor]
@@ -162,3 +162,28 @@ def _memory_order(tensors: Item) -> list[int] | None:
     order = sorted(range(first.dim()), key=lambda dim: -strides[dim])
     is_dense = all(tensor.permute(order).is_contiguous() for tensor in tensors)
     return order if is_dense else None
+
+
+def combine_into(
+    op: ReduceOp, terms: Sequence[Tensor], outputs: Sequence[Tensor], count: int | None
+) -> None:
+    """Writes the combination of `terms` into every output, which may be one of the terms.
+
+    Args:
+        count: For a mean, what to divide the sum by; the number of terms if not given.
+    """
+    if op is not ReduceOp.MEAN or count in (None, len(terms)):
+        if reduce_into(op, [terms], [outputs]):
+            return
+        result = tree_reduce(op, terms)
+    else:
+        dtype = terms[0].dtype
+        wide = wide_dtype(dtype)
+        if wide == dtype and reduce_into(ReduceOp.SUM, [terms], [outputs[:1]]):
+            total = outputs[0]
+        else:
+            # The sum of half precision is divided before it is rounded, not after.
+            total = tree_reduce(ReduceOp.SUM, [term.to(wide) for term in terms])
+        result = divide(total, count or 1, dtype)
+    for output in outputs:
+        output.copy_(result)

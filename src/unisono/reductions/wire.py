@@ -12,7 +12,7 @@ import dataclasses
 import enum
 import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -103,48 +103,45 @@ class Reader:
         """Returns the object."""
         if not isinstance(written, list):
             return written
-        kind, *rest = written
-        if kind in _SEQUENCES:
-            return _SEQUENCES[kind](self.read(one) for one in rest[0])
-        return _READERS[kind](self, *rest)
+        match written:
+            case [("list" | "tuple" | "set" | "frozenset" | "deque" | "Size") as kind, items]:
+                return _SEQUENCES[kind](self.read(one) for one in items)
+            case ["dict", items]:
+                return {self.read(key): self.read(value) for key, value in items}
+            case ["defaultdict", factory, items]:
+                return defaultdict(self.read(factory), self.read(["dict", items]))
+            case ["tensor", number]:
+                return self._tensors[number]
+            case ["sparse", indices, values, shape]:
+                return torch.sparse_coo_tensor(self.read(indices), self.read(values), shape)
+            case ["array", dtype, shape, content]:
+                return self._array(dtype, shape, self.read(content))
+            case ["scalar", dtype, shape, content]:
+                return self._array(dtype, shape, self.read(content))[()]
+            case ["bytes", text]:
+                return text.encode("latin-1")
+            case ["complex", real, imag]:
+                return complex(real, imag)
+            case ["type", module, name]:
+                return _class(module, name)
+            case ["enum", module, name, member]:
+                return enum.EnumMeta.__getitem__(_class(module, name), member)
+            case ["record", module, name, content, state]:
+                return self._record(_class(module, name), content, state)
+        raise UnsupportedError(
+            f"Another worker sent an object as {written[:1]}, which this version does not know. "
+            "Install the same version of Unisono on every worker."
+        )
 
-    def _read_dict(self, items: list[Any]) -> dict[Any, Any]:
-        return {self.read(key): self.read(value) for key, value in items}
-
-    def _read_defaultdict(self, factory: Any, items: list[Any]) -> Any:
-        return defaultdict(self.read(factory), self._read_dict(items))
-
-    def _read_tensor(self, number: int) -> Tensor:
-        return self._tensors[number]
-
-    def _read_sparse(self, indices: Any, values: Any, shape: list[int]) -> Tensor:
-        return torch.sparse_coo_tensor(self.read(indices), self.read(values), shape)
-
-    def _read_array(self, dtype: str, shape: list[int], content: Any) -> Any:
-        values = self.read(content)
+    @staticmethod
+    def _array(dtype: str, shape: list[int], values: Any) -> Any:
         if isinstance(values, Tensor):
             return values.numpy().view(dtype).reshape(shape).copy()
         array = np.empty(len(values), dtype)
         array[:] = values
         return array.reshape(shape)
 
-    def _read_scalar(self, *written: Any) -> Any:
-        return self._read_array(*written)[()]
-
-    def _read_bytes(self, text: str) -> bytes:
-        return text.encode("latin-1")
-
-    def _read_complex(self, real: float, imag: float) -> complex:
-        return complex(real, imag)
-
-    def _read_type(self, module: str, name: str) -> Any:
-        return _class(module, name)
-
-    def _read_enum(self, module: str, name: str, member: str) -> Any:
-        return enum.EnumMeta.__getitem__(_class(module, name), member)
-
-    def _read_record(self, module: str, name: str, content: Any, state: Any) -> Any:
-        kind = _class(module, name)
+    def _record(self, kind: Any, content: Any, state: Any) -> Any:
         base = _base(kind)
         if base is None:
             raise _unknown(kind)
@@ -159,13 +156,6 @@ class Reader:
         for attribute, value in self.read(state).items():
             object.__setattr__(made, attribute, value)
         return made
-
-
-_READERS: dict[str, Callable[..., Any]] = {
-    name.removeprefix("_read_"): reader
-    for name, reader in vars(Reader).items()
-    if name.startswith("_read_")
-}
 
 
 def _base(kind: type) -> Any:

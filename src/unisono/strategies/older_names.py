@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from unisono.arguments import warn_of_older
 from unisono.errors import UnsupportedError
 from unisono.input import DistributedDatasetsFromFunction, DistributedIterator
 from unisono.options import ReduceOp, VariableAggregation
@@ -156,9 +157,5 @@ def older_name(strategy: Strategy, name: str) -> Any:
         find = partial(partial, method)
     else:
         raise AttributeError(f"{type(strategy).__name__!r} object has no attribute {name!r}")
-    warnings.warn(
-        f"`strategy.{name}` is an older name; write `strategy.{today}`.",
-        DeprecationWarning,
-        stacklevel=3,
-    )
+    warn_of_older(f"strategy.{name}", f"strategy.{today}", is_deeper=True)
     return find(strategy)

@@ -309,11 +309,6 @@ def test_mpi_without_mpi4py_is_an_error() -> None:
         make_mpi_communicator(HashStore(), 0, 2, timeout_seconds=5)
 
 
-def test_an_unknown_backend_is_an_error() -> None:
-    with pytest.raises(UnsupportedError, match="'gloo', 'tcp', 'mpi', got 'ucc'"):
-        NetworkCommunicator(HashStore(), 0, 2, backend="ucc")
-
-
 def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
     assert have_own_gpus([["a", "b"], ["c", "d"]])
     # Virtual GPUs of one rank.
