@@ -5,7 +5,7 @@ Importing the package loads almost nothing. A name is loaded with its package wh
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 from typing import TYPE_CHECKING, Any
 
@@ -101,17 +101,7 @@ __all__ = [
     "tracing",
 ]
 
-_MODULES = {
-    "backend",
-    "cluster_resolver",
-    "contrib",
-    "errors",
-    "experimental",
-    "hooks",
-    "testing",
-    "tracing",
-}
-# Where the other names are, the packages that load least first.
+# Where the names are that are no modules, the packages that load least first.
 _HOMES = (
     "options",
     "devices",
@@ -127,13 +117,14 @@ _HOMES = (
 
 def _load(name: str) -> Any:
     """Returns a public name, which Python asks for when it is not here yet."""
-    if name in _MODULES:
-        return importlib.import_module(f"unisono.{name}")
-    for home in _HOMES if name in __all__ else ():
-        module = importlib.import_module(f"unisono.{home}")
-        if hasattr(module, name):
-            globals()[name] = found = getattr(module, name)
-            return found
+    if name in __all__:
+        if importlib.util.find_spec(f"unisono.{name}") is not None:
+            return importlib.import_module(f"unisono.{name}")
+        for home in _HOMES:
+            module = importlib.import_module(f"unisono.{home}")
+            if hasattr(module, name):
+                globals()[name] = found = getattr(module, name)
+                return found
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")
 
 

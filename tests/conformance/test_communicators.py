@@ -17,10 +17,9 @@ from processes.pretended import Make, hierarchical
 from thread_ranks import make_threads
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.communicator import Communicator
+from unisono.communicators.communicator import Communicator, IdentityCommunicator
 from unisono.communicators.connect import connect
 from unisono.communicators.delegating import StagedCommunicator
-from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.costs import USUAL_LINK, Link

@@ -10,10 +10,9 @@ from conformance.communicator_cases import drawn
 from processes.harness import run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from unisono.communicators.communicator import Communicator
+from unisono.communicators.communicator import Communicator, IdentityCommunicator
 from unisono.communicators.connect import connect
 from unisono.communicators.delegating import StagedCommunicator
-from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.nccl import NcclCommunicator
 from unisono.communicators.network import NetworkCommunicator
 from unisono.kernels import tree_reduce

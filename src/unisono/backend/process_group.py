@@ -8,7 +8,7 @@ passed on          tensors of other devices, to the backend that the program nam
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +23,10 @@ from torch._C._distributed_c10d import (
     get_debug_level,
 )
 
-from unisono.backend.detail import check_same_call
 from unisono.backend.engine import Engine
 from unisono.backend.other_devices import make_backend
-from unisono.errors import UnsupportedError
+from unisono.communicators import Communicator
+from unisono.errors import UnequalCollectivesError, UnsupportedError
 from unisono.groups import CommunicatorGroup, Movement, tensors_in
 
 
@@ -174,3 +174,30 @@ class UnisonoProcessGroup(CommunicatorGroup):
                 group._register_backend(device, kind, backend)
                 group._set_default_backend(kind)
         return self._others._get_backend(device)
+
+
+def check_same_call(
+    communicator: Communicator, name: str, tensors: Sequence[Tensor], opts: Any
+) -> None:
+    """Raises unless all ranks make the same call with tensors of the same shapes and dtypes.
+
+    `TORCH_DISTRIBUTED_DEBUG=DETAIL` asks for it. Unisono compares its own collectives always. torch
+    wraps Gloo to compare calls that go there, but not a group written in Python.
+    """
+    # Ranks may give each other unequal parts in these.
+    has_one_shape = not name.startswith("alltoall")
+    kinds = {
+        f"{str(one.dtype).removeprefix('torch.')}{list(one.shape) if has_one_shape else ''}"
+        for one in tensors
+    }
+    root = getattr(opts, "rootRank", None)
+    own = f"{name}{'' if root is None else f' with root {root}'} of {', '.join(sorted(kinds))}"
+    told = communicator.all_gather(torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8))
+    calls = [bytes(one.tolist()).decode() for one in told]
+    if odd := [rank for rank, call in enumerate(calls) if call != calls[0]]:
+        made = "; ".join(f"rank {rank} makes {call}" for rank, call in enumerate(calls))
+        raise UnequalCollectivesError(
+            f"The ranks call different collectives: {made}. Call the same collectives in the same "
+            "order on every rank of the group.",
+            odd,
+        )

@@ -1,6 +1,5 @@
 """Who is in the job: cluster specs, resolvers for each launcher, and the first meeting."""
 
-from unisono.cluster.address import Address
 from unisono.cluster.card import WorkerCard
 from unisono.cluster.detection import detect
 from unisono.cluster.meeting import meet, was_left
@@ -13,7 +12,7 @@ from unisono.cluster.resolvers.slurm import SlurmClusterResolver
 from unisono.cluster.resolvers.tf_config import TFConfig, TFConfigClusterResolver
 from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
 from unisono.cluster.resolvers.union import UnionClusterResolver
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import Address, ClusterSpec
 from unisono.cluster.store import open_store
 
 __all__ = [

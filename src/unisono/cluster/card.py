@@ -43,6 +43,8 @@ class WorkerCard:
     library: str
     python: str
     torch: str
+    # What the links of the first worker were measured to cost, for all workers.
+    tuning: str | None = None
 
     @staticmethod
     def of(
@@ -50,6 +52,7 @@ class WorkerCard:
         num_devices: int,
         num_replicas: int | None = None,
         script: str | None = None,
+        tuning: str | None = None,
     ) -> WorkerCard:
         """Returns the card of this process."""
         return WorkerCard(
@@ -63,6 +66,7 @@ class WorkerCard:
             library=_version(),
             python=".".join(platform.python_version_tuple()[:2]),
             torch=torch.__version__,
+            tuning=tuning,
         )
 
     @staticmethod

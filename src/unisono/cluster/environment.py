@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from unisono.arguments import check_optional
+from unisono.cluster.spec import Address, derived_port
 from unisono.errors import ClusterError
 
 
@@ -66,3 +67,23 @@ class LauncherVariables:
             if isinstance(name, str) and name.split("_")[0] in family and name not in names
         ]
         return f" (found {', '.join(found[:8])})" if found else ""
+
+
+COORDINATOR = "UNISONO_COORDINATOR"
+
+
+def coordinator_address(
+    variables: LauncherVariables, job: str, host: str | None, port: int | None
+) -> Address | None:
+    """Returns the address of rank 0, or None if nobody tells its host.
+
+    UNISONO_COORDINATOR comes first, then MASTER_ADDR and MASTER_PORT, then the host and the port
+    given; without a port, one derived from the name of the job.
+    """
+    whole = variables.find(COORDINATOR)
+    if whole is not None:
+        return Address.parse(whole)
+    named = variables.find("MASTER_ADDR") or host
+    if named is None:
+        return None
+    return Address(named, port or variables.number_or(derived_port(job), "MASTER_PORT"))

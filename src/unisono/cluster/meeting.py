@@ -54,7 +54,9 @@ class _Meeting:
 
     def hold(self) -> tuple[WorkerCard, ...]:
         self._present()
-        self._wait_until(lambda: self._all_fit() or self._somebody_gives_up())
+        self._wait_until(
+            lambda: self._all_fit() or self._count("misfits") > 0 or was_left(self._store)
+        )
         if not self._all_fit():
             self._leave(
                 self._mismatch() if self._count("misfits") else self._absence(self._missing())
@@ -103,7 +105,12 @@ class _Meeting:
         cards = [self._read(f"card/{rank}") for rank in present]
         misfits = [self._read(f"misfit/{n}") for n in range(1, self._count("misfits") + 1)]
         sentences, ranks = differences([*cards, *(m for m in misfits if m.rank not in present)])
-        taken = [(misfit, card) for misfit in misfits for card in cards if _same_rank(misfit, card)]
+        taken = [
+            (misfit, card)
+            for misfit in misfits
+            for card in cards
+            if misfit.rank == card.rank and str(misfit) != str(card)
+        ]
         sentences += [
             f"rank {one.rank}, which is there twice: {card} and {one}" for one, card in taken
         ]
@@ -173,9 +180,6 @@ class _Meeting:
         is_whole = self._fits and self._count("fits") >= self._card.size
         return is_whole and not was_left(self._store)
 
-    def _somebody_gives_up(self) -> bool:
-        return self._count("misfits") > 0 or was_left(self._store)
-
     def _count(self, key: str) -> int:
         return self._store.add(key, 0)
 
@@ -184,10 +188,3 @@ class _Meeting:
 
     def _read(self, key: str) -> WorkerCard:
         return WorkerCard.from_text(self._store.get(key))
-
-
-def _same_rank(misfit: WorkerCard, card: WorkerCard) -> bool:
-    return misfit.rank == card.rank and (misfit.host, misfit.process_id) != (
-        card.host,
-        card.process_id,
-    )

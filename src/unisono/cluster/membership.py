@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from unisono.cluster import rules
-from unisono.cluster.address import Address
 from unisono.cluster.resolvers.resolver import ClusterResolver
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import Address, ClusterSpec
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,9 @@ class Membership:
         spec, task = resolver.cluster_spec(), (resolver.task_type, resolver.task_id)
         size = rules.worker_count(spec, *task)
         launch = resolver.launch()
-        first = _coordinator(spec) if size > 1 else Address("", 0)
+        first = Address("", 0)
+        if size > 1:
+            first = Address.parse(spec.task_address(rules.leading_job(spec), 0))
         return Membership(
             rank=rules.id_in_cluster(spec, *task),
             size=size,
@@ -61,7 +62,3 @@ class Membership:
     def coordinator(self) -> str:
         """The address of the store, as it is written."""
         return str(Address(self.coordinator_host, self.coordinator_port))
-
-
-def _coordinator(spec: ClusterSpec) -> Address:
-    return Address.parse(spec.task_address(rules.leading_job(spec), 0))

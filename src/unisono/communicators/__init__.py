@@ -1,11 +1,10 @@
 """Ways for workers to talk to each other."""
 
-from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.communicator import Communicator, IdentityCommunicator, slice_of
 from unisono.communicators.connect import connect
 from unisono.communicators.delegating import TracedCommunicator
 from unisono.communicators.greeting import JOB_TOKEN
 from unisono.communicators.hosts import Layout
-from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.job_store import JobStore
 from unisono.communicators.nccl import gpu_identity
 from unisono.communicators.nodes import Node, all_reduce_nodes, nodes_of, plain_terms

@@ -13,12 +13,11 @@ from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.choice import Carrier, Choice, Engine, choose
-from unisono.communicators.communicator import Communicator
+from unisono.communicators.communicator import Communicator, IdentityCommunicator
 from unisono.communicators.delegating import StagedCommunicator
 from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
-from unisono.communicators.identity import IdentityCommunicator
 from unisono.communicators.limits import check_limits, own_limits
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
@@ -154,7 +153,7 @@ def _survey(
 
 
 class _Link(NamedTuple):
-    """What it takes to make communicators that reach other hosts."""
+    """What it takes to make communicators between all ranks, or between some of them."""
 
     store: Store
     rank: int
@@ -169,44 +168,45 @@ class _Link(NamedTuple):
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)
         if choice.carrier is Carrier.FLAT:
-            return self._flat(choice)
+            return self._over_network("flat", self.rank, self.size, choice, gloo=self.gloo)
+        return self._in_memory(self.store, self.rank, self.size, self.timeout_seconds)
+
+    def _in_memory(self, store: Store, rank: int, size: int, timeout: float) -> Communicator:
+        """Shared memory between ranks of one host."""
         return SharedMemoryCommunicator(
-            self.store,
-            self.rank,
-            self.size,
-            timeout_seconds=self.timeout_seconds,
+            store,
+            rank,
+            size,
+            timeout_seconds=timeout,
             joining_seconds=self.left.seconds(),
             can_allocate=self.can_allocate,
         )
 
-    def _flat(self, choice: Choice) -> Communicator:
-        """The same between all ranks."""
+    def _over_network(
+        self, prefix: str, rank: int, size: int, choice: Choice, **part: Any
+    ) -> NetworkCommunicator:
+        """An engine between ranks, which may be a part of the whole."""
         return NetworkCommunicator(
-            PrefixStore("flat", self.store),
-            self.rank,
-            self.size,
+            PrefixStore(prefix, self.store),
+            rank,
+            size,
             backend=choice.engine.value,
             timeout_seconds=self.timeout_seconds,
             constants=choice.link,
             joining_seconds=self.left.seconds(),
-            gloo=self.gloo,
+            **part,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
         """Shared memory inside a host, and an engine between ranks of one position on each."""
         number, position = layout.place(self.rank)
-        peers = [ranks[position] for ranks in layout.hosts]
+        here, peers = layout.hosts[number], [ranks[position] for ranks in layout.hosts]
         with ExitStack() as made:
-            with _named_globally(layout.hosts[number]):
-                inside = SharedMemoryCommunicator(
-                    PrefixStore(f"host {number}", self.store),
-                    position,
-                    len(layout.hosts[number]),
-                    # The watch, which sees all hosts, is the first to say who is late.
-                    timeout_seconds=self.timeout_seconds + _GRACE_SECONDS,
-                    joining_seconds=self.left.seconds(),
-                    can_allocate=self.can_allocate,
-                )
+            with _named_globally(here):
+                # The watch, which sees all hosts, is the first to say who is late.
+                timeout = self.timeout_seconds + _GRACE_SECONDS
+                store = PrefixStore(f"host {number}", self.store)
+                inside = self._in_memory(store, position, len(here), timeout)
             made.callback(inside.close)
             watch = Watch(
                 PrefixStore("watch", self.store),
@@ -216,23 +216,13 @@ class _Link(NamedTuple):
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
-            gloo = None
+            part: dict[str, Any] = {"watch": watch, "speaks_for": layout.hosts, "ranks": peers}
             if self.gloo is not None and choice.engine is Engine.GLOO:
                 gloo = self.gloo(watch.check_health)
+                part["gloo"] = lambda _: gloo
             with _named_globally(peers, watch, "one on each host"):
-                between = NetworkCommunicator(
-                    PrefixStore(f"position {position}", self.store),
-                    number,
-                    len(layout.hosts),
-                    backend=choice.engine.value,
-                    timeout_seconds=self.timeout_seconds,
-                    watch=watch,
-                    speaks_for=layout.hosts,
-                    ranks=peers,
-                    constants=choice.link,
-                    joining_seconds=self.left.seconds(),
-                    gloo=None if gloo is None else lambda _: gloo,
-                )
+                prefix = f"position {position}"
+                between = self._over_network(prefix, number, len(layout.hosts), choice, **part)
             made.pop_all()
         return HierarchicalCommunicator(
             inside, between, layout, watch, parts_bytes=choice.parts_bytes

@@ -99,6 +99,10 @@ class Executor:
         for step in range(len(self.turns)):
             yield from go_on(step, 0)
 
+    def run_all(self, *args: Any) -> None:
+        """Does what `run` does, for callers that need no piece before the end."""
+        deque(self.run(*args), maxlen=0)
+
     def room(self, num_bytes: int) -> Tensor:
         """Returns memory. Fresh memory would cost as much as what is received into it."""
         for number, room in enumerate(self._rooms):

@@ -33,7 +33,7 @@ from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.sockets import keep_alive, listening
 from unisono.communicators.stores import say_to_all
-from unisono.communicators.tls import Encryption, encryption
+from unisono.communicators.tls import encryption
 from unisono.errors import JobMismatchError, UnsupportedError, WorkerLostError, WorkerTimeoutError
 
 
@@ -82,61 +82,120 @@ def join_star(
     return sockets
 
 
-class _Party(NamedTuple):
-    """Ranks that connect to each other."""
+class _Party:
+    """Ranks that connect to each other, and strangers who call."""
 
-    store: Store
-    rank: int
-    size: int
-    host: str | None
-    seconds: float
+    def __init__(
+        self, store: Store, rank: int, size: int, host: str | None, seconds: float
+    ) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._host = host
+        self._seconds = seconds
+        self._deadline = time.monotonic() + seconds
+        self._keys = encryption()
+        self._secret = secrets.token_hex(16)
+        self._sockets: dict[int, socket.socket] = {}
+        self._missing: set[int] = set()
+        self._refused = ""
 
     def connected(self, called: Sequence[int], callers: Sequence[int]) -> dict[int, socket.socket]:
         """Returns connections to the ranks that this one calls, and those that call it."""
-        deadline = time.monotonic() + self.seconds
-        keys = encryption()
+        self._missing = set(callers)
         address = own_address(
-            self.store, self.rank, self.size, host=self.host, timeout_seconds=self.seconds
+            self._store, self._rank, self._size, host=self._host, timeout_seconds=self._seconds
         )
-        sockets: dict[int, socket.socket] = {}
         with _listening(address) as listener:
-            own = _Invitation(address, listener.getsockname()[1], secrets.token_hex(16), bool(keys))
-            invitations = self._invitations(own, deadline)
+            port, is_encrypted = listener.getsockname()[1], bool(self._keys)
+            own = _Invitation(address, port, self._secret, is_encrypted)
+            invitations = self._invitations(own)
             try:
                 for peer in called:
-                    invitation = invitations[peer]
-                    sockets[peer] = _called(
-                        self.rank, peer, invitation, keys, self.seconds, deadline
-                    )
-                coming = _Callers(self.rank, set(callers), sockets, own, keys)
-                coming.await_all(listener, self.size, self.seconds, deadline)
+                    self._sockets[peer] = self._called(peer, invitations[peer])
+                self._await_callers(listener)
             except BaseException:
-                for one in sockets.values():
+                for one in self._sockets.values():
                     one.close()
                 raise
-        return sockets
+        return self._sockets
 
-    def _invitations(self, own: _Invitation, deadline: float) -> list[_Invitation]:
+    def _invitations(self, own: _Invitation) -> list[_Invitation]:
         said = say_to_all(
-            PrefixStore("mesh", self.store),
-            self.rank,
-            self.size,
+            PrefixStore("mesh", self._store),
+            self._rank,
+            self._size,
             json.dumps(own),
-            timeout_seconds=max(0.0, deadline - time.monotonic()),
+            timeout_seconds=max(0.0, self._deadline - time.monotonic()),
         )
         invitations = [_Invitation(*json.loads(text)) for text in said]
-        _check_encryption(self.rank, invitations)
+        if odd := [r for r, one in enumerate(invitations) if one.is_encrypted != own.is_encrypted]:
+            is_own = own.is_encrypted
+            here, there = ("TCP_TLS", "another") if is_own else ("not TCP_TLS", "TCP_TLS")
+            raise JobMismatchError(
+                f"GLOO_DEVICE_TRANSPORT is {here} on rank {self._rank} and {there} on "
+                f"{ranks_in_words(odd)}. Encrypt on all ranks or on none.",
+                odd,
+            )
         return invitations
 
+    def _called(self, peer: int, invitation: _Invitation) -> socket.socket:
+        """Calls a rank that listens, and returns a connection on which both are known."""
+        address, port, secret, _ = invitation
+        rank = self._rank
+        try:
+            key = job_key(secret)
+            return call((address, port), key, rank, self._keys, self._deadline).socket
+        except TimeoutError as error:
+            raise WorkerTimeoutError(
+                f"Rank {rank} waited {self._seconds:g} s for rank {peer} to answer at "
+                f"{address}:{port}. Check its log, the network and the firewall.",
+                [peer],
+            ) from error
+        except RefusedError as error:
+            raise JobMismatchError(
+                f"Rank {rank} was refused by rank {peer}, which has another {JOB_TOKEN}. Give all "
+                "workers the same one.",
+                [peer],
+            ) from error
+        except OSError as error:
+            raise WorkerLostError(
+                f"Rank {rank} could not connect to rank {peer} at {address}:{port}: {error}. Check "
+                "its log, the network and the firewall.",
+                [peer],
+            ) from error
 
-def _check_encryption(rank: int, invitations: list[_Invitation]) -> None:
-    own = invitations[rank].is_encrypted
-    if odd := [peer for peer, one in enumerate(invitations) if one.is_encrypted != own]:
-        here, there = ("TCP_TLS", "another") if own else ("not TCP_TLS", "TCP_TLS")
-        raise JobMismatchError(
-            f"GLOO_DEVICE_TRANSPORT is {here} on rank {rank} and {there} on "
-            f"{ranks_in_words(odd)}. Encrypt on all ranks or on none.",
-            odd,
+    def _await_callers(self, listener: socket.socket) -> None:
+        """Returns when all ranks that call this one have done so."""
+        reception = Reception(listener, self._steps)
+        try:
+            while self._missing:
+                left = self._deadline - time.monotonic()
+                if left <= 0:
+                    raise self._late()
+                reception.turn(left)
+        finally:
+            reception.close()
+
+    def _steps(self, guest: Guest) -> Steps[None]:
+        try:
+            greeted = yield from welcome(guest, job_key(self._secret), self._keys)
+        except OSError as error:
+            self._refused = f" Somebody called and was refused: {error}."
+            return
+        guest.is_known = True
+        if greeted.rank in self._missing:
+            guest.is_kept = True
+            self._missing.discard(greeted.rank)
+            self._sockets[greeted.rank] = greeted.socket
+
+    def _late(self) -> WorkerTimeoutError:
+        late = sorted(self._missing)
+        return WorkerTimeoutError(
+            f"Rank {self._rank} waited {self._seconds:g} s for {ranks_in_words(late)} of "
+            f"{self._size} to connect. All ranks had announced themselves before.{self._refused} "
+            "Check the logs of the missing ranks, the network and the firewall.",
+            late,
         )
 
 
@@ -148,89 +207,3 @@ def _listening(address: str) -> socket.socket:
             f"{address!r} is not an address of this host that others can connect to ({error}). "
             "Give one in the cluster, or name the network in GLOO_SOCKET_IFNAME."
         ) from error
-
-
-def _called(
-    rank: int,
-    peer: int,
-    invitation: _Invitation,
-    keys: Encryption | None,
-    seconds: float,
-    deadline: float,
-) -> socket.socket:
-    """Calls a rank that listens, and returns a connection on which both are known."""
-    address, port, secret, _ = invitation
-    try:
-        return call((address, port), job_key(secret), rank, keys, deadline).socket
-    except TimeoutError as error:
-        raise WorkerTimeoutError(
-            f"Rank {rank} waited {seconds:g} s for rank {peer} to answer at {address}:{port}. "
-            "Check its log, the network and the firewall.",
-            [peer],
-        ) from error
-    except RefusedError as error:
-        raise JobMismatchError(
-            f"Rank {rank} was refused by rank {peer}, which has another {JOB_TOKEN}. Give all "
-            "workers the same one.",
-            [peer],
-        ) from error
-    except OSError as error:
-        raise WorkerLostError(
-            f"Rank {rank} could not connect to rank {peer} at {address}:{port}: {error}. Check its "
-            "log, the network and the firewall.",
-            [peer],
-        ) from error
-
-
-class _Callers:
-    """Ranks that call this one, and strangers who do."""
-
-    def __init__(
-        self,
-        rank: int,
-        missing: set[int],
-        sockets: dict[int, socket.socket],
-        own: _Invitation,
-        keys: Encryption | None,
-    ) -> None:
-        self._rank = rank
-        self._missing = missing
-        self._sockets = sockets
-        self._key = job_key(own.secret)
-        self._keys = keys
-        self._refused = ""
-
-    def await_all(
-        self, listener: socket.socket, size: int, seconds: float, deadline: float
-    ) -> None:
-        """Returns when all have called."""
-        reception = Reception(listener, self._steps)
-        try:
-            while self._missing:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise self._late(size, seconds)
-                reception.turn(left)
-        finally:
-            reception.close()
-
-    def _steps(self, guest: Guest) -> Steps[None]:
-        try:
-            greeted = yield from welcome(guest, self._key, self._keys)
-        except OSError as error:
-            self._refused = f" Somebody called and was refused: {error}."
-            return
-        guest.is_known = True
-        if greeted.rank in self._missing:
-            guest.is_kept = True
-            self._missing.discard(greeted.rank)
-            self._sockets[greeted.rank] = greeted.socket
-
-    def _late(self, size: int, seconds: float) -> WorkerTimeoutError:
-        late = sorted(self._missing)
-        return WorkerTimeoutError(
-            f"Rank {self._rank} waited {seconds:g} s for {ranks_in_words(late)} of {size} to "
-            f"connect. All ranks had announced themselves before.{self._refused} Check the logs of "
-            "the missing ranks, the network and the firewall.",
-            late,
-        )

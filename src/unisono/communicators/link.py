@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -217,18 +218,16 @@ class Collective:
                 one.unpack(0)
 
 
+@dataclass(eq=False)
 class Received:
     """Tensors that a peer sends, and the messages that they come in."""
 
-    def __init__(
-        self, peer: int, tensors: list[Tensor], room: Tensor | None, messages: list[Any]
-    ) -> None:
-        self.peer = peer
-        self.tensors = tensors
-        self.room = room
-        self.messages = messages
-        # Messages after the one with the header, if they are received before it has come.
-        self.rest: list[Any] = []
+    peer: int
+    tensors: list[Tensor]
+    room: Tensor | None
+    messages: list[Any]
+    # Messages after the one with the header, if they are received before it has come.
+    rest: list[Any] = field(default_factory=list)
 
     def unpack(self, start: int) -> None:
         """Copies tensors out of the room that they came in."""

@@ -113,8 +113,7 @@ class NetworkCommunicator(Communicator):
             # Two ranks swap all they have, which is as much as parts and sums, in one step.
             name, pieces = "one step", pieces_of(flat, self.size)
         with self._link.collective(header) as collective:
-            for _ in self._executor(name, len(flat)).run(collective, op, pieces, count):
-                pass
+            self._executor(name, len(flat)).run_all(collective, op, pieces, count)
 
     def all_reduce_pieces(
         self, op: ReduceOp, pieces: Iterable[Tensor], count: int | None = None
@@ -137,8 +136,7 @@ class NetworkCommunicator(Communicator):
         executor = self._executor("reduce_scatter", len(terms))
         total = torch.empty_like(flat[0])
         with self._link.collective(header) as collective:
-            for _ in executor.run(collective, op, [flat], count, total):
-                pass
+            executor.run_all(collective, op, [flat], count, total)
         return total[slice_of(self.rank, self.size, len(total))].clone()
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
@@ -147,15 +145,13 @@ class NetworkCommunicator(Communicator):
         flat = tensor.detach().view(-1)
         name = fastest_flat(self.size, flat.nbytes, self._constants)
         with self._link.collective(header) as collective:
-            for _ in self._executor(name, 1, root).run(collective, ReduceOp.SUM, [[flat]]):
-                pass
+            self._executor(name, 1, root).run_all(collective, ReduceOp.SUM, [[flat]])
 
     def barrier(self) -> None:
         header = Header("barrier", self._next())
         name = fastest_flat(self.size, 0, self._constants)
         with self._link.collective(header) as collective:
-            for _ in self._executor(name, 1).run(collective, ReduceOp.SUM, [[torch.empty(0)]]):
-                pass
+            self._executor(name, 1).run_all(collective, ReduceOp.SUM, [[torch.empty(0)]])
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = tensor.detach().contiguous()

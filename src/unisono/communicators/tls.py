@@ -37,7 +37,8 @@ def encryption() -> Encryption | None:
             f"{_TRANSPORT} is {wanted!r}. It must be 'TCP_TLS' to encrypt what is sent, or unset "
             "to send it unencrypted."
         )
-    if misspelt := [name for name in os.environ if _is_misspelt(name)]:
+    given = [name for name in os.environ if name.startswith("GLOO_DEVICE")]
+    if misspelt := [name for name in given if name not in (_TRANSPORT, *_NAMES)]:
         raise UnsupportedError(
             f"There is no setting {' or '.join(sorted(misspelt))}. To encrypt, set "
             f"{_TRANSPORT}=TCP_TLS and {', '.join(_NAMES)}."
@@ -66,10 +67,6 @@ def encryption() -> Encryption | None:
             f"{_NAMES[0]} and the like could not be used together: {error}. They must be PEM "
             "files, the key without a password."
         ) from error
-
-
-def _is_misspelt(name: str) -> bool:
-    return name.startswith("GLOO_DEVICE") and name not in (_TRANSPORT, *_NAMES)
 
 
 def _context(protocol: int, key: str, certificate: str, authority: str) -> ssl.SSLContext:

@@ -10,10 +10,8 @@ from unisono.arguments import warn_of_older as _warn_of_older
 from unisono.contrib import contexts as _contexts
 from unisono.contrib import cross_device_ops as _device_ops
 from unisono.contrib import cross_tower_ops as _tower_ops
-from unisono.contrib.collective_all_reduce import CollectiveAllReduceStrategy
 from unisono.contrib.cross_device_ops import AllReduceCrossDeviceOps
-from unisono.contrib.cross_tower_ops import CrossTowerOps
-from unisono.contrib.per_device import PerDevice
+from unisono.contrib.cross_tower_ops import CrossTowerOps, PerDevice
 from unisono.contrib.steps import (
     DistributeConfig,
     Monitor,
@@ -22,6 +20,7 @@ from unisono.contrib.steps import (
     Step,
 )
 from unisono.contrib.strategies import (
+    CollectiveAllReduceStrategy,
     MirroredStrategy,
     MultiWorkerAllReduce,
     ParameterServerStrategy,

@@ -6,12 +6,14 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from unisono.arguments import check_int
+from unisono.cluster import ClusterSpec, SimpleClusterResolver
 from unisono.devices import DeviceLike, resolve
 from unisono.errors import DeviceError, UnsupportedError
 from unisono.input import DistributedIterator
+from unisono.options import CommunicationImplementation, CommunicationOptions
 from unisono.reductions import CrossDeviceOps
 from unisono.strategies import MirroredStrategy as CoreMirroredStrategy
-from unisono.strategies import Strategy
+from unisono.strategies import MultiWorkerMirroredStrategy, Strategy
 
 
 class MirroredStrategy(CoreMirroredStrategy):
@@ -159,3 +161,27 @@ def run_standard_tensorflow_server(session_config: object = None) -> NoReturn:
 
 def _refuse(message: str) -> NoReturn:
     raise UnsupportedError(message)
+
+
+class CollectiveAllReduceStrategy(MultiWorkerMirroredStrategy):
+    """Trains on the devices of this process, and after `configure` on those of a whole cluster.
+
+    It is `MultiWorkerMirroredStrategy` under its older name, which asks no launcher.
+
+    Args:
+        num_gpus_per_worker: How many GPUs each worker has; 0 means one CPU replica.
+        communication: Who carries a collective between workers; a member of
+            `CommunicationImplementation` or its name.
+    """
+
+    def __init__(
+        self,
+        num_gpus_per_worker: int = 0,
+        communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
+    ) -> None:
+        implementation = CommunicationImplementation.read(communication, "communication")
+        super().__init__(
+            SimpleClusterResolver(ClusterSpec({})),
+            CommunicationOptions(implementation=implementation),
+            devices=local_devices(num_gpus_per_worker),
+        )

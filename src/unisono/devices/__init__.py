@@ -1,11 +1,14 @@
 """Device names, the devices of this host, and which of them are near each other."""
 
 from unisono.devices.device import Device, DeviceLike, cpu_slots
-from unisono.devices.groups import Groups, halves, linked_groups, near_groups
 from unisono.devices.machine import (
+    Groups,
     Machine,
     as_recorded,
     default_devices,
+    halves,
+    linked_groups,
+    near_groups,
     pretend,
     replica_devices,
     resolve,

@@ -28,24 +28,8 @@ class LinkKind(Enum):
     SYS = "SYS"
     UNKNOWN = "?"
 
-    @property
-    def words(self) -> str:
-        """What the abbreviation means."""
-        return _WORDS[self]
-
 
 _FROM_NEAR_TO_FAR = tuple(LinkKind)
-_WORDS = {
-    LinkKind.SAME: "the GPU itself",
-    LinkKind.NVSWITCH: "that many NVLinks, through NVSwitch",
-    LinkKind.NVLINK: "that many NVLinks",
-    LinkKind.PIX: "one PCIe bridge",
-    LinkKind.PXB: "several PCIe bridges",
-    LinkKind.PHB: "the PCIe host bridge of a CPU",
-    LinkKind.NODE: "several host bridges of one NUMA node",
-    LinkKind.SYS: "the connection between NUMA nodes",
-    LinkKind.UNKNOWN: "not known",
-}
 _LINK = re.compile(r"([A-Z]+|\?)(\d*)(\*?)")
 _HOW_TO_RECORD = "`unisono info --json > machine.json` records one."
 

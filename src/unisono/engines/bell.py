@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 import threading
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from unisono.engines.cores import process_cores
 from unisono.kernels import native_core
+
+if TYPE_CHECKING:
+    from unisono import _native
+
+Bell: TypeAlias = "PythonBell | _native.Bell"
 
 # About 200 us. To wake a thread that sleeps takes 25 us or more, and most waits are shorter.
 _LOOKS = 5000
 
 
-class Bell(Protocol):
-    """A bell that counts how often it has rung."""
-
-    @property
-    def count(self) -> int:
-        """How often it has rung."""
-
-    def ring(self) -> None:
-        """Wakes all who wait."""
-
-    def wait(self, seen: int, timeout_s: float) -> bool:
-        """Waits until it has rung more often than `seen`; False if it has not in time."""
-
-
 class PythonBell:
-    """A bell where there is no native core."""
+    """A bell that counts how often it has rung, where there is no native core."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -36,13 +27,13 @@ class PythonBell:
         self._rung = threading.Condition(self._lock)
 
     def ring(self) -> None:
-        """See `Bell.ring`."""
+        """Wakes all who wait."""
         with self._lock:
             self.count += 1
             self._rung.notify_all()
 
     def wait(self, seen: int, timeout_s: float) -> bool:
-        """See `Bell.wait`."""
+        """Waits until it has rung more often than `seen`; False if it has not in time."""
         with self._lock:
             return self._rung.wait_for(lambda: self.count > seen, timeout_s)
 

@@ -3,17 +3,21 @@
 torch keeps them for each thread. `FlopCounterMode` is a mode for operators, `saved_tensors_hooks`
 and `save_on_cpu` are hooks. What a mode counts, threads must not count at the same time, so a mode
 for operators sees one operator at a time.
+
+torch tells the hooks from 2.7 on. With torch 2.6 the class that sets them is made to note them.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import (
@@ -21,8 +25,51 @@ from torch.utils._python_dispatch import (
     _get_current_dispatch_mode_stack,
 )
 
-from unisono.engines.saved_hooks import Hooks, current_hooks
 from unisono.torch_private import TorchDispatchMode, num_dispatch_modes, num_function_modes
+
+Hooks: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+
+_ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+
+
+class _Noted(threading.local):
+    """What the current thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.hooks: list[Hooks] = []
+
+
+_noted = _Noted()
+
+
+def current_hooks() -> Hooks | None:
+    """Returns the innermost hooks of the current thread."""
+    if _ask is not None:
+        found: Hooks | None = _ask(False)  # noqa: FBT003
+        return found
+    return _noted.hooks[-1] if _noted.hooks else None
+
+
+def _note_hooks() -> None:
+    enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
+
+    @functools.wraps(enter)
+    def noting_enter(self: Any) -> None:
+        enter(self)
+        _noted.hooks.append((self.pack_hook, self.unpack_hook))
+
+    @functools.wraps(leave)
+    def noting_leave(self: Any, *error: object) -> None:
+        _noted.hooks.pop()
+        leave(self, *error)
+
+    saved_tensors_hooks.__enter__ = noting_enter  # type: ignore[method-assign]
+    saved_tensors_hooks.__exit__ = noting_leave  # type: ignore[method-assign]
+
+
+if _ask is None:
+    _note_hooks()
+
 
 # An operator that waits for another replica, as one of the user's own may, must not stop that one.
 _PATIENCE_S = 1.0

@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import (
 )
 
 from unisono.communicators import Communicator
-from unisono.groups import collectives, well_formed
+from unisono.groups import arguments, collectives
 from unisono.groups.arguments import listed, listed_twice, options
 from unisono.options import ReduceOp
 
@@ -73,7 +73,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         opts = options(AllreduceOptions, opts, reduceOp=op)
         return self._reduction(
             lambda communicator, op: collectives.all_reduce(communicator, op, tensors),
-            tensors if well_formed.alike(tensors) else None,
+            tensors if arguments.alike(tensors) else None,
             "allreduce",
             tensors,
             opts,
@@ -84,7 +84,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         """Overwrites each tensor with the combination of those at its place on all ranks."""
         return self._reduction(
             lambda communicator, op: collectives.all_reduce_coalesced(communicator, op, tensors),
-            tensors if well_formed.of_one_kind(tensors) else None,
+            tensors if arguments.of_one_kind(tensors) else None,
             "allreduce_coalesced",
             tensors,
             opts or AllreduceCoalescedOptions(),
@@ -119,7 +119,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         root, position = opts.rootRank, opts.rootTensor
         return self._movement(
             lambda communicator: collectives.broadcast(communicator, tensors, root, position),
-            tensors if well_formed.alike(tensors) and self._has_root(opts, tensors) else None,
+            tensors if arguments.alike(tensors) and self._has_root(opts, tensors) else None,
             "broadcast",
             tensors,
             opts,
@@ -133,10 +133,10 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> Work:
         """Fills a list with the tensors of all ranks."""
         lists, inputs = listed_twice(output_tensors), listed(input_tensors)
-        is_ours = well_formed.listed_by_rank(lists, inputs, self.size())
+        is_ours = arguments.listed_by_rank(lists, inputs, self.size())
         return self._movement(
             lambda communicator: collectives.all_gather(communicator, lists[0], inputs[0]),
-            lists[0] if is_ours and well_formed.alike([*inputs, *lists[0]]) else None,
+            lists[0] if is_ours and arguments.alike([*inputs, *lists[0]]) else None,
             "allgather",
             lists,
             inputs,
@@ -160,7 +160,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         *given, opts = args
         return self._movement(
             lambda communicator: collectives.all_gather_single(communicator, outputs, inputs),
-            outputs if well_formed.in_parts(outputs, inputs, self.size()) else None,
+            outputs if arguments.in_parts(outputs, inputs, self.size()) else None,
             name,
             *given,
             opts or AllgatherOptions(),
@@ -178,8 +178,8 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         outputs, lists = listed(output_tensors), listed_twice(input_tensors)
         opts = options(ReduceScatterOptions, opts, reduceOp=op)
         is_ours = (
-            well_formed.listed_by_rank(lists, outputs, self.size())
-            and well_formed.of_one_kind([*outputs, *lists[0]])
+            arguments.listed_by_rank(lists, outputs, self.size())
+            and arguments.of_one_kind([*outputs, *lists[0]])
             and outputs[0].numel() == lists[0][self.rank()].numel()
         )
         return self._reduction(
@@ -213,7 +213,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             lambda communicator, op: collectives.reduce_scatter_single(
                 communicator, op, outputs, inputs
             ),
-            outputs if well_formed.in_parts(inputs, outputs, self.size()) else None,
+            outputs if arguments.in_parts(inputs, outputs, self.size()) else None,
             name,
             *given,
             opts or ReduceScatterOptions(),

@@ -1,8 +1,16 @@
 """Packs many tensors into few flat buffers."""
 
-from unisono.packing.grouping import group_by_bytes, group_small, split_evenly
 from unisono.packing.layout import PackLayout, Segment, Spec, by_dtype
-from unisono.packing.rules import BytesPerPack, NoPacking, NumPacks, PackingRule, SmallGroups
+from unisono.packing.rules import (
+    BytesPerPack,
+    NoPacking,
+    NumPacks,
+    PackingRule,
+    SmallGroups,
+    group_by_bytes,
+    group_small,
+    split_evenly,
+)
 
 __all__ = [
     "BytesPerPack",

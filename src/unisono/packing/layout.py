@@ -84,10 +84,6 @@ class PackLayout:
             packs.append(tuple(pack) or (Segment(group[0], 0, 0),))
         return cls(tuple(specs), tuple(packs))
 
-    def joined(self, other: PackLayout) -> PackLayout:
-        """Returns the layout with the packs of both, over the same tensors."""
-        return PackLayout(self.specs, self.packs + other.packs)
-
     def pack(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns the packs of one replica's tensors. A single tensor is viewed, not copied."""
         if self._are_whole:

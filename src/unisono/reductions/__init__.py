@@ -1,7 +1,12 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
 from unisono.reductions.across_workers import AcrossWorkers
-from unisono.reductions.all_reduce import AllReduce, is_all_reduce, packing_of
+from unisono.reductions.all_reduce import (
+    AllReduce,
+    HierarchicalCopyAllReduce,
+    is_all_reduce,
+    packing_of,
+)
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
     Pair,
@@ -12,7 +17,6 @@ from unisono.reductions.cross_device_ops import (
     mirrored,
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
-from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.layouts import ReplicaLayout, dealt
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice

@@ -177,10 +177,7 @@ class AcrossWorkers(CrossDeviceOps):
 
     def combine_gradients(self, op: ReduceOp, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Lets a user's own reduction combine all gradients of this worker's replicas."""
-        target = Destinations(self._devices[:1])
-        pairs = [(PerReplica.placed(tuple(own), self._devices), target) for own in values]
-        results = self._local.reduce_gradients(_undivided(op), pairs)
-        return [_only(result) for result in results]
+        return list(map(_only, self._local.reduce_gradients(_undivided(op), self._pairs(values))))
 
     def _reduce_between(self, op: ReduceOp, totals: list[Tensor]) -> None:
         """Reduces what this worker has combined with what the others have, in place."""
@@ -197,11 +194,12 @@ class AcrossWorkers(CrossDeviceOps):
 
     def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
         """Combines replicas of this worker without rounding to a narrow dtype."""
-        devices = self._devices[: len(values[0])]
-        target = Destinations(devices[:1])
-        pairs = [(PerReplica.placed(tuple(own), devices), target) for own in values]
-        results = self._local.batch_reduce(_undivided(op), pairs)
-        return [_only(result) for result in results]
+        return list(map(_only, self._local.batch_reduce(_undivided(op), self._pairs(values))))
+
+    def _pairs(self, values: Sequence[Sequence[Tensor]]) -> list[Pair]:
+        devices = self._devices[: len(values[0])] if values else ()
+        target = Destinations(self._devices[:1])
+        return [(PerReplica.placed(tuple(own), devices), target) for own in values]
 
     def mean_here(self, tensors: Sequence[Tensor]) -> Tensor:
         """Returns the mean of this worker's replicas, as what reduces between them gives it."""

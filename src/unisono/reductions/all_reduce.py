@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from unisono.algorithms import Schedule, one_device, run
-from unisono.devices import Device
+from unisono.algorithms import Schedule, one_device, run, two_level
+from unisono.devices import Device, near_groups
 from unisono.errors import UnsupportedError
 from unisono.kernels import in_memory_order
 from unisono.options import CommunicationOptions, ReduceOp
@@ -115,3 +115,19 @@ def packing_of(num_packs: int | PackingRule) -> PackingRule:
             f"`num_packs` must be 0 (no packing) or the number of packs to make, got {num_packs}."
         )
     return NumPacks(num_packs) if num_packs else NoPacking()
+
+
+class HierarchicalCopyAllReduce(AllReduce):
+    """All-reduces in two levels, so that little is sent between distant groups of devices.
+
+    The groups follow the links of the machine, such as the two quads of a DGX-1. If the links are
+    unknown, there are two halves. Any number of devices works. Successive packs use successive
+    devices as roots, so on several GPUs, use one pack per device.
+
+    Args:
+        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
+            `unisono.packing`.
+    """
+
+    def all_reduce_schedule(self, devices: tuple[Device, ...], turn: int) -> Schedule:
+        return two_level(near_groups(devices), turn=turn)

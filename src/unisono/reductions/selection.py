@@ -10,8 +10,8 @@ import torch.distributed
 
 from unisono.costs import BYTES_PER_PACK, Line, Tuning
 from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machine
+from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import CrossDeviceOps
-from unisono.reductions.hierarchical import HierarchicalCopyAllReduce
 from unisono.reductions.nccl import NcclAllReduce
 from unisono.reductions.one_device import ReductionToOneDevice
 from unisono.reductions.scheduled import Ends, ScheduledOps

@@ -1,9 +1,8 @@
 """Strategies: how a training program is spread over devices."""
 
 from unisono.strategies.config import ConfigProto, RunOptions
-from unisono.strategies.default import DefaultStrategy
 from unisono.strategies.extended import StrategyExtended
-from unisono.strategies.mirrored import MirroredStrategy, OneDeviceStrategy
+from unisono.strategies.mirrored import DefaultStrategy, MirroredStrategy, OneDeviceStrategy
 from unisono.strategies.multi_worker import MultiWorkerMirroredStrategy
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.strategy import Strategy

@@ -7,6 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
 from unisono.arguments import (
     check_bool,
     check_call,
@@ -19,10 +22,18 @@ from unisono.contexts import CrossReplicaContext, current_replica, entered, get_
 from unisono.devices import Device, cpu_slots
 from unisono.errors import ContextError, UnsupportedError
 from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
+from unisono.kernels import check_axes
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import CrossDeviceOps, ReplicaLayout, destinations_of, listed_pairs
 from unisono.strategies.steps import MultiStepContext
-from unisono.values import DistributedValues, Mirrored, flatten, select_replica
+from unisono.values import (
+    DistributedValues,
+    Mirrored,
+    PerReplica,
+    as_tensor,
+    flatten,
+    select_replica,
+)
 from unisono.variables import Component, Mirrors, Variable, variable_of
 
 if TYPE_CHECKING:
@@ -91,7 +102,7 @@ class ExtendedMethods:
         self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
     ) -> Any:
         value = self.counting.counted(op, value)
-        return self.cross_device_ops.reduce(op, value, destinations, self._merged(options))
+        return self.cross_device_ops.reduce(op, value, destinations, self.options.merge(options))
 
     def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
         """Reduces what is not distributed: the same on every replica."""
@@ -102,6 +113,43 @@ class ExtendedMethods:
                 f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
             )
         return self.broadcast_to(value, destinations)
+
+    def _reduce_leaf(self, op: ReduceOp, value: Any, axes: tuple[int, ...] | None) -> Any:
+        """Reduces one value over the replicas and the dimensions `axes`, to the first device."""
+        host = self.worker_devices[0]
+        if value is None:
+            return None
+        if axes is None:
+            return self.reduce_to(op, value, host)
+        num_local = len(self.worker_devices)
+        parts = value.values if isinstance(value, DistributedValues) else (value,) * num_local
+        tensors = [as_tensor(part) for part in parts]
+        for tensor in tensors:
+            check_axes(tensor, axes)
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise UnsupportedError(
+                f"With an `axis`, the operation must be SUM or MEAN, got {op}. Reduce without an "
+                "`axis` first."
+            )
+
+        def sum_of(tensors: Iterable[Tensor]) -> Any:
+            summed = PerReplica.placed(tuple(tensors), self.worker_devices)
+            return self.reduce_to(ReduceOp.SUM, summed, host)
+
+        are_counted = self.counting.are_counted(value)
+        sums = [tensor.sum(dim=axes) for tensor in tensors]
+        total = sum_of(
+            own if is_counted else torch.zeros_like(own)
+            for own, is_counted in zip(sums, are_counted, strict=True)
+        )
+        if op is ReduceOp.SUM:
+            return total
+        num_elements = sum_of(
+            torch.tensor(tensor.numel() // max(1, own.numel()) * is_counted)
+            for tensor, own, is_counted in zip(tensors, sums, are_counted, strict=True)
+        ).to(total.device)
+        is_real = total.is_floating_point() or total.is_complex()
+        return (total if is_real else total.double()) / num_elements
 
     def batch_reduce_to(
         self,
@@ -114,15 +162,12 @@ class ExtendedMethods:
         op = ReduceOp.read(reduce_op)
         listed = listed_pairs(value_destination_pairs)
         pairs = [(self.counting.counted(op, value), where) for value, where in listed]
-        return list(self.cross_device_ops.batch_reduce(op, pairs, self._merged(options)))
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self.options.merge(options)))
 
     def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
         """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""
         self.strategy._check_cross_replica("broadcast_to()")
         return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
-
-    def _merged(self, options: CommunicationOptions | None) -> CommunicationOptions:
-        return self.options.merge(options)
 
     def update(
         self,
@@ -320,3 +365,17 @@ class ExtendedMethods:
     ) -> ArrayDataset:
         """See `Strategy.experimental_make_numpy_dataset`."""
         return numpy_dataset(numpy_input)
+
+
+def read_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """Returns dimensions as a tuple; None stays None."""
+    if axis is None:
+        return None
+    try:
+        given = axis if isinstance(axis, (list, tuple)) else (axis,)
+        return tuple(check_int("axis", one) for one in given)
+    except UnsupportedError:
+        raise UnsupportedError(
+            f"`axis` must be an int, a sequence of ints or None, got {in_words(axis)}. To reduce "
+            "to devices, write `strategy.extended.reduce_to(reduce_op, value, destinations)`."
+        ) from None

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_callable, check_optional, in_words
-from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input import (
     ArrayDataset,
@@ -60,7 +59,7 @@ class InputMethods:
         """
         return DistributedDataset(
             dataset,
-            self._input_devices,
+            self.extended.worker_devices,
             options,
             input_context=self._input_context,
             workers=self.extended.workers,
@@ -86,7 +85,7 @@ class InputMethods:
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,
-            self._input_devices,
+            self.extended.worker_devices,
             options,
             workers=self.extended.workers,
             job=self.extended.elastic,
@@ -112,9 +111,9 @@ class InputMethods:
         contexts = [ValueContext(replica, layout.total) for replica in range(layout.total)]
         own = slice(layout.own.start, layout.own.stop)
         if job is None:
-            return values_from_function(value_fn, self._input_devices, contexts[own])
+            return values_from_function(value_fn, self.extended.worker_devices, contexts[own])
         return values_from_function(
-            value_fn, self._input_devices, contexts, own=own, generation=job.generation
+            value_fn, self.extended.worker_devices, contexts, own=own, generation=job.generation
         )
 
     def experimental_make_numpy_dataset(
@@ -165,10 +164,6 @@ class InputMethods:
         check_optional("input_iterator", input_iterator, DistributedIterator, wanted)
         args = () if input_iterator is None else (input_iterator.get_next(),)
         return self.run(fn, args=args)
-
-    @property
-    def _input_devices(self) -> tuple[Device, ...]:
-        return self.extended.worker_devices
 
     @property
     def _input_context(self) -> InputContext:

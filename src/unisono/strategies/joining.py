@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -33,14 +33,13 @@ from unisono.communicators import (
     TracedCommunicator,
     connect,
     gpu_identity,
-    have_come,
     slice_of,
     translated_store_errors,
 )
 from unisono.communicators.addresses import address_towards, reachable
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
-from unisono.errors import ClusterError, WorkerTimeoutError
+from unisono.errors import ClusterError
 from unisono.options import CommunicationOptions
 from unisono.reductions import dealt
 from unisono.system import check_connections
@@ -48,14 +47,6 @@ from unisono.tracing import join_workers
 
 if TYPE_CHECKING:
     from unisono.strategies.elastic_job import ElasticJob
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where the store of a job is."""
-
-    address: str
-    restart_count: int
 
 
 class Joined:
@@ -66,8 +57,9 @@ class Joined:
         self.users: WeakSet[Communicator] = WeakSet()
 
 
-# One process may join a job several times: it keeps one store all the while.
-_stores: dict[Place, Joined] = {}
+# One process may join a job several times: it keeps one store all the while. By the address of the
+# store, and by how often the job was restarted.
+_stores: dict[tuple[str, int], Joined] = {}
 _lock = threading.Lock()
 _elastic: list[weakref.ref[ElasticJob]] = []
 _log = logging.getLogger("unisono")
@@ -94,11 +86,12 @@ def join(
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     left = Countdown(timeout, least=_LEAST_SECONDS)
     with translated_store_errors(), _joined(membership, timeout) as joined:
-        card = WorkerCard.of(membership, len(devices), num_replicas)
+        text = None if tuning is None else tuning.to_text()
+        card = WorkerCard.of(membership, len(devices), num_replicas, tuning=text)
         number = _next_meeting(joined.store, card, membership.coordinator_rank)
         own = _meeting(joined.store, number)
         cards = meet(_door(own), card, left.seconds())
-        tuning = _of_rank_0(PrefixStore("tuning", own), membership.rank, tuning, left.seconds())
+        tuning = Tuning.from_text(cards[0].tuning) if cards[0].tuning else None
         place = PrefixStore("connect", own), membership.rank, membership.size
         # All have just met, so who does not come now has ended since.
         connected = _connected(*place, devices, options, tuning, left.seconds())
@@ -154,7 +147,7 @@ def _first_door(membership: Membership, communicator: Communicator) -> tuple[Job
     at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
     addresses = _said_by_all(communicator, address_towards(at))
     if not is_alone and membership.rank == membership.coordinator_rank:
-        return _stores[Place(membership.coordinator, membership.restart_count)].store, True
+        return _stores[membership.coordinator, membership.restart_count].store, True
     return open_door(membership, reachable(addresses[communicator.rank], addresses)), False
 
 
@@ -208,19 +201,6 @@ def _check_enough(num_replicas: int | None, size: int) -> None:
             f"`num_replicas` is {num_replicas}, but there are {size} workers, and each needs a "
             f"replica. Start at most {num_replicas} workers, or ask for at least {size} replicas."
         )
-
-
-def _of_rank_0(store: Store, rank: int, tuning: Tuning | None, seconds: float) -> Tuning | None:
-    if rank == 0:
-        store.set("constants", "none" if tuning is None else tuning.to_text())
-    if not have_come(store, ["constants"], seconds):
-        raise WorkerTimeoutError(
-            f"Rank {rank} waited {seconds:.1f} s for the tuning of rank 0, which had started. "
-            "Check the log of rank 0.",
-            [0],
-        )
-    text = store.get("constants").decode()
-    return None if text == "none" else Tuning.from_text(text)
 
 
 def _next_meeting(store: Store, card: WorkerCard, coordinator: int) -> int:
@@ -281,7 +261,7 @@ def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:
 @contextmanager
 def _joined(membership: Membership, timeout_seconds: float) -> Iterator[Joined]:
     """Gives the block the store of the job, which answers all it asks in `timeout_seconds`."""
-    place = Place(membership.coordinator, membership.restart_count)
+    place = membership.coordinator, membership.restart_count
     deadline = time.monotonic() + timeout_seconds
     with _lock:
         if place not in _stores or not _answers(_stores[place].store, deadline):

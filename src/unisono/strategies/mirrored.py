@@ -1,4 +1,4 @@
-"""`MirroredStrategy`: all devices of one host, from one process."""
+"""The strategies of one process: `MirroredStrategy`, `OneDeviceStrategy`, and the default one."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from unisono.arguments import check_bool
 from unisono.cluster import Membership, detect
+from unisono.contexts import ReplicaContext, set_outside
 from unisono.costs import current_tuning
-from unisono.devices import DeviceLike, default_devices, replica_devices, resolve
-from unisono.errors import ClusterError
+from unisono.devices import Device, DeviceLike, default_devices, replica_devices, resolve
+from unisono.engines import ReplicaMeeting, Turns
+from unisono.errors import ClusterError, ContextError
+from unisono.hooks.hook import HookFunction
 from unisono.options import ReduceOp
-from unisono.reductions import CrossDeviceOps, check_ops, select_cross_device_ops
+from unisono.reductions import (
+    CrossDeviceOps,
+    ReductionToOneDevice,
+    check_ops,
+    select_cross_device_ops,
+)
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.strategy import Strategy
 
@@ -54,12 +63,19 @@ class MirroredStrategy(Strategy):
             StrategyExtended(
                 resolved,
                 cross_device_ops or select_cross_device_ops(resolved, tuning),
-                reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
-                is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
-                synchronize_batch_norm=check_bool("synchronize_batch_norm", synchronize_batch_norm),
                 tuning=tuning,
+                **replica_settings(serial, reduce_gradients, synchronize_batch_norm),
             )
         )
+
+
+def replica_settings(serial: Any, reduce_gradients: Any, batch_norm: Any) -> dict[str, Any]:
+    """Returns the arguments of an extension that all strategies of many replicas take."""
+    return {
+        "reduce_gradients": ReduceOp.read(reduce_gradients, "reduce_gradients"),
+        "is_serial": check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
+        "synchronize_batch_norm": check_bool("synchronize_batch_norm", batch_norm),
+    }
 
 
 def _warn_of_other_workers() -> None:
@@ -85,3 +101,20 @@ class OneDeviceStrategy(Strategy):
     def __init__(self, device: DeviceLike) -> None:
         resolved = (resolve(device),)
         super().__init__(StrategyExtended(resolved, select_cross_device_ops(resolved)))
+
+
+class DefaultStrategy(Strategy):
+    """What `get_strategy()` gives outside every scope."""
+
+    def __init__(self) -> None:
+        super().__init__(StrategyExtended((Device("cpu", 0),), ReductionToOneDevice()))
+
+    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
+        """Refuses: outside every scope no gradients are reduced."""
+        raise ContextError(
+            "The default strategy does not reduce gradients, so it takes no communication hook. "
+            "Make a strategy, and call its `register_comm_hook()`."
+        )
+
+
+set_outside(ReplicaContext(DefaultStrategy().extended, 0, ReplicaMeeting(1, Turns(1))))

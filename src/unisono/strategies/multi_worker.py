@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unisono.arguments import check_bool, check_int
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
@@ -25,6 +24,7 @@ from unisono.strategies.counting import Counting
 from unisono.strategies.elastic_job import ElasticJob
 from unisono.strategies.extended import StrategyExtended
 from unisono.strategies.joining import join, join_elastic, leave, led_by, local_devices
+from unisono.strategies.mirrored import replica_settings
 from unisono.strategies.strategy import Strategy, T
 
 if TYPE_CHECKING:
@@ -141,10 +141,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             chosen,
             num_replicas,
             cross_device_ops,
-            min_workers=min_workers if elastic else None,
-            is_serial=check_bool("serial", serial) or os.environ.get("UNISONO_SERIAL") == "1",
-            reduce_gradients=ReduceOp.read(reduce_gradients, "reduce_gradients"),
-            synchronize_batch_norm=check_bool("synchronize_batch_norm", synchronize_batch_norm),
+            min_workers if elastic else None,
+            replica_settings(serial, reduce_gradients, synchronize_batch_norm),
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))
         super().__init__(maker(resolver, options, ConfigProto()))
@@ -270,23 +268,14 @@ def _check_elastic(num_replicas: int | None, options: CommunicationOptions) -> N
         )
 
 
-class _Maker:
+class _Maker(NamedTuple):
     """Makes the extension of a strategy once it is known who the workers are."""
 
-    def __init__(
-        self,
-        devices: tuple[Device, ...] | None,
-        num_replicas: int | None,
-        cross_device_ops: CrossDeviceOps | None,
-        *,
-        min_workers: int | None,
-        **settings: Any,
-    ) -> None:
-        self._min_workers = min_workers
-        self._devices = devices
-        self._num_replicas = num_replicas
-        self._ops = cross_device_ops
-        self._settings = settings
+    devices: tuple[Device, ...] | None
+    num_replicas: int | None
+    ops: CrossDeviceOps | None
+    min_workers: int | None
+    settings: dict[str, Any]
 
     def __call__(
         self, resolver: ClusterResolver, options: CommunicationOptions, config: ConfigProto
@@ -297,16 +286,16 @@ class _Maker:
             options = replace(options, timeout_seconds=config.timeout_seconds)
         own = self._visible(membership, config)
         members: ElasticMembers | None = None
-        if self._min_workers is None or self._num_replicas is None:
-            communicator, counts, tuning = join(membership, own, options, self._num_replicas)
+        if self.min_workers is None or self.num_replicas is None:
+            communicator, counts, tuning = join(membership, own, options, self.num_replicas)
         else:
-            wanted = self._num_replicas, self._min_workers
+            wanted = self.num_replicas, self.min_workers
             members, tuning = join_elastic(membership, own, options, *wanted)
             communicator = members.met.communicator
-            counts = dealt(self._num_replicas, communicator.size)
+            counts = dealt(self.num_replicas, communicator.size)
 
         def make_ops(devices: tuple[Device, ...]) -> CrossDeviceOps:
-            return self._ops or select_cross_device_ops(devices, tuning)
+            return self.ops or select_cross_device_ops(devices, tuning)
 
         devices = spread(own, counts[communicator.rank])
         made = MultiWorkerExtended(
@@ -319,16 +308,16 @@ class _Maker:
             communicator=communicator,
             replicas_per_worker=counts,
             # Where an operator has more threads, it may add numbers up in another order.
-            threads_per_replica=None if self._num_replicas is None else 1,
+            threads_per_replica=None if self.num_replicas is None else 1,
             tuning=tuning,
-            **self._settings,
+            **self.settings,
         )
         if members is not None:
             made._be_elastic(ElasticJob(made, members, own, make_ops))
         return made
 
     def _visible(self, membership: Membership, config: ConfigProto) -> tuple[Device, ...]:
-        devices = local_devices(membership) if self._devices is None else self._devices
+        devices = local_devices(membership) if self.devices is None else self.devices
         if membership.task_type is None or membership.task_id is None:
             return devices
         visible = config.visible(devices, membership.task_type, membership.task_id)

@@ -22,9 +22,9 @@ from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp, VariableAggregation
-from unisono.strategies.axes import read_axes, reduce_leaf
 from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
+from unisono.strategies.extended_methods import read_axes
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
 from unisono.strategies.runner import check_process
@@ -155,7 +155,7 @@ class Strategy(InputMethods):
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         axes = read_axes(axis)
-        return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
+        return rebuild([self._extended._reduce_leaf(op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the components of a value along `axis`, in replica order.

@@ -24,6 +24,16 @@ _COLORS = {
     LinkKind.NODE: "yellow",
     LinkKind.SYS: "red",
 }
+_WORDS = {
+    LinkKind.NVSWITCH: "that many NVLinks, through NVSwitch",
+    LinkKind.NVLINK: "that many NVLinks",
+    LinkKind.PIX: "one PCIe bridge",
+    LinkKind.PXB: "several PCIe bridges",
+    LinkKind.PHB: "the PCIe host bridge of a CPU",
+    LinkKind.NODE: "several host bridges of one NUMA node",
+    LinkKind.SYS: "the connection between NUMA nodes",
+    LinkKind.UNKNOWN: "not known",
+}
 
 
 def draw(report: HostReport) -> str:
@@ -88,10 +98,10 @@ def _cell(link: Link, width: int) -> str:
 
 def _legend(links: Sequence[Link]) -> Iterator[str]:
     found = {link.kind for link in links}
-    for kind in LinkKind:
-        if kind in found and kind is not LinkKind.SAME:
+    for kind, words in _WORDS.items():
+        if kind in found:
             number = "#" if kind in (LinkKind.NVLINK, LinkKind.NVSWITCH) else ""
-            yield f"{kind.value + number:8}{kind.words}"
+            yield f"{kind.value + number:8}{words}"
     if not all(link.is_peer for link in links):
         yield f"{'*':8}no peer access: CUDA copies through the memory of the host"
 

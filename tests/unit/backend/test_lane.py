@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from unisono.backend.lane import Lane
+from unisono.backend.engine import Lane
 from unisono.errors import WorkerLostError, WorkerTimeoutError
 from unisono.groups.work import CollectiveWork
 

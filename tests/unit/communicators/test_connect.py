@@ -320,7 +320,7 @@ def test_nccl_is_for_ranks_with_gpus_of_their_own() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="NCCL may well be here")
 def test_nccl_without_a_gpu_is_an_error() -> None:
-    from unisono.communicators.identity import IdentityCommunicator
+    from unisono.communicators.communicator import IdentityCommunicator
     from unisono.communicators.nccl import NcclCommunicator
 
     with pytest.raises(UnsupportedError, match="sees 0 GPUs"):

@@ -10,10 +10,10 @@ from concurrent.futures import as_completed
 from functools import partial
 from typing import NamedTuple
 
-from unisono.cluster.address import Address
 from unisono.cluster.elastic.doors import call_door, may_answer, serve_door
 from unisono.cluster.elastic.generation import Generation
 from unisono.cluster.membership import Membership
+from unisono.cluster.spec import Address
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.communicators.addresses import is_loopback
 from unisono.communicators.sockets import listening

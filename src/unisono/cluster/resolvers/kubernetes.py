@@ -5,11 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from unisono.cluster.address import Address
-from unisono.cluster.environment import LauncherVariables
-from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
+from unisono.cluster.environment import COORDINATOR, LauncherVariables, coordinator_address
 from unisono.cluster.resolvers.resolver import KnownCluster, Launch
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import Address, ClusterSpec
 from unisono.errors import ClusterError
 
 NUM_WORKERS = "UNISONO_NUM_WORKERS"

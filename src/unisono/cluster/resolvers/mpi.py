@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.cluster.environment import LauncherVariables
-from unisono.cluster.resolvers.coordinator import COORDINATOR, coordinator_address
+from unisono.cluster.environment import COORDINATOR, LauncherVariables, coordinator_address
 from unisono.cluster.resolvers.resolver import KnownCluster, Launch
 from unisono.cluster.spec import ClusterSpec
 from unisono.errors import ClusterError

@@ -8,9 +8,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from unisono.arguments import check_int, check_optional
-from unisono.cluster.address import Address
 from unisono.cluster.rules import JOBS
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import Address, ClusterSpec
 from unisono.devices.machine import this_machine
 from unisono.errors import ClusterError
 

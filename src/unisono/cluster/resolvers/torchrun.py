@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from unisono.cluster.address import Address
 from unisono.cluster.environment import LauncherVariables
 from unisono.cluster.resolvers.resolver import KnownCluster, Launch
-from unisono.cluster.spec import ClusterSpec
+from unisono.cluster.spec import Address, ClusterSpec
 
 
 class TorchrunClusterResolver(KnownCluster):

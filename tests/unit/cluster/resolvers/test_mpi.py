@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.cluster import Launch
-from unisono.cluster.address import derived_port
+from unisono.cluster.spec import derived_port
 from unisono.cluster_resolver import MpiClusterResolver
 from unisono.errors import ClusterError
 
