@@ -136,6 +136,11 @@ def join_elastic(
             door.set("tuning", running.tuning)
             return elastic, tuning
         door.close()
+    if membership.size < min_workers:
+        raise ClusterError(
+            f"An elastic job needs at least {min_workers} workers (`min_workers`), but the cluster "
+            f"has {membership.size}. Start more workers, or lower `min_workers`."
+        )
     communicator, _, tuning = join(membership, devices, options, num_replicas)
     door, is_first = _first_door(membership, communicator)
     door.set("tuning", tuning.to_text() if tuning else b"")
