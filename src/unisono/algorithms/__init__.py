@@ -1,6 +1,5 @@
 """Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
 
-from unisono.algorithms.exchange import doubling, exchange, one_step
 from unisono.algorithms.messages import (
     Node,
     Turn,
@@ -10,7 +9,7 @@ from unisono.algorithms.messages import (
     turns_of,
 )
 from unisono.algorithms.plan import Combine, Copy, Plan, make_plan, run
-from unisono.algorithms.rounds import Round, Rounds, Send
+from unisono.algorithms.rounds import Round, Rounds, Send, doubling, exchange, one_step
 from unisono.algorithms.schedule import (
     Gather,
     Schedule,

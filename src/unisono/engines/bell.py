@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, TypeAlias
 
-from unisono.engines.cores import process_cores
 from unisono.kernels import native_core
+from unisono.system import process_cores
 
 if TYPE_CHECKING:
     from unisono import _native

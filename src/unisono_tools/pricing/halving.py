@@ -13,8 +13,7 @@ from fractions import Fraction
 from functools import partial
 
 from unisono.algorithms import Round, Rounds, Send
-from unisono.algorithms.exchange import swap
-from unisono.algorithms.rounds import at, pairwise_sum
+from unisono.algorithms.rounds import at, pairwise_sum, swap
 
 _ALL = Fraction(1)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from unisono.engines.cores import openmp_cores
 from unisono.kernels import native_core
+from unisono.system import openmp_cores
 
 _PROGRAM = """
 import json, os, torch, unisono as uo
