@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.algorithms.messages import are_siblings
 from unisono.algorithms.schedule import Gather, Schedule
-from unisono.kernels import divide, reduce_batch, wide_dtype
+from unisono.kernels import divide, reduce_batch, undivided, wide_dtype
 from unisono.options import ReduceOp
 from unisono.tracing import span
 
@@ -250,7 +250,7 @@ def _combined(
     """Combines values or partial results; partial results stay wide, and are not divided."""
     if step.is_result and step.is_whole:
         return reduce_batch(op, items, [len(step.targets)] * len(items))
-    part_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    part_op = undivided(op)
     wide = [tuple(part.to(wide_dtype(part.dtype)) for part in parts) for parts in items]
     totals = reduce_batch(part_op, wide, [1] * len(items))
     if not step.is_result:

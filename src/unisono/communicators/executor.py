@@ -15,7 +15,7 @@ from torch import Tensor
 from unisono.algorithms import Node, Rounds, Turn, children, turns_of
 from unisono.communicators.communicator import slice_of
 from unisono.communicators.link import Collective, Received
-from unisono.kernels import combine_into, divide, wide_dtype
+from unisono.kernels import combine_into, divide, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 # How many pieces are under way in each round.
@@ -129,7 +129,7 @@ class _Piece:
     ) -> None:
         self._executor = executor
         self._collective = collective
-        self._op = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        self._op = undivided(op)
         self._is_mean = op is ReduceOp.MEAN
         self._count = count
         self._output = terms[0] if output is None else output

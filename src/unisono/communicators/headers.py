@@ -75,6 +75,10 @@ class Header:
             )
         return encoded.ljust(HEADER_BYTES)
 
+    def as_tensor(self) -> Tensor:
+        """Returns what `encode` does, as a tensor."""
+        return torch.frombuffer(bytearray(self.encode()), dtype=torch.uint8)
+
     @classmethod
     def decode(cls, encoded: bytes) -> Header:
         """Reads what `encode` wrote."""
@@ -115,6 +119,23 @@ def check_agreement(headers: Mapping[int, Header]) -> None:
         "same calls in the same order, with the same operation, dtype and shape.",
         at_fault,
     )
+
+
+def check_gathered(
+    own: Header, messages: Sequence[Tensor], ranks: Sequence[int] | None = None
+) -> list[Header]:
+    """Returns the headers with which messages of all ranks begin, if they are of one collective.
+
+    Args:
+        own: The header of this rank.
+        ranks: What an error calls the ranks; from 0 on if not given.
+    """
+    encoded = [one[:HEADER_BYTES].cpu().numpy().tobytes() for one in messages]
+    if all(one == encoded[0] for one in encoded):
+        return [own] * len(encoded)
+    headers = list(map(Header.decode, encoded))
+    check_agreement(dict(zip(ranks or range(len(headers)), headers, strict=True)))
+    return headers
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

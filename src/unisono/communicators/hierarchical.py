@@ -19,14 +19,14 @@ from torch import Tensor
 
 from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
 from unisono.communicators.hosts import Layout, named_globally
 from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 from unisono.costs import SMALL_BYTES
 from unisono.errors import CommunicationError, UnequalCollectivesError
-from unisono.kernels import combine_into, wide_dtype
+from unisono.kernels import combine_into, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 # A large tensor is reduced in about this number of chunks, each large enough to be efficient.
@@ -98,9 +98,8 @@ class HierarchicalCommunicator(Communicator):
         self, header: Header, op: ReduceOp, terms: list[Tensor], count: int | None
     ) -> None:
         """Lets the headers and the terms of a host travel together."""
-        prefix = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        gathered = self._inside.all_gather(torch.cat([prefix, *map(as_bytes, terms)]))
-        self._check(gathered)
+        gathered = self._inside.all_gather(torch.cat([header.as_tensor(), *map(as_bytes, terms)]))
+        self._check(header, gathered)
         if self._inside.rank > 0:
             self._inside.broadcast(terms[0])
             return
@@ -111,7 +110,7 @@ class HierarchicalCommunicator(Communicator):
             return
         total = torch.empty(shape[1], dtype=wide_dtype(dtype))
         all_terms = [term.to(total.dtype) for one in brought for term in one]
-        combine_into(_of_sums(op), all_terms, [total], None)
+        combine_into(undivided(op), all_terms, [total], None)
         self._between.all_reduce(op, [total], count)
         terms[0].copy_(total)
         self._inside.broadcast(terms[0])
@@ -133,7 +132,7 @@ class HierarchicalCommunicator(Communicator):
     def _reduce_by_host(self, op: ReduceOp, terms: list[Tensor], count: int | None) -> None:
         sums = [term.to(wide_dtype(term.dtype)) for term in terms]
         if sums[0].nbytes < self._parts_bytes:
-            self._inside.all_reduce(_of_sums(op), sums)
+            self._inside.all_reduce(undivided(op), sums)
             if self._inside.rank == 0:
                 self._between.all_reduce(op, sums[:1], count)
             self._inside.broadcast(sums[0])
@@ -148,7 +147,7 @@ class HierarchicalCommunicator(Communicator):
 
         def own_parts() -> Iterator[Tensor]:
             for chunk in chunks:
-                self._inside.all_reduce(_of_sums(op), chunk)
+                self._inside.all_reduce(undivided(op), chunk)
                 yield chunk[0][slice_of(self._inside.rank, self._inside.size, len(chunk[0]))]
 
         reduced = self._between.all_reduce_pieces(op, own_parts(), count)
@@ -231,17 +230,12 @@ class HierarchicalCommunicator(Communicator):
         The parts below see flat tensors, of a wider dtype, and could not tell. Whether the hosts
         agree is found out where they meet: the first ranks, at least, do so in every collective.
         """
-        given = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        self._check(self._inside.all_gather(given))
+        self._check(header, self._inside.all_gather(header.as_tensor()))
 
-    def _check(self, gathered: Sequence[Tensor]) -> None:
+    def _check(self, header: Header, gathered: Sequence[Tensor]) -> None:
         # Ranks that call something else may have sent data with their header.
-        encoded = [one[:HEADER_BYTES].numpy().tobytes() for one in gathered]
-        if all(other == encoded[0] for other in encoded):
-            return
-        ranks = self._layout.hosts[self._between.rank]
         try:
-            check_agreement(dict(zip(ranks, map(Header.decode, encoded), strict=True)))
+            check_gathered(header, gathered, self._layout.hosts[self._between.rank])
         except UnequalCollectivesError as error:
             raise self._watch.published(error) from None
 
@@ -250,11 +244,6 @@ class HierarchicalCommunicator(Communicator):
         if error is self._watch.failure:
             return error
         return named_globally(error, self._layout.hosts[self._between.rank])
-
-
-def _of_sums(op: ReduceOp) -> ReduceOp:
-    """What a host does with its own terms: the mean is taken at the end."""
-    return ReduceOp.SUM if op is ReduceOp.MEAN else op
 
 
 def _chunk_length(term: Tensor) -> int:

@@ -13,10 +13,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.delegating import DelegatingCommunicator
-from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.headers import Header, check_gathered
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, store_for_threads
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
-from unisono.kernels import divide, tree_reduce, wide_dtype
+from unisono.kernels import divide, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 _LOOK_SECONDS = 1.0
@@ -120,11 +120,7 @@ class NcclCommunicator(DelegatingCommunicator):
                 f"{header} was called on a closed communicator. Make a new one with all ranks."
             )
         self._sequence += 1
-        own = torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8)
-        told = self._carrier.all_gather(own)
-        headers = [Header.decode(one[:HEADER_BYTES].numpy().tobytes()) for one in told]
-        check_agreement(dict(enumerate(headers)))
-        return headers
+        return check_gathered(header, self._carrier.all_gather(header.as_tensor()))
 
     def _broadcast(self, header: Header, tensor: Tensor, root: int) -> None:
         options = distributed.BroadcastOptions()
@@ -150,8 +146,7 @@ class NcclCommunicator(DelegatingCommunicator):
         work.wait()
 
     def _sum_of_own(self, op: ReduceOp, terms: Sequence[Tensor]) -> Tensor:
-        sum_op = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        own = terms[0].detach().clone() if len(terms) == 1 else tree_reduce(sum_op, terms)
+        own = terms[0].detach().clone() if len(terms) == 1 else tree_reduce(undivided(op), terms)
         # A mean of half precision is divided before it is rounded.
         return own.to(wide_dtype(own.dtype)) if op is ReduceOp.MEAN else own
 

@@ -25,10 +25,10 @@ from torch import Tensor
 
 from unisono.algorithms import are_siblings, merged
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
+from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
 from unisono.communicators.link import as_bytes
 from unisono.costs import SMALL_BYTES
-from unisono.kernels import combine_into, divide, wide_dtype
+from unisono.kernels import combine_into, divide, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 
@@ -73,8 +73,10 @@ def all_reduce_nodes(
         return
     finish = functools.partial(_finished, op, every, count, terms[0].dtype)
     if len(every) * flat[0].nbytes <= SMALL_BYTES:
-        message = torch.cat([_prefix(header, flat[0]), *map(as_bytes, flat)])
-        flat[0].copy_(finish(_opened(communicator.all_gather(message), flat[0].dtype, nodes)))
+        message = torch.cat([header.as_tensor().to(flat[0].device), *map(as_bytes, flat)])
+        flat[0].copy_(
+            finish(_opened(header, communicator.all_gather(message), flat[0].dtype, nodes))
+        )
         return
     parts = _exchanged(communicator, header, flat, nodes)
     torch.cat(communicator.all_gather(finish(parts)), out=flat[0])
@@ -89,7 +91,7 @@ def _exchanged(
     """Returns this rank's part of all nodes of all ranks."""
     size, length = communicator.size, len(terms[0])
     most_nodes, most_elements = max(map(len, nodes)), -(-length // size)
-    prefix = _prefix(header, terms[0])
+    prefix = header.as_tensor().to(terms[0].device)
     room = most_nodes * most_elements * terms[0].itemsize
     message = prefix.new_zeros(size, HEADER_BYTES + room)
     message[:, :HEADER_BYTES] = prefix
@@ -102,20 +104,14 @@ def _exchanged(
         one[: HEADER_BYTES + len(own) * num_bytes]
         for one, own in zip(communicator.all_to_all(message.view(-1)), nodes, strict=True)
     ]
-    return _opened(received, terms[0].dtype, nodes)
-
-
-def _prefix(header: Header, term: Tensor) -> Tensor:
-    return torch.frombuffer(bytearray(header.encode()), dtype=torch.uint8).to(term.device)
+    return _opened(header, received, terms[0].dtype, nodes)
 
 
 def _opened(
-    messages: Sequence[Tensor], dtype: torch.dtype, nodes: Sequence[Sequence[Node]]
+    header: Header, messages: Sequence[Tensor], dtype: torch.dtype, nodes: Sequence[Sequence[Node]]
 ) -> list[Tensor]:
     """Returns the nodes in the messages of all ranks, which must call the same."""
-    encoded = [one[:HEADER_BYTES].cpu().numpy().tobytes() for one in messages]
-    if any(other != encoded[0] for other in encoded):
-        check_agreement(dict(enumerate(map(Header.decode, encoded))))
+    check_gathered(header, messages)
     return [
         term
         for message, own in zip(messages, nodes, strict=True)
@@ -137,7 +133,7 @@ def _combined(
 
     Nodes that are left over, because a part of the tree is missing, are combined last.
     """
-    combine = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    combine = undivided(op)
     found: list[tuple[Node, Tensor]] = []
 
     def merge() -> None:

@@ -10,7 +10,7 @@ from unisono.kernels.batch import (
 from unisono.kernels.checks import check_axes, check_gather, check_layout, check_replicas
 from unisono.kernels.gpu import TableArena, triton_status
 from unisono.kernels.native import NativeCore, native_core
-from unisono.kernels.tree import divide, result_dtype, tree_reduce, wide_dtype
+from unisono.kernels.tree import divide, result_dtype, tree_reduce, undivided, wide_dtype
 
 __all__ = [
     "NativeCore",
@@ -29,5 +29,6 @@ __all__ = [
     "result_dtype",
     "tree_reduce",
     "triton_status",
+    "undivided",
     "wide_dtype",
 ]

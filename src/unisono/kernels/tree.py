@@ -59,6 +59,11 @@ def result_dtype(op: ReduceOp, dtype: torch.dtype) -> torch.dtype:
     return _MEAN_DTYPE.get(dtype, dtype) if op is ReduceOp.MEAN else dtype
 
 
+def undivided(op: ReduceOp) -> ReduceOp:
+    """Returns how parts of a result are combined: a mean is divided at the end."""
+    return ReduceOp.SUM if op is ReduceOp.MEAN else op
+
+
 def tree_reduce(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     """Combines the tensors of the replicas in tree order; the result is always a new tensor."""
     dtype = tensors[0].dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from unisono.communicators import all_reduce_sparse
 from unisono.devices import Device, this_machine
-from unisono.kernels import check_replicas, divide, result_dtype, wide_dtype
+from unisono.kernels import check_replicas, divide, result_dtype, undivided, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
@@ -177,7 +177,7 @@ class AcrossWorkers(CrossDeviceOps):
 
     def combine_gradients(self, op: ReduceOp, values: Sequence[Sequence[Tensor]]) -> list[Tensor]:
         """Lets a user's own reduction combine all gradients of this worker's replicas."""
-        return list(map(_only, self._local.reduce_gradients(_undivided(op), self._pairs(values))))
+        return list(map(_only, self._local.reduce_gradients(undivided(op), self._pairs(values))))
 
     def _reduce_between(self, op: ReduceOp, totals: list[Tensor]) -> None:
         """Reduces what this worker has combined with what the others have, in place."""
@@ -194,7 +194,7 @@ class AcrossWorkers(CrossDeviceOps):
 
     def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
         """Combines replicas of this worker without rounding to a narrow dtype."""
-        return list(map(_only, self._local.batch_reduce(_undivided(op), self._pairs(values))))
+        return list(map(_only, self._local.batch_reduce(undivided(op), self._pairs(values))))
 
     def _pairs(self, values: Sequence[Sequence[Tensor]]) -> list[Pair]:
         devices = self._devices[: len(values[0])] if values else ()
@@ -214,7 +214,7 @@ class AcrossWorkers(CrossDeviceOps):
 
     def _reduce_sparse(self, op: ReduceOp, tensors: list[Tensor]) -> Tensor:
         place = self.place(tensors[0].device)
-        total = concatenate(_undivided(op), [tensor.to(place) for tensor in tensors])
+        total = concatenate(undivided(op), [tensor.to(place) for tensor in tensors])
         count = self._workers.layout(len(tensors)).total
         return all_reduce_sparse(self.communicator, op, total, count)
 
@@ -229,7 +229,3 @@ def _only(result: Result) -> Tensor:
     """Returns the tensor of a result for one device, which may be wrapped all the same."""
     tensor: Tensor = result.values[0] if isinstance(result, DistributedValues) else result
     return tensor
-
-
-def _undivided(op: ReduceOp) -> ReduceOp:
-    return ReduceOp.SUM if op is ReduceOp.MEAN else op
