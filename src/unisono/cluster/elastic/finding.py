@@ -86,7 +86,7 @@ def addresses_in(text: str) -> list[tuple[str, int]]:
 def publish(generation: Generation) -> None:
     """Tells the launcher of this host, if it wants to know, where the doors of all workers are.
 
-    So the launcher knows it before a worker can leave. One that is paused is told later.
+    So the launcher knows it before a worker can leave. One that is paused learns it later.
     """
     doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
     with _lock:
