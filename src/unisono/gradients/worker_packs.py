@@ -49,7 +49,7 @@ class FlatPack(Pack):
         # Whether the gradients of the first replica can be views of the pack.
         self._can_lend = first.dtype == dtype and first.device == self._place
         num_terms = len(shape.own)
-        # Kernels may round otherwise where memory is aligned otherwise.
+        # Kernels may round differently if memory is aligned differently.
         stride = -(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
         num_bytes = num_terms * stride * dtype.itemsize
         # Shared memory is for workers that all bring the same number of terms.
