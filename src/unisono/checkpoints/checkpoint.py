@@ -14,7 +14,7 @@ from unisono.arguments import in_words
 from unisono.checkpoints import files
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
-from unisono.input.sources import random_state, set_random_state
+from unisono.input.sources.random_state import random_state, set_random_state
 from unisono.reductions import Workers
 from unisono.strategies.joining import elastic_job, newest_workers
 from unisono.values import flatten

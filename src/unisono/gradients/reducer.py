@@ -25,13 +25,7 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Device, lend
-from unisono.gradients.accumulation import (
-    SealedHooks,
-    Weighting,
-    call_hooks,
-    has_hooks,
-    seal,
-)
+from unisono.gradients.accumulation import SealedHooks, Weighting, call_hooks, has_hooks, seal
 from unisono.gradients.aside import Aside
 from unisono.gradients.own_gradients import OwnGradients
 from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped

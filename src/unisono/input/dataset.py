@@ -15,19 +15,12 @@ from unisono.input.options import (
     InputReplicationMode,
     check_input_options,
 )
-from unisono.input.sources import (
-    Epoch,
-    Moving,
-    MovingReaders,
-    MovingReadersApart,
-    Source,
-    as_source,
-    check_share,
-    of_all_samples,
-    of_own_files,
-    readers_of,
-)
-from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
+from unisono.input.sources.epoch import Epoch
+from unisono.input.sources.readers import Moving, MovingReaders, MovingReadersApart, readers_of
+from unisono.input.sources.shares import check_share, of_all_samples, of_own_files
+from unisono.input.sources.source import Source, as_source
+from unisono.input.splits.splitter import Splitter
+from unisono.input.splits.steps import OwnBatches, SharedBatches, SplitEpoch, WholeBatches
 from unisono.reductions import Workers
 
 
@@ -99,13 +92,8 @@ class DistributedDataset(DistributedInput):
         return f" in file{'s'[: len(files) - 1]} {', '.join(map(str, files))} of {num_files}"
 
     @property
-    def batches_per_step(self) -> int:
-        return len(self.layout.own) if self._is_fixed and not self.layout.are_equal else 1
-
-    @property
-    def batches_by_worker(self) -> int | list[int]:
-        """See `DistributedInput.batches_by_worker`."""
-        return list(self.layout.counts) if self._is_fixed and not self.layout.are_equal else 1
+    def takes_batch_per_replica(self) -> bool:
+        return self._is_fixed and not self.layout.are_equal
 
     @property
     def steps_per_batch(self) -> int:

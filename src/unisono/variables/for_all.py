@@ -11,13 +11,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from unisono.arguments import check_callable
-from unisono.contexts import (
-    CrossReplicaContext,
-    ReplicaContext,
-    Replicas,
-    current_replica,
-    entered,
-)
+from unisono.contexts import CrossReplicaContext, ReplicaContext, Replicas, current_replica, entered
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica

@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import (
-    ReplicaMismatchError,
-    UnequalCollectivesError,
-    UnsupportedError,
-    add_note,
-)
+from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError, WorkerLostError
-from unisono.input.moving import OwnStep
+from unisono.input.lockstep import OwnStep
 from unit.strategies.lone_worker import relayout, strategy_of
 
 

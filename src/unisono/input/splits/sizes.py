@@ -12,8 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from unisono.errors import UnsupportedError
-
 
 def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     """Returns sizes that differ by at most one; the first replicas get the larger parts.
@@ -35,23 +33,15 @@ def tensorflow_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
     return tuple(min(share, max(0, num_samples - i * share)) for i in range(num_replicas))
 
 
-def fixed_sizes(
-    batch_size: int, num_workers: int, worker_id: int, num_replicas: int
-) -> tuple[int, ...]:
-    """Returns the sizes of the sub-batches that a worker makes of each of its batches.
+def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
+    """Returns the sizes of the parts that a worker makes of its own batches.
 
-    The larger ones come first, rotated from worker to worker, so that the workers together make
-    every global step as large as a batch.
+    The larger ones come first, rotated to `first`, the first replica of the worker. So the workers
+    together make every global step as large as a batch.
 
-    >>> fixed_sizes(7, 2, 0, 2), fixed_sizes(7, 2, 1, 2)
+    >>> rotated_sizes(7, 4, 0), rotated_sizes(7, 4, 2)
     ((2, 2, 2, 1), (2, 1, 2, 2))
     """
-    _check(num_workers, worker_id, num_replicas)
-    return rotated_sizes(batch_size, num_workers * num_replicas, worker_id * num_replicas)
-
-
-def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
-    """Returns the sizes that the worker whose first replica is `first` makes of its batches."""
     sizes = even_sizes(batch_size, num_replicas)
     return sizes[first:] + sizes[:first]
 
@@ -76,11 +66,3 @@ def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
     """
     ends = itertools.accumulate(sizes, initial=0)
     return tuple(itertools.starmap(slice, itertools.pairwise(ends)))
-
-
-def _check(num_workers: int, worker_id: int, num_replicas: int) -> None:
-    if num_replicas < 1 or not 0 <= worker_id < num_workers:
-        raise UnsupportedError(
-            f"Input is split over 1 or more replicas on workers 0 to W - 1, got {num_replicas} "
-            f"replicas on worker {worker_id} of {num_workers}."
-        )
