@@ -14,7 +14,7 @@ from unisono.input.options import (
     InputReplicationMode,
     ValueContext,
 )
-from unisono.input.splits.counts import counts_of
+from unisono.input.splits.sizes import counts_of
 from unisono.input.splits.splitter import copied
 
 __all__ = [

@@ -16,7 +16,7 @@ from unisono.input.options import (
     check_input_options,
 )
 from unisono.input.sources.epoch import Epoch
-from unisono.input.sources.readers import Moving, MovingReaders, MovingReadersApart, readers_of
+from unisono.input.sources.readers import Moving, Readers
 from unisono.input.sources.shares import check_share, of_all_samples, of_own_files
 from unisono.input.sources.source import Source, as_source
 from unisono.input.splits.splitter import Splitter
@@ -57,11 +57,7 @@ class DistributedDataset(DistributedInput):
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        readers = readers_of(workers, own_data=self._is_fixed)
-        if job is not None and self._is_fixed:
-            readers = MovingReadersApart(readers.workers)
-        elif job is not None:
-            readers = MovingReaders(readers.workers, job)
+        readers = Readers(workers, job, own_data=self._is_fixed)
         self._is_lost_for_good = policy is not AutoShardPolicy.FILE
         self._later = "In the next epoch, its files are divided among the other workers."
         if self._is_lost_for_good:

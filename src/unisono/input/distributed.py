@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -78,7 +78,7 @@ class DistributedInput:
             batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
         )
         self._pending: tuple[Progress, bool] | None = None
-        self._latest: weakref.ref[DistributedIterator] | None = None
+        self._latest: Callable[[], DistributedIterator | None] = lambda: None
         self._num_lost = 0
         # In an elastic job, which worker each replica has, and had when the sources were made.
         self._owners = self._made_owners = () if job is None else job.owners
@@ -98,12 +98,12 @@ class DistributedInput:
     @property
     def is_read_apart(self) -> bool:
         """Whether workers of an elastic job are amid an epoch that each reads for itself."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         return latest is not None and latest.left is not None
 
     def _tell_of(self, worker: int) -> None:
         """Names and counts what only a worker had that was lost."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         left = None if latest is None else latest.left
         # Before the first step of an epoch, nobody has told how many samples there are.
         num_left = 0 if left is None else left.get(worker)
@@ -245,7 +245,7 @@ class DistributedInput:
 
     def _leave_latest(self) -> None:
         """Stops an older epoch from drawing where the next one is about to."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         if latest is not None and any(source.has_one_epoch for source in self._sources):
             latest.close()
 

@@ -19,7 +19,7 @@ from unisono.input.options import (
     check_input_options,
 )
 from unisono.input.sources.epoch import Epoch
-from unisono.input.sources.readers import Moving, MovingReaders, MovingReadersApart, readers_of
+from unisono.input.sources.readers import Moving, Readers
 from unisono.input.sources.shares import check_share
 from unisono.input.sources.source import FunctionSource, Source, as_source
 from unisono.input.splits.splitter import Splitter, grouped
@@ -66,10 +66,9 @@ class DistributedDatasetsFromFunction(DistributedInput):
             contexts = [InputContext(layout.total, number, total) for number in own]
         self._dataset_fn = dataset_fn
         given = [_made(dataset_fn, context) for context in contexts]
-        readers = readers_of(workers, own_data=True)
-        if job is not None:
-            of_all = MovingReaders(readers.workers, job)
-            readers = of_all if is_per_replica else MovingReadersApart(readers.workers)
+        # In an elastic job, every worker calls the function for all replicas.
+        is_for_all = is_per_replica and job is not None
+        readers = Readers(workers, job, own_data=not is_for_all)
         sources = [_source(one) for one in given]
         super().__init__(sources, given, devices, input_context, options, readers, job)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from unisono.input.sources.epoch import Progress
 from unisono.input.sources.readers import Moving
 from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied, grouped
 from unisono.input.splits.steps import Part, PartQueue, SplitEpoch, together
-from unisono.reductions import ReplicaLayout, Workers
+from unisono.reductions import Workers
 from unisono.values import Tree, map_leaves
 
 # Says how many samples of which workers are left out.
@@ -169,22 +169,20 @@ class Lockstep(Steps[PlacedBatch]):
         return self._workers.gather_objects(own)
 
 
+@dataclass(eq=False)
 class OwnStep:
     """The samples of one step, as workers have read them.
 
-    Args:
+    Attributes:
         owners: The number of the worker that each replica had.
         counts: How many samples each replica got.
         note_lost: Called when lost workers had some of them.
     """
 
-    def __init__(
-        self, owners: tuple[int, ...], counts: tuple[int, ...], note_lost: NoteLost
-    ) -> None:
-        self._owners = owners
-        self._counts = counts
-        self._note_lost = note_lost
-        self._noted: set[int] = set()
+    owners: tuple[int, ...]
+    counts: tuple[int, ...]
+    note_lost: NoteLost
+    _noted: set[int] = field(default_factory=set)
 
     def counts_for(self, owners: tuple[int, ...]) -> tuple[int, ...]:
         """Returns how many samples each replica has when workers have other replicas.
@@ -193,7 +191,7 @@ class OwnStep:
         """
         counts: list[int] = []
         for worker in dict.fromkeys(owners):
-            pairs = zip(self._owners, self._counts, strict=True)
+            pairs = zip(self.owners, self.counts, strict=True)
             had = [count for owner, count in pairs if owner == worker]
             num_missing = owners.count(worker) - len(had)
             counts += had + [0] * num_missing
@@ -202,20 +200,17 @@ class OwnStep:
                     "A worker joined the job after this input was taken, so there are fewer "
                     "replicas for it than parts. Take the next input right before its run."
                 )
-        self._note(owners)
+        lost = set(self.owners) - set(owners) - self._noted
+        self._noted |= lost
+        pairs = zip(self.owners, self.counts, strict=True)
+        if num_lost := sum(count for owner, count in pairs if owner in lost):
+            self.note_lost(sorted(lost), num_lost)
         if not any(counts):
             raise UnsupportedError(
                 "A worker was lost, and only it had samples for this run. Use "
                 "`AutoShardPolicy.DATA`, with which all workers know all samples."
             )
         return tuple(counts)
-
-    def _note(self, owners: tuple[int, ...]) -> None:
-        lost = set(self._owners) - set(owners) - self._noted
-        self._noted |= lost
-        pairs = zip(self._owners, self._counts, strict=True)
-        if num_lost := sum(count for owner, count in pairs if owner in lost):
-            self._note_lost(sorted(lost), num_lost)
 
 
 def filled(values: tuple[Any, ...], num_replicas: int) -> tuple[Any, ...]:
@@ -266,7 +261,9 @@ class MovingLockstep(Lockstep):
 
         generation, told = job.tell(own, lambda: self._queue.put_back(taken))
         rows = [told[3 * i + n.start : 3 * (i + 1) + n.stop] for i, n in enumerate(layout.ranges)]
-        self._note_left(rows, owners, layout)
+        for row, ranks in zip(rows, layout.ranges, strict=True):
+            self.left[owners[ranks.start]] = None if row[2] < 0 else row[2]
+        self._num_left = self.left[owners[layout.own.start]]
         counts = self._settle([[*row[:2], *row[3:]] for row in rows], failure)
         num_replicas = len(layout.own)
         if len(taken) < num_replicas and self._spare is MISSING:
@@ -286,13 +283,6 @@ class MovingLockstep(Lockstep):
         counts, num_replicas = step.counts_for(job.owners), len(job.layout.own)
         leaves = [filled(leaf, num_replicas) for leaf in parts.leaves]
         return replace(parts, leaves=leaves, counts=counts, generation=job.generation)
-
-    def _note_left(
-        self, rows: Sequence[Sequence[int]], owners: tuple[int, ...], layout: ReplicaLayout
-    ) -> None:
-        for row, own in zip(rows, layout.ranges, strict=True):
-            self.left[owners[own.start]] = None if row[2] < 0 else row[2]
-        self._num_left = self.left[owners[layout.own.start]]
 
     def _gathered(self, own: Any) -> list[Any]:
         """See `Lockstep._gathered`."""

@@ -259,13 +259,6 @@ def as_source(batches: Any) -> Source:
         return batches
     if isinstance(batches, DataLoader):
         return LoaderSource(batches)
-    _refuse_what_is_no_batches(batches)
-    if isinstance(batches, Iterator):
-        return IteratorSource(batches)
-    return IterableSource(batches)
-
-
-def _refuse_what_is_no_batches(batches: Any) -> None:
     kind = type(batches).__name__
     if isinstance(batches, IterableDataset):
         raise UnsupportedError(
@@ -291,3 +284,4 @@ def _refuse_what_is_no_batches(batches: Any) -> None:
             f"Input must be a `DataLoader` or an iterable of batches, got {batches!r} of type "
             f"{kind}."
         )
+    return IteratorSource(batches) if isinstance(batches, Iterator) else IterableSource(batches)

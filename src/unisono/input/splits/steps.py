@@ -67,12 +67,7 @@ def together(parts: Sequence[Part], spares: Iterable[Any], tree: Tree | None = N
 
 
 class SplitEpoch(ABC):
-    """One epoch, whose batches are split over the replicas step by step.
-
-    Args:
-        epoch: The epoch.
-        splitter: Makes the parts of the replicas.
-    """
+    """One epoch, whose batches are split over the replicas step by step."""
 
     def __init__(self, epoch: Epoch, splitter: Splitter) -> None:
         self.epoch = epoch
@@ -97,11 +92,7 @@ class WholeBatches(SplitEpoch):
 class SharedBatches(SplitEpoch):
     """All workers draw the same batches, and each keeps the parts of its replicas.
 
-    Args:
-        epoch: The epoch.
-        splitter: Makes the parts of the replicas.
-        layout: Which replicas this worker has.
-        keeps_all: Whether it keeps the parts of all, because it may get other replicas.
+    It `keeps_all` parts if it may get other replicas.
     """
 
     def __init__(
