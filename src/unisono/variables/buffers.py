@@ -30,9 +30,14 @@ from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.variables.attributes import raw
 from unisono.variables.leaves import fit_for_training
-from unisono.variables.loose_buffers import LooseBuffer, Written, is_like
-from unisono.variables.restructured import Restructured
-from unisono.variables.statistics import Statistics, chosen_of, mean_of
+from unisono.variables.statistics import (
+    LooseBuffer,
+    Restructured,
+    Statistics,
+    Written,
+    is_like,
+    mean_of,
+)
 
 Named = dict[str, Tensor | None]
 
@@ -117,11 +122,13 @@ class Buffers:
         with fit_for_training():
             replaced, others = self._take_in()
             taken = {id(given) for given, _ in replaced}
+            are_many, is_recorded = self._workers.are_many, recorder is not None
             loose = [
                 one
                 for one in self._loose.values()
                 if not taken.isdisjoint(map(id, one.parts))
-                or one.is_written(by_others=self._are_unseen(one, recorder))
+                # Writes cannot be seen on other workers, or without waiting.
+                or one.is_written(by_others=self._train(one.owners) if are_many else is_recorded)
             ]
             are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
             return Written(replaced, others, loose, are_flats)
@@ -136,7 +143,7 @@ class Buffers:
             return
         try:
             with fit_for_training(), span("reduce", "buffers"):
-                self._bring(weights, *written)
+                self._bring(weights, written)
         except UnequalCollectivesError as error:
             add_note(error, self._explanation(written.others, written.loose))
             raise
@@ -155,31 +162,24 @@ class Buffers:
         """After a replay, whose writes torch has not counted: the next run gives all buffers."""
         self._is_open, self._is_replayed = False, True
 
-    def _bring(
-        self,
-        weights: Sequence[float],
-        replaced: list[tuple[Tensor, Tensor]],
-        others: list[tuple[int, str]],
-        loose: list[LooseBuffer],
-        are_flats: bool,  # noqa: FBT001
-    ) -> None:
-        for given, found in replaced:
+    def _bring(self, weights: Sequence[float], written: Written) -> None:
+        for given, found in written.replaced:
             given.copy_(found.detach())
-        if are_flats:
+        if written.are_flats:
             self._flats.bring_together(weights)
-        for one in loose:
+        for one in written.loose:
             if one.primary.is_floating_point() and one.primary.layout is torch.strided:
                 combined = mean_of(one.parts, weights, self._workers)
             else:
-                combined = chosen_of(one.parts, self._workers)
+                combined = self._workers.of_chief(one.parts[0])
             with torch.inference_mode(mode=one.primary.is_inference()):
                 if one.primary.shape != combined.shape:
                     one.primary.resize_(combined.shape)
                 one.primary.copy_(combined)
-        if others:
+        if written.others:
             modules = [module() for module in self._modules]
-            restructured = Restructured(modules, self._primaries, self._attributes, others)
-            restructured.settle(weights, self._workers)
+            tables = self._primaries, self._attributes
+            Restructured(modules, *tables, written.others).settle(weights, self._workers)
 
     def _are_none(self) -> bool:
         """Whether neither modules nor clones have a buffer, which is quick to check."""
@@ -320,7 +320,7 @@ class Buffers:
 
     def _is_written(self) -> bool:
         """Whether small buffers may have been written; on many workers, all find the same."""
-        if not self._flats.is_any:
+        if not self._flats.flats:
             return False
         if self._versions != self._count_writes():
             return True
@@ -329,12 +329,6 @@ class Buffers:
         if is_unseen and self._train(self._owners_of_vectors):
             return True
         return self._is_on_host and self._flats.differ()
-
-    def _are_unseen(self, one: LooseBuffer, recorder: Any) -> bool:
-        """Whether writes to a buffer cannot be seen: on other workers, or without waiting."""
-        if self._workers.are_many:
-            return self._train(one.owners)
-        return recorder is not None
 
     def _train(self, modules: Iterable[int]) -> bool:
         """Whether one of some modules, given by their places, is in training mode."""
