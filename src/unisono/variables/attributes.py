@@ -128,7 +128,7 @@ class Attributes:
         self._changed = {
             identity
             for identity, one in self._known.items()
-            if not _are_same(one.parts(), one.content)
+            if not are_same(one.parts(), one.content)
         }
 
     def end(self) -> None:
@@ -207,7 +207,7 @@ class Attributes:
 
     def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any]:
         own_parts = self._own(value)
-        if all(_are_same(parts, value) for parts in own_parts):
+        if all(are_same(parts, value) for parts in own_parts):
             return [value] * self._num_replicas
         cls: Any = type(value)
         if cls is tuple:
@@ -231,7 +231,7 @@ class Attributes:
         if any(map(self.is_changed, content)):
             self._changed.add(id(value))
         firsts = list(own_parts[0])
-        if id(value) in self._changed or not _are_same(firsts, one.firsts):
+        if id(value) in self._changed or not are_same(firsts, one.firsts):
             one.fill(own_parts)
         one.content, one.firsts = content, firsts
         return one
@@ -281,5 +281,6 @@ def _shallow_copies(value: Any, number: int) -> list[Any] | None:
     return copies if are_good else None
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))

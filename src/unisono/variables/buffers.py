@@ -15,7 +15,6 @@ large buffer of another shape has changed if torch has counted a write.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -28,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.variables.attributes import raw
+from unisono.variables.attributes import are_same, raw
 from unisono.variables.leaves import fit_for_training
 from unisono.variables.statistics import (
     LooseBuffer,
@@ -90,7 +89,7 @@ class Buffers:
         attributes = [[raw(own[i]) for _, own in pairs] for i in range(len(self._places))]
         clones = [[one["_buffers"] for one in own] for own in attributes]
         now = [*primaries, *chain(*clones)]
-        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        if not are_same(now, before):
             # Before the rest, because Ctrl-C may come between.
             self._is_laid_out = False
         self._modules = [weakref.ref(module) for module, _ in pairs]
@@ -191,8 +190,7 @@ class Buffers:
         tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         return (
             self._is_laid_out
-            and len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
+            and are_same(tensors, self._tensors)
             and list(chain.from_iterable(self._primaries)) == self._names
             and [tensor.data_ptr() for tensor in _tensors(tensors)] == self._addresses
             and all(module() is not None for module in self._modules)
@@ -271,10 +269,8 @@ class Buffers:
         others: set[tuple[int, str]] = set()
         for i, clones in enumerate(self._clones):
             found = list(chain.from_iterable(map(dict.values, clones)))
-            is_same = len(found) == len(self._given[i]) and all(
-                map(operator.is_, found, self._given[i])
-            )
-            is_same = is_same and [one.shape for one in _tensors(found)] == self._shapes
+            shapes = [one.shape for one in _tensors(found)]
+            is_same = are_same(found, self._given[i]) and shapes == self._shapes
             if not is_same or list(chain.from_iterable(clones)) != self._names:
                 others.update(self._take_replaced(i, replaced))
         return replaced, sorted(others)
@@ -292,9 +288,13 @@ class Buffers:
                 found = clone.get(name)
                 if found is given and name in clone and is_like(found, before):
                     pass
-                elif self._is_resized(before, found, given):
-                    assert before is not None
-                    assert found is not None
+                elif (
+                    before is not None
+                    and found is not None
+                    and found is given
+                    and id(before) not in self._loose
+                ):
+                    # A flat buffer, which has another size than before.
                     raise UnsupportedError(
                         f"The buffer {self._name_of(before)} was resized in place during a step, "
                         f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
@@ -310,13 +310,6 @@ class Buffers:
                     replaced.append((given, found))
                     clone[name] = given
                 place += 1
-
-    def _is_resized(
-        self, before: Tensor | None, found: Tensor | None, given: Tensor | None
-    ) -> bool:
-        """Whether a flat buffer is the one that was given, and has another size than before."""
-        is_given = before is not None and found is not None and found is given
-        return is_given and id(before) not in self._loose
 
     def _is_written(self) -> bool:
         """Whether small buffers may have been written; on many workers, all find the same."""

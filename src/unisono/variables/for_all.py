@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import swa_utils
 
 from unisono.arguments import check_callable
-from unisono.contexts import CrossReplicaContext, ReplicaContext, Replicas, current_replica, entered
+from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
@@ -110,7 +110,13 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
             mirrors.buffers.bring_together(context.replicas.current_weights, written)
         results = _call(context, fn, given)
         with no_torch_function():
-            _end(context.replicas)
+            # The replicas get what became of the program's modules.
+            for one in mirrors.all_leaves:
+                one.take_from_primary()
+            generation = mirrors.generation
+            mirrors.refresh()
+            if mirrors.generation != generation:
+                context.replicas.gradients.begin(context.replicas.current_weights)
         return results
 
     own = _of_program(mirrors, (args, kwargs))
@@ -139,17 +145,6 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
         result = fn(*args, **kwargs)
     replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
-
-
-def _end(replicas: Replicas) -> None:
-    """Copies the changes of the program's modules to the replicas."""
-    mirrors = replicas.mirrors
-    for one in mirrors.all_leaves:
-        one.take_from_primary()
-    generation = mirrors.generation
-    mirrors.refresh()
-    if mirrors.generation != generation:
-        replicas.gradients.begin(replicas.current_weights)
 
 
 def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:

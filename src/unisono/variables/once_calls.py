@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import types
 import weakref
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
+from unisono.variables.attributes import are_same
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
@@ -327,8 +327,7 @@ def _leaves(optimizer: Any) -> list[Leaves]:
         return []
     parameters = parameters_of(optimizer)
     generation, known, leaves = owner.found
-    is_current = generation == mirrors.generation and len(known) == len(parameters)
-    if not is_current or not all(map(operator.is_, known, parameters)):
+    if generation != mirrors.generation or not are_same(known, parameters):
         generation = mirrors.generation
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         owner.found = generation, parameters, leaves

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 from unisono.torch_private import no_torch_function
-from unisono.variables.attributes import Contents
+from unisono.variables.attributes import Contents, are_same
 from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves
 
@@ -124,19 +123,14 @@ class Settings:
 
     def are_current(self) -> bool:
         """Whether they are still the same."""
-        is_held = all(map(operator.is_, _tables(self.optimizer), self._held))
-        if is_held and self._contents.are_same():
+        if are_same(_tables(self.optimizer), self._held) and self._contents.are_same():
             # The very same objects, which is quickly seen.
             return True
         constants, tensors = _read(self.optimizer)
-        are_same = (
-            constants == self._constants
-            and len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
-        )
-        if are_same:
+        is_same = constants == self._constants and are_same(tensors, self._tensors)
+        if is_same:
             self._note()
-        return are_same
+        return is_same
 
     def _note(self) -> None:
         self._held = groups, state = _tables(self.optimizer)
