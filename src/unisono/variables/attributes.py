@@ -145,7 +145,11 @@ class Attributes:
         for name, value in (*raw(module).items(), *slots.items()):
             if name == "_buffers" or is_own(raw(module), name):
                 continue
-            seen = self._seen_attribute(name, value)
+            if name in TABLES_OF_OWN:
+                seen = [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
+            else:
+                is_shared = name in TORCH_TABLES
+                seen = [value] * self._num_replicas if is_shared else self.seen(value)
             now[name] = (id(value), seen[0])
             before = given.get(name)
             is_known = before is not None and before[0] == id(value) and before[1] is seen[0]
@@ -179,11 +183,6 @@ class Attributes:
                         "replica. Make it a buffer, or return it from the step and pass it to the "
                         "next one."
                     )
-
-    def _seen_attribute(self, name: str, value: Any) -> list[Any]:
-        if name in TABLES_OF_OWN:
-            return [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
-        return [value] * self._num_replicas if name in TORCH_TABLES else self.seen(value)
 
     def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
         """Returns what each replica sees in place of each of some values."""

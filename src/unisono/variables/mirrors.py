@@ -150,11 +150,6 @@ class Mirrors:
             self._tables.note([])
             self.is_stale = True
 
-    @property
-    def has_one_memory(self) -> bool:
-        """Whether all replicas of this worker share the storage of every parameter."""
-        return len(set(self.memories)) == 1
-
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
         self.shared.share(self.primaries())

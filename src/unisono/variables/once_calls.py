@@ -208,7 +208,8 @@ class OnceOptimizer(OnceUpdate):
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
-        is_shared = context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory
+        # All replicas of this worker share the storage of every parameter.
+        is_shared = context.num_local_replicas > 1 and len(set(_mirrors_of(self).memories)) == 1
         if is_shared and not kwargs and context.meeting.recorder is None:
             own = vars(self).get("step", _step)
             if hasattr(own, "_wrapped_by_lr_sched"):

@@ -125,7 +125,10 @@ class Statistics:
         for flat, mean in zip(floats, means, strict=True):
             flat.whole.copy_(mean)
         if self._workers.are_many:
-            _take_bytes(chosen, [flat.whole for flat in others])
+            # Bytes, which came as numbers.
+            parts = chosen.to(torch.uint8).split([flat.whole.nbytes for flat in others])
+            for flat, part in zip(others, parts, strict=True):
+                flat.whole.view(torch.uint8).copy_(part)
         else:
             for flat in others:
                 flat.whole.copy_(flat.parts[0])
@@ -190,13 +193,6 @@ def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor
     if workers.are_many:
         shape.all_reduce(workers.communicator, op, terms)
     return terms[0]
-
-
-def _take_bytes(data: Tensor, wholes: Sequence[Tensor]) -> None:
-    """Writes bytes, which came as numbers, into tensors of any dtype."""
-    parts = data.to(torch.uint8).split([whole.nbytes for whole in wholes])
-    for whole, part in zip(wholes, parts, strict=True):
-        whole.view(torch.uint8).copy_(part)
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ class Watch:
     """Sees whether the parameters of one strategy were written to."""
 
     def __init__(self, mirrors: Mirrors) -> None:
-        self._mirrors = weakref.ref(mirrors)
+        self.mirrors = weakref.ref(mirrors)
         self._generation = -1
         # One tensor for each parameter and memory, whose it is, and how often it was written to.
         self._tensors: list[Tensor] = []
@@ -55,7 +55,7 @@ class Watch:
 
     def stamp(self) -> None:
         """From now on, what is written to the parameters is written by replicas."""
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         assert mirrors is not None
         if self._generation != mirrors.generation:
             watched = [
@@ -91,14 +91,9 @@ class Watch:
             spread([owner for owner in changed if owner.is_behind()])
             self.stamp()
 
-    def sees(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of this strategy."""
-        mirrors = self._mirrors()
-        return mirrors is not None and mirrors.leaves_of(parameter) is not None
-
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Watches a copy of a parameter, if that is one of this strategy."""
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         if mirrors is not None and not mirrors.is_single and mirrors.owns(parameter):
             name = f"a copy of {name_of(mirrors, parameter)}"
             with self._lock:
@@ -115,7 +110,7 @@ class Watch:
                 self._owners.append(None)
 
     def _refuse(self, written: list[int]) -> NoReturn:
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         assert mirrors is not None
         names = []
         for i in written:
@@ -146,7 +141,8 @@ def let_data_be_watched() -> None:
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
         if context is None:
-            is_watched = any(watch.sees(self) for watch in _spread_watches)
+            found = [mirrors for watch in _spread_watches if (mirrors := watch.mirrors())]
+            is_watched = any(mirrors.leaves_of(self) is not None for mirrors in found)
         else:
             # A lazy parameter, which the replica itself has made, has no other tensor.
             is_single = context.replicas.mirrors.is_single
