@@ -75,9 +75,13 @@ class Snapshot:
         self._has_copied = False
         with fit_for_training():
             self._keep_random_state()
-            modules = [raw(module) for module in mirrors.primaries()]
-            tables = [own["_buffers"] for own in modules if own["_buffers"]]
-            tables += [own for own in modules if is_metric(own)]
+            tables = []
+            for module in mirrors.primaries():
+                own = raw(module)
+                if own["_buffers"]:
+                    tables.append(own["_buffers"])
+                if "_defaults" in own and is_metric(own):
+                    tables.append(own)
             for optimizer in self._of_kind(Optimizer):
                 tables += vars(optimizer)["param_groups"]
             self._small.take(self._keep_tables(tables))
@@ -143,28 +147,32 @@ class Snapshot:
         """Keeps the entries of some tables, and returns the tensors in them."""
         tensors: list[Tensor] = []
         for table in tables:
-            tensors += [value for value in table.values() if isinstance(value, Tensor)]
-            self._keep_entries(table)
+            entries = table.copy()
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    tensors.append(value)
+                elif isinstance(value, _CONTAINERS):
+                    entries[name] = _kept(value)
+            self._restorations.append(functools.partial(_restore, table, entries))
         return tensors
-
-    def _keep_entries(self, table: dict[Any, Any], optimizer: Any = None) -> None:
-        """Keeps the entries of a table, or of the state of an optimizer."""
-        entries = {key: _kept(value) for key, value in table.items()}
-
-        def restore() -> None:
-            # In the run, the state of an optimizer may have become another object.
-            now = table if optimizer is None else vars(optimizer)["state"]
-            dict.clear(now)
-            dict.update(now, {key: _kept(value) for key, value in entries.items()})
-
-        self._restorations.append(restore)
 
     def _keep_state(self, optimizer: Any) -> list[Tensor]:
         """Keeps the state of an optimizer, and returns the tensors in it."""
         state = vars(optimizer)["state"]
-        self._keep_entries(state, optimizer)
-        tables = [own for own in state.values() if isinstance(own, dict)]
-        return [one for own in tables for one in own.values() if isinstance(one, Tensor)]
+        tensors: list[Tensor] = []
+        for own in state.values():
+            if isinstance(own, dict):
+                tensors += [value for value in own.values() if isinstance(value, Tensor)]
+        kept = {key: _kept(own) for key, own in state.items()}
+
+        def restore() -> None:
+            # In the run it may have become another object.
+            now = vars(optimizer)["state"]
+            dict.clear(now)
+            dict.update(now, {key: _kept(own) for key, own in kept.items()})
+
+        self._restorations.append(restore)
+        return tensors
 
     def _keep_random_state(self) -> None:
         generators = [torch.default_generator]
@@ -201,6 +209,11 @@ class Snapshot:
     def _of_kind(self, kind: type) -> list[Any]:
         targets = self._mirrors.fronts.targets(Front)
         return [target for target in targets if isinstance(target, kind)]
+
+
+def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:
+    dict.clear(table)
+    dict.update(table, {name: _kept(value) for name, value in entries.items()})
 
 
 def _are_alike(one: Tensor, other: Tensor) -> bool:
