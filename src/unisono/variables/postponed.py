@@ -59,11 +59,6 @@ class Postponed:
             # The step has failed after it.
             self.make()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an update waits."""
-        return self._update is not None
-
     def can_wait(self) -> bool:
         """Whether an update that is due now may wait."""
         return (
