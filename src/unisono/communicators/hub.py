@@ -28,7 +28,6 @@ is late, not lost.
 from __future__ import annotations
 
 import errno
-import socket
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +35,7 @@ from typing import Any
 
 from unisono import errors
 from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.lines import Lines
+from unisono.communicators.lines import Lines, Stream
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # How long to wait for ranks to tell what they do, before an error says it of all.
@@ -94,8 +93,13 @@ class Hub:
     """Decides for all ranks what has gone wrong."""
 
     def __init__(
-        self, sockets: Mapping[int, socket.socket], tell_own: Callable[[int, list[Any]], None]
+        self,
+        sockets: Mapping[int, Stream],
+        tell_own: Callable[[int, list[Any]], None],
+        *,
+        may_leave: bool = False,
     ) -> None:
+        self._may_leave = may_leave
         self._ranks = {rank: _Rank() for rank in range(len(sockets) + 1)}
         self._tell_own = tell_own
         self._cause: Callable[[], CommunicationError] | None = None
@@ -197,7 +201,11 @@ class Hub:
             self._find(partial(self._lost, leavers))
 
     def _say_whether_all_are_well(self, asker: int) -> None:
-        gone = [rank for rank, one in self._ranks.items() if one.is_closed or one.is_gone]
+        gone = [
+            rank
+            for rank, one in self._ranks.items()
+            if one.is_gone or (one.is_closed and not self._may_leave)
+        ]
         if gone:
             self._find(partial(self._lost, gone))
         else:
