@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.communicators.gloo import keep_for
 from unisono.communicators.gloo_memory import Closed, Room, packed
 
 # High, because programs that send through the same group use low ones.
@@ -73,7 +74,8 @@ class GlooStream:
         """Does nothing: the connection is used by others, too."""
 
     def close(self) -> None:
-        """Lets go of the group."""
+        """Lets go of the group. What still comes must find room, or nothing else would come."""
+        keep_for(self._group, [*self._rooms, *self._sent])
         self._group = Closed()
         self._rooms.clear()
         self._sent.clear()
