@@ -10,6 +10,7 @@ so all of them raise the same error: the cause that came first. Ranks send
     failed     a collective failed for another reason: the error
     asks       whether all ranks are well
     does       the answer to `tell`
+    knows      the answer to `failure`
     goodbye    the communicator is closed
 
 with the number of the last collective that they have begun, and which one they are in, if they are
@@ -28,7 +29,7 @@ is late, not lost.
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -104,7 +105,9 @@ class Hub:
         self._tell_own = tell_own
         self._cause: Callable[[], CommunicationError] | None = None
         self._unanswered: set[int] = set()
-        self._is_decided = False
+        self._verdict: list[Any] = []
+        self._untold: set[int] = set()
+        self._is_told = False
         self._lines = Lines(sockets, self._heard, self._ended)
         self._lines.start()
 
@@ -147,7 +150,7 @@ class Hub:
             one.is_closed = True
             self._look_for_leavers()
         # What was sent before it was asked for is no answer.
-        if kind in ("does", "goodbye"):
+        if kind in ("does", "knows", "goodbye"):
             self._no_answer_is_needed_of(rank)
 
     def _ended(self, rank: int, error: OSError | None) -> None:
@@ -169,27 +172,40 @@ class Hub:
             return
         self._cause = cause
         if asks:
-            self._unanswered = {
-                rank for rank, one in self._ranks.items() if not one.is_closed and not one.is_gone
-            }
+            self._unanswered = self._present()
             for rank in tuple(self._unanswered):
                 self._send(rank, "tell")
             self._lines.call_after(_ANSWER_SECONDS, self._decide)
-        if not self._unanswered:
-            self._decide()
+        self._decide(self._unanswered)
 
     def _no_answer_is_needed_of(self, rank: int) -> None:
-        self._unanswered.discard(rank)
-        if self._cause is not None and not self._unanswered:
-            self._decide()
+        if self._verdict:
+            self._untold.discard(rank)
+            self._tell_own_rank()
+        elif self._cause is not None:
+            self._unanswered.discard(rank)
+            self._decide(self._unanswered)
 
-    def _decide(self) -> None:
-        if self._is_decided or self._cause is None:
+    def _decide(self, awaited: Collection[int] = ()) -> None:
+        if self._verdict or self._cause is None or awaited:
             return
-        self._is_decided = True
         error = self._cause()
-        for rank in self._ranks:
-            self._send(rank, "failure", type(error).__name__, str(error), error.ranks)
+        self._verdict = ["failure", type(error).__name__, str(error), error.ranks]
+        # A rank that is silent may not answer this, either.
+        self._untold = self._present() - self._unanswered - {0}
+        for rank in range(1, len(self._ranks)):
+            self._lines.send(rank, *self._verdict)
+        self._lines.call_after(_ANSWER_SECONDS, partial(self._tell_own_rank, is_last_time=True))
+        self._tell_own_rank()
+
+    def _tell_own_rank(self, *, is_last_time: bool = False) -> None:
+        """Tells rank 0 once the others know: it may break the connections that carry the news."""
+        if (is_last_time or not self._untold) and not self._is_told:
+            self._is_told = True
+            self._tell_own(0, self._verdict)
+
+    def _present(self) -> set[int]:
+        return {r for r, one in self._ranks.items() if not one.is_closed and not one.is_gone}
 
     def _look_for_leavers(self) -> None:
         """Finds ranks that have closed before a collective for which another waits."""

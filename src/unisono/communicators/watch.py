@@ -30,7 +30,7 @@ PATIENCE_SECONDS = 0.5
 # How often a long wait looks for news; also how long Ctrl-C may wait.
 _SLICE_SECONDS = 0.1
 # How long after the end of its time a rank waits for the hub to say who is at fault.
-_GRACE_SECONDS = 4.0
+_GRACE_SECONDS = 5.0
 
 
 class Watch:
@@ -281,6 +281,7 @@ class Watch:
                 self._is_well = True
             elif kind == "failure":
                 self._failure = self._failure or error_of(*details)
+                self._tell("knows")
             elif kind == "goodbye":
                 (self._hub_closed_after,) = details
                 self._end_of_hub = "has closed its communicator"
