@@ -58,7 +58,7 @@ def ends() -> Iterator[list[End]]:
 
 def test_messages_of_any_length_come_in_order_and_take_no_descriptors(ends: list[End]) -> None:
     before = len(os.listdir("/proc/self/fd"))
-    given = [["short"], ["long " * 10_000], *([number] for number in range(50))]
+    given: list[list[Any]] = [["short"], ["long " * 10_000], *([number] for number in range(50))]
     for message in given:
         ends[0].say(*message)
         ends[1].say(*message)
