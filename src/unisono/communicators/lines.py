@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
+from unisono.communicators.gloo_stream import GlooStream
 from unisono.communicators.sockets import NOT_NOW
 from unisono.system import after_fork_in_child
 
@@ -26,17 +27,7 @@ _CHUNK_BYTES = 1 << 16
 # How often to look for messages that come without a file descriptor that tells of them.
 _LOOK_SECONDS = 0.25
 _log = logging.getLogger("unisono")
-
-
-class Stream(Protocol):
-    """What lines need of a socket. Without a file descriptor, `fileno` returns -1."""
-
-    def fileno(self) -> int: ...
-    def settimeout(self, seconds: float | None, /) -> None: ...
-    def send(self, data: bytearray, /) -> int: ...
-    def recv(self, num_bytes: int, /) -> bytes: ...
-    def shutdown(self, how: int, /) -> None: ...
-    def close(self) -> None: ...
+Stream: TypeAlias = socket.socket | GlooStream
 
 
 class Lines:
