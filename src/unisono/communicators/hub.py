@@ -22,8 +22,8 @@ in one. The hub sends
     goodbye    rank 0 closes its communicator, after which nobody decides
 
 There are no heartbeats. A process has ended when its connection is closed. A host is gone when it
-has not answered the kernel's keepalive for `timeout_seconds`. A process that is paused or computes
-is late, not lost.
+has not answered the kernel's keepalive for `timeout_seconds`. The connections of a Gloo group have
+no keepalive: there such a host is late. A process that is paused or computes is late, not lost.
 """
 
 from __future__ import annotations
