@@ -36,8 +36,9 @@ from unisono.gradients.aside import Aside
 from unisono.gradients.own_gradients import OwnGradients
 from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped
 from unisono.gradients.passes import OwnPass, Pass, watch_backward_passes
+from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.gradients.sending import Sender
-from unisono.gradients.worker_packs import HookedPack, WorkerPack
+from unisono.gradients.worker_packs import HookedPack, ReplicaPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype
@@ -58,7 +59,7 @@ class GradientReducer:
         reduce_op: ReduceOp,
         options: CommunicationOptions,
         cost: Line | None = None,
-        hook: CommHook | None = None,
+        hook: CommHook | ReplicaHooks | None = None,
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
@@ -119,6 +120,8 @@ class GradientReducer:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
+        if isinstance(self._hook, ReplicaHooks):
+            self._hook.close()
 
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
@@ -189,6 +192,8 @@ class GradientReducer:
         if self._hook is None:
             return WorkerPack(*given)
         is_last = number + 1 == len(groups)
+        if isinstance(self._hook, ReplicaHooks):
+            return ReplicaPack(*given, self._hook, index=number, is_last=is_last)
         return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _hook_pack(self, pack: int, number: int) -> None:

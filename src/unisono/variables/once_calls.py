@@ -188,21 +188,24 @@ class OnceOptimizer(OnceUpdate):
             mirrors.watch.check()
             mirrors.groups.settle(1)
             take_gradients(self)
-        parameters = parameters_of(self)
-        grads = [p.grad for p in parameters]
-        held = [one for one in (*parameters, *grads, *_state_of(self)) if isinstance(one, Tensor)]
-        if any(one.layout is not torch.strided for one in held):
-            return False
+            parameters = parameters_of(self)
+            grads = [p.grad for p in parameters]
+            state = [one for one in _state_of(self) if isinstance(one, Tensor)]
+            held = [*parameters, *(one for one in grads if one is not None), *state]
+            if not all(one.layout is torch.strided for one in held):
+                return False
+            addresses = list(map(Tensor.data_ptr, held))
 
         def update() -> None:
-            # The step may have cleared them since then.
-            now = [p.grad for p in parameters]
-            _give_gradients(parameters, grads)
-            with for_all(context), no_torch_function():
-                self._update(None) if isinstance(self, Front) else self.step()
-            _give_gradients(parameters, now)
+            with no_torch_function():
+                # The step may have cleared them since then.
+                now = [p.grad for p in parameters]
+                _give_gradients(parameters, grads)
+                with for_all(context):
+                    self._update(None) if isinstance(self, Front) else self.step()
+                _give_gradients(parameters, now)
 
-        mirrors.postponed.put_off(update, held)
+        mirrors.postponed.put_off(update, addresses)
         return True
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:

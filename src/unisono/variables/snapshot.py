@@ -75,9 +75,13 @@ class Snapshot:
         self._has_copied = False
         with fit_for_training():
             self._keep_random_state()
-            modules = [raw(module) for module in mirrors.primaries()]
-            tables = [own["_buffers"] for own in modules if own["_buffers"]]
-            tables += [own for own in modules if is_metric(own)]
+            tables = []
+            for module in mirrors.primaries():
+                own = raw(module)
+                if own["_buffers"]:
+                    tables.append(own["_buffers"])
+                if "_defaults" in own and is_metric(own):
+                    tables.append(own)
             for optimizer in self._of_kind(Optimizer):
                 tables += vars(optimizer)["param_groups"]
             self._small.take(self._keep_tables(tables))
@@ -143,8 +147,12 @@ class Snapshot:
         """Keeps the entries of some tables, and returns the tensors in them."""
         tensors: list[Tensor] = []
         for table in tables:
-            entries = {name: _kept(value) for name, value in table.items()}
-            tensors += [value for value in table.values() if isinstance(value, Tensor)]
+            entries = table.copy()
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    tensors.append(value)
+                elif isinstance(value, _CONTAINERS):
+                    entries[name] = _kept(value)
             self._restorations.append(functools.partial(_restore, table, entries))
         return tensors
 
