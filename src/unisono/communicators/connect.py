@@ -26,7 +26,7 @@ from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_sh
 from unisono.communicators.staging import StagedCommunicator
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.tls import encryption
-from unisono.communicators.watch import Watch
+from unisono.communicators.watch import Watch, make_watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
 from unisono.options import CommunicationImplementation
@@ -211,18 +211,16 @@ class _Link(NamedTuple):
                     can_allocate=self.can_allocate,
                 )
             made.callback(inside.close)
-            watch = Watch(
+            watch, group = make_watch(
                 PrefixStore("watch", self.store),
                 self.rank,
                 self.size,
+                self.gloo if choice.engine is Engine.GLOO else None,
                 timeout_seconds=self.timeout_seconds,
                 host=self.host,
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
-            gloo = None
-            if self.gloo is not None and choice.engine is Engine.GLOO:
-                gloo = self.gloo(watch.check_health)
             with _named_globally(peers, watch, "one on each host"):
                 between = NetworkCommunicator(
                     PrefixStore(f"position {position}", self.store),
@@ -236,7 +234,7 @@ class _Link(NamedTuple):
                     ranks=peers,
                     constants=choice.link,
                     joining_seconds=self.left.seconds(),
-                    gloo=None if gloo is None else lambda _: gloo,
+                    group=group,
                 )
             made.pop_all()
         return HierarchicalCommunicator(
