@@ -6,9 +6,9 @@ import math
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch._C._distributed_c10d import PrefixStore
@@ -17,6 +17,7 @@ from processes.crew import Desk
 from processes.injections import UNEQUAL, Fault, Injection, Report, reported
 from processes.leftovers import Holdings
 from unisono.communicators import Communicator, connect
+from unisono.communicators.gloo import make_gloo_group
 from unisono.options import CommunicationImplementation, ReduceOp
 
 _REDUCTIONS = ("all_reduce", "reduce_scatter")
@@ -73,11 +74,15 @@ def _unequal(fault: Fault, call: Call, rng: random.Random, size: int) -> tuple[C
 
 
 class Engine(NamedTuple):
-    """What carries collectives, the environment that it needs, and its name if that matters."""
+    """What carries collectives, the environment that it needs, and its name if that matters.
+
+    With `is_shared`, there is one Gloo group of all ranks, as in a process group of torch.
+    """
 
     implementation: CommunicationImplementation
     environ: tuple[tuple[str, str], ...] = ()
     name: str | None = None
+    is_shared: bool = False
 
 
 def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Report | None:
@@ -90,12 +95,25 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
         injection.meet(desk, rank)
         if is_culprit and injection.fault is Fault.KILLED_AT_START:
             injection.strike(desk)
+        own, seconds = PrefixStore(injection.name, desk.store), injection.seconds_before
+
+        def gloo(check_health: Callable[[float], None]) -> Any:
+            return make_gloo_group(
+                PrefixStore("gloo", own),
+                rank,
+                injection.size,
+                host=None,
+                timeout_seconds=seconds,
+                check_health=check_health,
+            )
+
         communicator = connect(
-            PrefixStore(injection.name, desk.store),
+            own,
             rank,
             injection.size,
-            timeout_seconds=injection.seconds_before,
+            timeout_seconds=seconds,
             implementation=engine.implementation,
+            gloo=gloo if engine.is_shared else None,
         )
         made.append(communicator)
         assert engine.name in (None, communicator.name), communicator.name

@@ -137,7 +137,7 @@ def test_shared_memory_inside_two_hosts_at_random_moments(
     rng: random.Random, tmp_path: Path
 ) -> None:
     with crews_of(4, 4, 4, num_hosts=2) as crews:
-        over_networks(crews, rng, Engine(AUTO), tmp_path)
+        over_networks(crews, rng, Engine(AUTO, is_shared=True), tmp_path)
 
 
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpirun and mpi4py")

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from processes.harness import Outcome, Ranks, outcome, run_ranks
 from unisono.communicators.communicator import Communicator
+from unisono.communicators.gloo import make_gloo_group
 from unisono.communicators.network import NetworkCommunicator
 from unisono.options import ReduceOp
 
@@ -30,7 +32,7 @@ SECONDS_TO_NOTICE = 50.0
 
 @pytest.fixture(params=["tcp", "gloo"])
 def backend(request: pytest.FixtureRequest) -> str:
-    """What carries the messages."""
+    """What carries the messages, and with Gloo also those of the watch."""
     return str(request.param)
 
 
@@ -43,13 +45,22 @@ def make(
     backend: str = "tcp",
     joining: float = TIMEOUT,
 ) -> Communicator:
+    own = PrefixStore(prefix, store)
+
+    def gloo(check_health: Callable[[float], None]) -> Any:
+        seconds: Any = {"timeout_seconds": timeout, "joining_seconds": joining}
+        return make_gloo_group(
+            own, rank, size, host=None, num_threads=1, check_health=check_health, **seconds
+        )
+
     return NetworkCommunicator(
-        PrefixStore(prefix, store),
+        own,
         rank,
         size,
         backend=backend,
         timeout_seconds=timeout,
         joining_seconds=joining,
+        gloo=gloo,
     )
 
 
@@ -236,7 +247,9 @@ def lose_rank_0(store: Store, rank: int, size: int, backend: str) -> Outcome:
     """Loses the rank on which it is decided what has gone wrong."""
     communicator = make(store, rank, size, "first", backend=backend)
     summed(communicator)
+    store.set(f"ready/{rank}", "")
     if rank == 0:
+        store.wait([f"ready/{other}" for other in range(size)], timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGKILL)
     raised = outcome(lambda: summed(communicator))
     communicator.close()

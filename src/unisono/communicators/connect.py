@@ -25,7 +25,7 @@ from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
 from unisono.communicators.tls import encryption
-from unisono.communicators.watch import Watch
+from unisono.communicators.watch import Watch, make_watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
 from unisono.options import CommunicationImplementation
@@ -208,18 +208,16 @@ class _Link(NamedTuple):
                 store = PrefixStore(f"host {number}", self.store)
                 inside = self._in_memory(store, position, len(here), timeout)
             made.callback(inside.close)
-            watch = Watch(
+            watch, group = make_watch(
                 PrefixStore("watch", self.store),
                 self.rank,
                 self.size,
+                self.gloo if choice.engine is Engine.GLOO else None,
                 timeout_seconds=self.timeout_seconds,
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
-            part: dict[str, Any] = {"watch": watch, "speaks_for": layout.hosts, "ranks": peers}
-            if self.gloo is not None and choice.engine is Engine.GLOO:
-                gloo = self.gloo(watch.check_health)
-                part["gloo"] = lambda _: gloo
+            part = {"watch": watch, "speaks_for": layout.hosts, "ranks": peers, "group": group}
             with _named_globally(peers, watch, "one on each host"):
                 prefix = f"position {position}"
                 between = self._over_network(prefix, number, len(layout.hosts), choice, **part)

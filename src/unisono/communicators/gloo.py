@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
@@ -35,8 +35,8 @@ _log = logging.getLogger(__name__)
 # Returns a group, once it is given what raises if a rank is lost, in so many seconds.
 GlooMaker: TypeAlias = Callable[[Callable[[float], None]], Any]
 _devices: WeakValueDictionary[tuple[int, str, str | None], Any] = WeakValueDictionary()
-# Keeps the device of each group that is in use.
-_device_of: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+# What each group needs as long as it is in use, such as its device.
+_kept_for: WeakKeyDictionary[Any, list[Any]] = WeakKeyDictionary()
 
 
 def make_gloo_group(
@@ -121,7 +121,7 @@ class _Attempts(NamedTuple):
             # It may still hold callbacks of connections that have failed.
             _devices.pop(_key(self.address), None)
             raise
-        _device_of[made] = device
+        keep_for(made, [device])
         if store.add("connected", 1) == self.size:
             store.set("all", "")
         left = self.left.seconds()
@@ -183,6 +183,11 @@ def _make_device(address: str) -> Any:
             "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
             "send unencrypted."
         ) from error
+
+
+def keep_for(group: Any, needed: Iterable[Any]) -> None:
+    """Keeps what a group needs until its end."""
+    _kept_for.setdefault(group, []).extend(needed)
 
 
 def break_connections(group: Any) -> None:

@@ -76,12 +76,13 @@ class Arrival:
 
 
 class Room:
-    """Memory for a short message."""
+    """Memory for a message of at most so many bytes."""
 
-    def __init__(self) -> None:
-        self._memory = torch.zeros(_LENGTH.size + SHORT_BYTES + 1, dtype=torch.uint8)
-        self._bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
+    def __init__(self, num_bytes: int = SHORT_BYTES) -> None:
+        # The first to go at the end, after which Gloo does not write any more.
         self._work: Any = None
+        self._memory = torch.zeros(_LENGTH.size + num_bytes + 1, dtype=torch.uint8)
+        self._bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
 
     def open(self, group: Any, rank: int, tag: int) -> None:
         """Begins to receive."""

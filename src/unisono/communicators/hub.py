@@ -10,6 +10,7 @@ so all of them raise the same error: the cause that came first. Ranks send
     failed     a collective failed for another reason: the error
     asks       whether all ranks are well
     does       the answer to `tell`
+    knows      the answer to `failure`
     goodbye    the communicator is closed
 
 with the number of the last collective that they have begun, and which one they are in, if they are
@@ -21,22 +22,21 @@ in one. The hub sends
     goodbye    rank 0 closes its communicator, after which nobody decides
 
 There are no heartbeats. A process has ended when its connection is closed. A host is gone when it
-has not answered the kernel's keepalive for `timeout_seconds`. A process that is paused or computes
-is late, not lost.
+has not answered the kernel's keepalive for `timeout_seconds`. The connections of a Gloo group have
+no keepalive: there such a host is late. A process that is paused or computes is late, not lost.
 """
 
 from __future__ import annotations
 
 import errno
-import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from unisono import errors
 from unisono.communicators.headers import ranks_in_words
-from unisono.communicators.lines import Lines
+from unisono.communicators.lines import Lines, Stream
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # How long to wait for ranks to tell what they do, before an error says it of all.
@@ -94,13 +94,20 @@ class Hub:
     """Decides for all ranks what has gone wrong."""
 
     def __init__(
-        self, sockets: Mapping[int, socket.socket], tell_own: Callable[[int, list[Any]], None]
+        self,
+        sockets: Mapping[int, Stream],
+        tell_own: Callable[[int, list[Any]], None],
+        *,
+        may_leave: bool = False,
     ) -> None:
+        self._may_leave = may_leave
         self._ranks = {rank: _Rank() for rank in range(len(sockets) + 1)}
         self._tell_own = tell_own
         self._cause: Callable[[], CommunicationError] | None = None
         self._unanswered: set[int] = set()
-        self._is_decided = False
+        self._verdict: list[Any] = []
+        self._untold: set[int] = set()
+        self._is_told = False
         self._lines = Lines(sockets, self._heard, self._ended)
         self._lines.start()
 
@@ -143,7 +150,7 @@ class Hub:
             one.is_closed = True
             self._look_for_leavers()
         # What was sent before it was asked for is no answer.
-        if kind in ("does", "goodbye"):
+        if kind in ("does", "knows", "goodbye"):
             self._no_answer_is_needed_of(rank)
 
     def _ended(self, rank: int, error: OSError | None) -> None:
@@ -165,27 +172,40 @@ class Hub:
             return
         self._cause = cause
         if asks:
-            self._unanswered = {
-                rank for rank, one in self._ranks.items() if not one.is_closed and not one.is_gone
-            }
+            self._unanswered = self._present()
             for rank in tuple(self._unanswered):
                 self._send(rank, "tell")
             self._lines.call_after(_ANSWER_SECONDS, self._decide)
-        if not self._unanswered:
-            self._decide()
+        self._decide(self._unanswered)
 
     def _no_answer_is_needed_of(self, rank: int) -> None:
-        self._unanswered.discard(rank)
-        if self._cause is not None and not self._unanswered:
-            self._decide()
+        if self._verdict:
+            self._untold.discard(rank)
+            self._tell_own_rank()
+        elif self._cause is not None:
+            self._unanswered.discard(rank)
+            self._decide(self._unanswered)
 
-    def _decide(self) -> None:
-        if self._is_decided or self._cause is None:
+    def _decide(self, awaited: Collection[int] = ()) -> None:
+        if self._verdict or self._cause is None or awaited:
             return
-        self._is_decided = True
         error = self._cause()
-        for rank in self._ranks:
-            self._send(rank, "failure", type(error).__name__, str(error), error.ranks)
+        self._verdict = ["failure", type(error).__name__, str(error), error.ranks]
+        # A rank that is silent may not answer this, either.
+        self._untold = self._present() - self._unanswered - {0}
+        for rank in range(1, len(self._ranks)):
+            self._lines.send(rank, *self._verdict)
+        self._lines.call_after(_ANSWER_SECONDS, partial(self._tell_own_rank, is_last_time=True))
+        self._tell_own_rank()
+
+    def _tell_own_rank(self, *, is_last_time: bool = False) -> None:
+        """Tells rank 0 once the others know: it may break the connections that carry the news."""
+        if (is_last_time or not self._untold) and not self._is_told:
+            self._is_told = True
+            self._tell_own(0, self._verdict)
+
+    def _present(self) -> set[int]:
+        return {r for r, one in self._ranks.items() if not one.is_closed and not one.is_gone}
 
     def _look_for_leavers(self) -> None:
         """Finds ranks that have closed before a collective for which another waits."""
@@ -197,7 +217,11 @@ class Hub:
             self._find(partial(self._lost, leavers))
 
     def _say_whether_all_are_well(self, asker: int) -> None:
-        gone = [rank for rank, one in self._ranks.items() if one.is_closed or one.is_gone]
+        gone = [
+            rank
+            for rank, one in self._ranks.items()
+            if one.is_gone or (one.is_closed and not self._may_leave)
+        ]
         if gone:
             self._find(partial(self._lost, gone))
         else:

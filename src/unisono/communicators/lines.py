@@ -13,8 +13,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
+from unisono.communicators.gloo_stream import GlooStream
 from unisono.communicators.sockets import NOT_NOW
 from unisono.system import after_fork_in_child
 
@@ -23,14 +24,18 @@ from unisono.system import after_fork_in_child
 _FLUSH_SECONDS = 1.0
 _END_SECONDS = 10.0
 _CHUNK_BYTES = 1 << 16
+# How often to look for messages that come without a file descriptor that tells of them.
+_LOOK_SECONDS = 0.25
 _log = logging.getLogger("unisono")
+Stream: TypeAlias = socket.socket | GlooStream
 
 
 class Lines:
     """Connections to ranks, each for messages that are lists of what JSON knows.
 
     One thread moves the bytes of all lines of the process and makes all calls. It sleeps until
-    there is something to do, and ends with the last of them.
+    there is something to do, and ends with the last of them. Lines without file descriptors have a
+    thread of their own, which looks for messages from time to time.
 
     Args:
         heard: Called with a rank and a message that has come from it.
@@ -40,7 +45,7 @@ class Lines:
 
     def __init__(
         self,
-        sockets: Mapping[int, socket.socket],
+        sockets: Mapping[int, Stream],
         heard: Callable[[int, list[Any]], None],
         ended: Callable[[int, OSError | None], None],
     ) -> None:
@@ -51,7 +56,9 @@ class Lines:
         self._alarm: tuple[float, Callable[[], None]] | None = None
         self._end_by: float | None = None
         self._is_over = threading.Event()
-        self._switchboard = _switchboard
+        has_descriptors = any(one.fileno() >= 0 for one in sockets.values())
+        self._look_seconds = None if has_descriptors else _LOOK_SECONDS
+        self._switchboard = _with_descriptors if has_descriptors else _without
 
     def start(self) -> None:
         """Begins to listen, which may call `heard` and `ended` at once."""
@@ -81,7 +88,8 @@ class Lines:
 
     def next_time(self) -> float | None:
         """Returns when there is something to do at the latest."""
-        times = [self._alarm[0]] if self._alarm else []
+        times = [time.monotonic() + self._look_seconds] if self._look_seconds else []
+        times += [self._alarm[0]] if self._alarm else []
         times += [self._end_by] if self._end_by else []
         return min(times, default=None)
 
@@ -119,7 +127,7 @@ class Lines:
 class _Line:
     """A connection, and what is under way on it."""
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: Stream) -> None:
         connected.settimeout(0)
         self.socket = connected
         self.outgoing = bytearray()
@@ -156,14 +164,14 @@ class _Line:
 
 
 class _Bell:
-    """Wakes up the thread."""
+    """Wakes up a thread that waits for sockets."""
 
     def __init__(self) -> None:
         if hasattr(os, "eventfd"):
-            self.number = self._other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self._number = self._other = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
-            self.number, self._other = os.pipe()
-            os.set_blocking(self.number, False)
+            self._number, self._other = os.pipe()
+            os.set_blocking(self._number, False)
             os.set_blocking(self._other, False)
 
     def ring(self) -> None:
@@ -171,24 +179,51 @@ class _Bell:
         with contextlib.suppress(BlockingIOError):
             os.write(self._other, (1).to_bytes(8, "little"))
 
-    def silence(self) -> None:
+    def wait(self, served: Sequence[Lines], seconds: float | None) -> None:
+        poll = select.poll()
+        poll.register(self._number, select.POLLIN)
+        for lines in served:
+            for line in lines.lines.values():
+                poll.register(line.socket, select.POLLIN | (select.POLLOUT if line.outgoing else 0))
+        poll.poll(None if seconds is None else seconds * 1000 + 1)
         with contextlib.suppress(BlockingIOError):
-            os.read(self.number, _CHUNK_BYTES)
+            os.read(self._number, _CHUNK_BYTES)
 
     def close(self) -> None:
-        for number in {self.number, self._other}:
+        for number in {self._number, self._other}:
             os.close(number)
 
 
-class _Switchboard:
-    """The thread that serves all lines of this process, for as long as there are any."""
+class _Knocker:
+    """Wakes up a thread that waits for nothing else. It takes no file descriptor."""
 
     def __init__(self) -> None:
+        # Held while nobody has rung. The garbage collector may ring anywhere, so no condition.
+        self._silence = threading.Lock()
+        self._silence.acquire()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._silence.release()
+
+    def wait(self, _: Sequence[Lines], seconds: float | None) -> None:
+        self._silence.acquire(timeout=-1 if seconds is None else seconds)
+
+    def close(self) -> None:
+        pass
+
+
+class _Switchboard:
+    """A thread that serves lines of this process, for as long as there are any."""
+
+    def __init__(self, kind: type[_Bell | _Knocker]) -> None:
+        self._kind = kind
+        self._is_forgotten = False
         self._served: list[Lines] = []
         # Held while the bell is rung or closed: its number may be used again for another file. The
         # garbage collector may close lines anywhere, so it can be taken twice.
         self._lock = threading.RLock()
-        self._bell: _Bell | None = None
+        self._bell: _Bell | _Knocker | None = None
         self._thread: threading.Thread | None = None
 
     def add(self, lines: Lines) -> None:
@@ -197,14 +232,14 @@ class _Switchboard:
             if self._bell is None:
                 thread = threading.Thread(target=self._run, name="unisono watch", daemon=True)
                 thread.start()
-                self._bell, self._thread = _Bell(), thread
+                self._bell, self._thread = self._kind(), thread
             self._served.append(lines)
             self.ring()
 
     def ring(self) -> None:
         """Lets the thread take a turn."""
         # Another thread may have held the lock when this process was forked.
-        if self is not _switchboard:
+        if self._is_forgotten:
             return
         with self._lock:
             if self._bell is not None:
@@ -214,7 +249,7 @@ class _Switchboard:
         """Waits until lines have ended, and the thread if they were the last."""
         # The garbage collector may come here anywhere: within the thread, or where this thread
         # keeps the other one from going on. A forked process has no such thread.
-        if self is not _switchboard or threading.current_thread() is self._thread:
+        if self._is_forgotten or threading.current_thread() is self._thread:
             return
         is_over.wait(_END_SECONDS)
         with self._lock:
@@ -224,6 +259,7 @@ class _Switchboard:
 
     def forget(self) -> None:
         """Ends what a forked process has of it, which has no thread and must wake no other."""
+        self._is_forgotten = True
         if self._bell is not None:
             self._bell.close()
 
@@ -233,7 +269,8 @@ class _Switchboard:
                 served, bell = list(self._served), self._bell
             if bell is None or self._thread is not threading.current_thread():
                 return
-            _wait(bell, served)
+            times = [one for lines in served if (one := lines.next_time()) is not None]
+            bell.wait(served, max(0.0, min(times) - time.monotonic()) if times else None)
             for lines in served:
                 try:
                     is_last = lines.turn()
@@ -251,24 +288,14 @@ class _Switchboard:
                 self._bell = None
 
 
-def _wait(bell: _Bell, served: Sequence[Lines]) -> None:
-    poll = select.poll()
-    poll.register(bell.number, select.POLLIN)
-    for lines in served:
-        for line in lines.lines.values():
-            poll.register(line.socket, select.POLLIN | (select.POLLOUT if line.outgoing else 0))
-    times = [one for lines in served if (one := lines.next_time()) is not None]
-    poll.poll(max(0.0, min(times) - time.monotonic()) * 1000 + 1 if times else None)
-    bell.silence()
-
-
-_switchboard = _Switchboard()
+_with_descriptors, _without = _Switchboard(_Bell), _Switchboard(_Knocker)
 
 
 def _begin_anew() -> None:
-    global _switchboard
-    _switchboard.forget()
-    _switchboard = _Switchboard()
+    global _with_descriptors, _without
+    for one in (_with_descriptors, _without):
+        one.forget()
+    _with_descriptors, _without = _Switchboard(_Bell), _Switchboard(_Knocker)
 
 
 after_fork_in_child(_begin_anew)

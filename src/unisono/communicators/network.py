@@ -32,7 +32,7 @@ from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.mpi_transport import MpiTransport
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown
 from unisono.communicators.transport import Transport
-from unisono.communicators.watch import Watch
+from unisono.communicators.watch import Watch, make_watch
 from unisono.costs import USUAL_LINK, fastest_flat, rounds_of
 from unisono.costs import Link as Constants
 from unisono.options import ReduceOp
@@ -45,8 +45,9 @@ class NetworkCommunicator(Communicator):
         speaks_for: For each rank of this part, those of the larger communicator that have agreed
             with it on what they call.
         ranks: For each rank of this part, its number in the larger communicator.
-        gloo: Returns a group with Gloo of all ranks of the larger communicator; made if not given.
-            Its argument raises if a rank is lost.
+        group: With `watch`, a Gloo group of all ranks of the larger communicator.
+        gloo: Without `watch`, returns a Gloo group of all ranks; made if not given. Its argument
+            raises if a rank is lost.
     """
 
     def __init__(
@@ -63,26 +64,29 @@ class NetworkCommunicator(Communicator):
         packed_bytes: int | None = None,
         constants: Constants = USUAL_LINK,
         joining_seconds: float | None = None,
+        group: Any = None,
         gloo: GlooMaker | None = None,
     ) -> None:
         super().__init__(rank, size)
         self.timeout_seconds = timeout_seconds
         self._constants = constants
         left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-        own_watch = watch or Watch(
-            PrefixStore("watch", store),
-            rank,
-            size,
-            timeout_seconds=timeout_seconds,
-            joining_seconds=left.seconds(),
-        )
         with ExitStack() as stack:
-            if watch is None:
+            own_watch = watch
+            if own_watch is None:
+                own_watch, group = make_watch(
+                    PrefixStore("watch", store),
+                    rank,
+                    size,
+                    gloo if backend == "gloo" else None,
+                    timeout_seconds=timeout_seconds,
+                    joining_seconds=left.seconds(),
+                )
                 stack.callback(own_watch.close)
             seconds: Any = {"timeout_seconds": timeout_seconds, "joining_seconds": left.seconds()}
             transport: Transport
-            if gloo is not None and backend == "gloo":
-                transport = GlooTransport(gloo(own_watch.check_health), timeout_seconds, ranks)
+            if group is not None:
+                transport = GlooTransport(group, timeout_seconds, ranks)
             else:
                 transport = _make_transport(store, rank, size, Engine(backend), own_watch, seconds)
             stack.pop_all()

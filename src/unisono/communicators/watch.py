@@ -1,26 +1,28 @@
 """The view of one rank on all others: what each is doing, and what has gone wrong.
 
-Every rank has a connection to the hub on rank 0, which decides what has gone wrong. Ranks
-say nothing on it while all goes well. The first rank that finds something wrong tells the hub, and
-all ranks raise the error that the hub returns.
+Every rank has a line to the hub on rank 0, which decides what has gone wrong: a connection, or a
+part of one that a Gloo group has. Ranks say nothing on it while all goes well. The first rank that
+finds something wrong tells the hub, and all ranks raise the error that the hub returns.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from unisono.communicators.gloo import GlooMaker
+from unisono.communicators.gloo_stream import GlooStream
 from unisono.communicators.headers import Header
 from unisono.communicators.hosts import host_identity
 from unisono.communicators.hub import Hub, error_of, in_words, is_unreachable, lost, timed_out
 from unisono.communicators.joining import join_star
-from unisono.communicators.lines import Lines
+from unisono.communicators.lines import Lines, Stream
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # The rank reports a collective that takes longer to the hub.
@@ -28,7 +30,7 @@ PATIENCE_SECONDS = 0.5
 # How often a long wait looks for news; also how long Ctrl-C may wait.
 _SLICE_SECONDS = 0.1
 # How long after the end of its time a rank waits for the hub to say who is at fault.
-_GRACE_SECONDS = 4.0
+_GRACE_SECONDS = 5.0
 
 
 class Watch:
@@ -43,6 +45,8 @@ class Watch:
         timeout_seconds: How long a collective may wait for others.
         host: The address that other ranks reach this one by; found out if not given.
         joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
+        streams: Carry the messages, between rank 0 and each other one; connected if not given.
+        may_leave: Whether a rank may close this before the others do.
 
     Attributes:
         doing: The collective that this rank is in, or None.
@@ -58,6 +62,8 @@ class Watch:
         timeout_seconds: float,
         host: str | None = None,
         joining_seconds: float | None = None,
+        streams: Mapping[int, Stream] | None = None,
+        may_leave: bool = False,
     ) -> None:
         self.doing: Header | None = None
         self.sequence = 0
@@ -73,7 +79,8 @@ class Watch:
         self._is_closed = False
         self._has_failed = False
         self._news = threading.Condition()
-        sockets = join_star(
+        self._may_leave = may_leave
+        sockets = streams or join_star(
             store,
             rank,
             size,
@@ -83,7 +90,7 @@ class Watch:
         )
         self._say: Callable[..., None]
         if rank == 0:
-            hub = Hub(sockets, self._heard)
+            hub = Hub(sockets, self._heard, may_leave=may_leave)
             self._say = hub.hear
             self._end: Callable[[], None] = lambda: hub.close(self.sequence)
         else:
@@ -183,7 +190,8 @@ class Watch:
             self._is_well = False
             self._tell("asks")
             self._wait_for_news(lambda: self._is_well, seconds or self.timeout_seconds)
-            if self._is_well or self._is_closed:
+            has_left = self._may_leave and self._hub_closed_after is not None
+            if self._is_well or self._is_closed or has_left:
                 return
             end = self._end_of_hub
             self._failure = self._failure or (self._lost_hub(end) if end else self._silent_hub())
@@ -273,8 +281,10 @@ class Watch:
                 self._is_well = True
             elif kind == "failure":
                 self._failure = self._failure or error_of(*details)
+                self._tell("knows")
             elif kind == "goodbye":
                 (self._hub_closed_after,) = details
+                self._end_of_hub = "has closed its communicator"
             self._news.notify_all()
 
     def _ended(self, _: int, error: OSError | None) -> None:
@@ -286,3 +296,22 @@ class Watch:
             elif self._hub_closed_after is not None:
                 self._end_of_hub = "has closed its communicator"
             self._news.notify_all()
+
+
+def make_watch(
+    store: Store, rank: int, size: int, gloo: GlooMaker | None, **options: Any
+) -> tuple[Watch, Any]:
+    """Returns a watch, and the group of all ranks that `gloo` makes, if it is given.
+
+    The watch over a group uses the connections that the group has. Until they exist, one with its
+    own connections tells who is lost.
+    """
+    watch = Watch(store, rank, size, may_leave=gloo is not None, **options)
+    if gloo is None:
+        return watch, None
+    try:
+        group = gloo(watch.check_health)
+    finally:
+        watch.close()
+    streams = {peer: GlooStream(group, peer) for peer in ([0] if rank else range(1, size))}
+    return Watch(store, rank, size, streams=streams, **options), group

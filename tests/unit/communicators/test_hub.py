@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from unisono.communicators import hub
 from unisono.communicators.hub import Hub
 from unisono.communicators.sockets import keep_alive
 
@@ -52,6 +53,7 @@ class Rank:
             self.say("does")
         kind, name, text, ranks = message
         assert kind == "failure"
+        self.say("knows")
         return name, text, ranks
 
     def end(self) -> None:
@@ -129,6 +131,20 @@ def test_the_first_cause_wins(ranks: list[Rank]) -> None:
         "rank 3 called another",
         [3],
     )
+
+
+def test_rank_0_is_told_when_the_others_know(
+    ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub, "_ANSWER_SECONDS", SECONDS)
+    ranks[2].say("failed", "UnequalCollectivesError", "rank 3 called another", [3])
+    for rank in ranks[1:3]:
+        rank.hear_failure()
+    assert ranks[3].hear()[0] == "failure"
+    assert not select.select([ranks[0].socket], [], [], 0.1)[0]
+    ranks[3].end()
+
+    assert ranks[0].hear_failure()[2] == [3]
 
 
 def test_a_broken_connection_to_a_process_that_has_ended_is_told_so(ranks: list[Rank]) -> None:
