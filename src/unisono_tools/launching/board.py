@@ -8,7 +8,7 @@ from functools import partial
 
 from unisono.cluster import Address
 from unisono.cluster.elastic.doors import serve_door
-from unisono.cluster.elastic.finding import DOORS, addresses_in, doors_known_at, running_at
+from unisono.cluster.elastic.finding import STARTED, addresses_in, doors_known_at, running_at
 from unisono.communicators import JobStore
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import in_background
@@ -38,8 +38,8 @@ class Board:
 
     def begin(self) -> None:
         """Says that the workers of this host have been started."""
-        if self._store.look([DOORS]) == [None]:
-            self._store.set(DOORS, "")
+        # In one operation: the workers may say where they are at the same time.
+        self._store.set(STARTED, "")
 
 
 def running_workers(endpoints: Sequence[Address]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import as_completed
@@ -24,11 +25,18 @@ from unisono.errors import CommunicationError
 LAUNCHER = "UNISONO_LAUNCHER"
 # Addresses of workers of a job that runs already. A worker that has them joins this job.
 JOIN = "UNISONO_JOIN"
-# In the store of a launcher.
+# In the store of a launcher: where workers are, and that workers have been started.
 DOORS = "doors"
+STARTED = "started"
 _JOIN_SECONDS = 30.0
+# How long a worker or a launcher may take to answer before it counts as not there. A worker that
+# takes a busy job for none would wait for one that nobody starts.
+_ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 _log = logging.getLogger("unisono")
+# The news of this process for its launcher, and who writes them there.
+_news = {DOORS: ""}
+_news_lock = threading.Lock()
 
 
 class Running(NamedTuple):
@@ -79,12 +87,15 @@ def addresses_in(text: str) -> list[tuple[str, int]]:
 def publish(generation: Generation) -> None:
     """Tells the launcher of this host, if it wants to know, where the doors of all workers are."""
     doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
+    _news[DOORS] = ",".join(doors)
 
     def tell(at: tuple[str, int]) -> None:
         while (store := call_door(*at)) is None:
             if not may_answer(*at):
                 return
-        store.set(DOORS, ",".join(doors))
+        # The calls of several generations may come through in any order.
+        with _news_lock:
+            store.set(DOORS, _news[DOORS])
 
     for at in addresses_in(os.environ.get(LAUNCHER, "")):
         in_background(partial(tell, at))
@@ -96,9 +107,9 @@ def doors_known_at(address: tuple[str, int]) -> str | None:
     None if there is no launcher, or it has started no workers.
     """
     try:
-        if (store := call_door(*address)) is not None:
-            found = store.look([DOORS])[0]
-            return None if found is None else found.decode()
+        if (store := call_door(*address, _ANSWER_SECONDS)) is not None:
+            doors, started = store.look([DOORS, STARTED])
+            return None if doors is started is None else (doors or b"").decode()
     except STORE_ERRORS:
         pass
     return "" if may_answer(*address) else None
@@ -146,7 +157,7 @@ def _own_address(membership: Membership) -> Address | None:
 
 
 def _running(address: tuple[str, int]) -> Running | None:
-    store = call_door(*address)
+    store = call_door(*address, _ANSWER_SECONDS)
     if store is None:
         return None
     try:
