@@ -99,7 +99,7 @@ def test_late_news_of_an_old_generation_do_not_hide_those_of_a_newer_one(
         return call_door(host, port)
 
     monkeypatch.setattr(finding, "call_door", call_late)
-    tellers = []
+    tellers: list[threading.Thread] = []
     for one in generations:
         before = set(threading.enumerate())
         finding.publish(one)
