@@ -19,6 +19,7 @@ from processes.crew import Crew, Desk
 from processes.elastic_programs import tell_of_updates
 from processes.harness import Ranks, run_ranks, strategy_of
 from processes.ports import free_ports
+from unisono.strategies import joining
 
 NUM_REPLICAS = 5
 
@@ -224,10 +225,13 @@ def work(
     logging.getLogger("unisono").addHandler(log)
     torch.manual_seed(rank)
     strategy = strategy_of(rank, ports, 1, num_replicas=NUM_REPLICAS, elastic=elastic)
+    # A cycle of references may keep it for a while.
+    first = strategy.extended.workers.communicator
     try:
         return train(strategy, Fate(rank, plan), has_hooks), log.lines
     finally:
         strategy.close()
+        assert not any(first in joined.users for joined in joining._stores.values())
 
 
 def survivors_of(size: int, plan: Plan, *, has_hooks: bool = True) -> dict[int, Any]:

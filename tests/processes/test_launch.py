@@ -231,6 +231,37 @@ def test_an_elastic_job_goes_on_without_a_worker_that_is_not_started_again(tmp_p
     assert status == 3, errors
 
 
+def test_a_worker_that_is_started_again_too_late_is_ended(tmp_path: Path) -> None:
+    late = """
+import os, signal, sys, time
+import unisono as uo
+
+lost, done = sys.argv[1:]
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.02)
+
+if os.path.exists(lost):
+    wait_for(done)
+strategy = uo.MultiWorkerMirroredStrategy(num_replicas=2, elastic=True)
+if os.environ["RANK"] == "1":
+    open(lost, "w").close()
+    os.kill(os.getpid(), signal.SIGKILL)
+wait_for(lost)
+strategy.close()
+open(done, "w").close()
+"""
+    marks = [str(tmp_path / name) for name in ("lost", "done")]
+    options = ["-n", "2", "--elastic", "--max-restarts", "1"]
+    status, _, errors = run(launcher(*options, script(tmp_path, late), *marks))
+
+    assert status == 0, errors
+    assert "is started again" in errors
+    assert "worker 1 (process" in errors.splitlines()[-1]
+    assert "too late" in errors.splitlines()[-1]
+
+
 def workers_of(process: Program, folder: Path, count: int) -> list[int]:
     """The process ids that the workers have written down."""
     deadline = time.monotonic() + 200

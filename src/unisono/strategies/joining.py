@@ -63,7 +63,7 @@ class Joined:
 
     def __init__(self, store: JobStore) -> None:
         self.store = store
-        self.users: WeakSet[Communicator] = WeakSet()
+        self.users: WeakSet[Communicator | ElasticMembers] = WeakSet()
 
 
 # One process may join a job several times: it keeps one store all the while.
@@ -137,6 +137,11 @@ def join_elastic(
         if elastic.joined(running.generation):
             return elastic, tuning
         door.close()
+    if membership.size < min_workers:
+        raise ClusterError(
+            f"An elastic job needs at least {min_workers} workers (`min_workers`), but the cluster "
+            f"has {membership.size}. Start more workers, or lower `min_workers`."
+        )
     communicator, _, tuning = join(membership, devices, options, num_replicas)
     door, is_first = _first_door(membership, communicator)
     door.set("tuning", tuning.to_text() if tuning else b"")
@@ -145,6 +150,11 @@ def join_elastic(
     me = Attendee(contact, card, door, rules, keeps_door=is_first)
     elastic = ElasticMembers(me, _connector(devices, options, tuning))
     elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
+    for joined in _stores.values():
+        if communicator in joined.users:
+            # It ends when the workers meet again, and the job goes on.
+            joined.users.remove(communicator)
+            joined.users.add(elastic)
     _log.info("Other workers can join this job at %s.", Address(contact.host, contact.port))
     return elastic, tuning
 
@@ -251,8 +261,12 @@ def _door(meeting: Store) -> Store:
 def leave(communicator: Communicator) -> None:
     """Closes what `join` has returned; its store stays for those who join the job again."""
     communicator.close()
+    _use_no_more(communicator)
+
+
+def _use_no_more(user: Communicator | ElasticMembers) -> None:
     for joined in list(_stores.values()):
-        joined.users.discard(communicator)
+        joined.users.discard(user)
 
 
 def remember_elastic(job: ElasticJob) -> None:
@@ -263,6 +277,7 @@ def remember_elastic(job: ElasticJob) -> None:
 def forget_elastic(job: ElasticJob) -> None:
     """Lets `elastic_job` find it no more: this process has left."""
     _elastic[:] = [one for one in _elastic if one() not in (job, None)]
+    _use_no_more(job.members)
 
 
 def elastic_job() -> ElasticJob | None:

@@ -102,7 +102,7 @@ class MultiWorkerMirroredStrategy(Strategy):
         elastic: Whether the job goes on when it loses workers, with the bits of a job that loses
             none. It needs `num_replicas`. The survivors share the replicas of the lost worker,
             and make the interrupted run again: the Python code of the step runs twice then.
-        min_workers: With `elastic`, how many workers must be left to go on.
+        min_workers: With `elastic`, how many workers it takes to start and to go on.
     """
 
     def __init__(
@@ -136,7 +136,12 @@ class MultiWorkerMirroredStrategy(Strategy):
             check_int("num_replicas", num_replicas, least=1)
         check_int("min_workers", min_workers, least=1)
         if check_bool("elastic", elastic):
-            _check_elastic(num_replicas, options)
+            _check_elastic(num_replicas, min_workers, options)
+        elif min_workers > 1:
+            raise UnsupportedError(
+                f"`min_workers={min_workers}` says when a job that has lost workers goes on, and "
+                "this one ends when it loses one. Add `elastic=True`, or leave out `min_workers`."
+            )
         maker = _Maker(
             chosen,
             num_replicas,
@@ -257,11 +262,18 @@ class MultiWorkerMirroredStrategy(Strategy):
         return f"{type(self).__name__}(worker {membership.rank} of {membership.size}: {devices})"
 
 
-def _check_elastic(num_replicas: int | None, options: CommunicationOptions) -> None:
+def _check_elastic(
+    num_replicas: int | None, min_workers: int, options: CommunicationOptions
+) -> None:
     if num_replicas is None:
         raise UnsupportedError(
             "With `elastic=True`, the number of replicas must not depend on the workers. Say how "
             "many there are with `num_replicas`."
+        )
+    if min_workers > num_replicas:
+        raise UnsupportedError(
+            f"`min_workers` is {min_workers}, but each worker needs a replica, and "
+            f"`num_replicas` is {num_replicas}. Lower `min_workers`, or ask for more replicas."
         )
     if options.implementation is CommunicationImplementation.NCCL:
         raise UnsupportedError(

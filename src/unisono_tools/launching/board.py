@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 
 from unisono.cluster import Address
 from unisono.cluster.elastic.doors import serve_door
-from unisono.cluster.elastic.finding import STARTED, addresses_in, doors_known_at, running_at
+from unisono.cluster.elastic.finding import (
+    DOORS,
+    JOINED,
+    STARTED,
+    addresses_in,
+    doors_known_at,
+    running_at,
+)
 from unisono.communicators import JobStore
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import in_background
@@ -40,6 +47,16 @@ class Board:
         """Says that the workers of this host have been started."""
         # In one operation: the workers may say where they are at the same time.
         self._store.set(STARTED, "")
+
+    def have_joined(self, replacements: Iterable[str]) -> bool:
+        """Whether one of these workers has joined the others."""
+        found = self._store.look([f"{JOINED}/{one}" for one in replacements])
+        return any(one is not None for one in found)
+
+    def has_running_workers(self) -> bool:
+        """Whether a worker of the job trains, as far as the board knows them."""
+        doors = self._store.look([DOORS])[0] or b""
+        return running_at(addresses_in(doors.decode())) is not None
 
 
 def running_workers(endpoints: Sequence[Address]) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing import SubprocessContext
 from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
+from unisono.cluster.elastic.finding import REPLACEMENT
 from unisono_tools.launching.board import Board
 from unisono_tools.launching.worker_output import WorkerOutput, in_words
 
@@ -28,6 +29,9 @@ class Replacements:
     def __init__(self, max_restarts: int, output: WorkerOutput, board: Board) -> None:
         self._max_restarts = max_restarts
         self._num_restarts = 0
+        # The ranks that were started again, and those whose failure does not matter.
+        self._again: set[int] = set()
+        self._tolerated: set[int] = set()
         self._output = output
         self._board = board
 
@@ -42,19 +46,33 @@ class Replacements:
             group: How torch's agent knows them.
         """
         self._board.begin()
-        tolerated: set[int] = set()
         while True:
             statuses = {rank: one.proc.poll() for rank, one in workers.subprocess_handlers.items()}
-            for rank, status in statuses.items():
-                if status and rank not in tolerated and not self._restarted(workers, group, rank):
-                    tolerated.add(rank)
-            if all(status is not None for status in statuses.values()) and tolerated >= {
-                rank for rank, status in statuses.items() if status
-            }:
+            running = {rank for rank, status in statuses.items() if status is None}
+            failed = {rank for rank, status in statuses.items() if status}
+            for rank in failed - self._tolerated:
+                if not self._restarted(workers, group, rank):
+                    self._tolerated.add(rank)
+            if not running and failed <= self._tolerated:
                 break
+            if 0 in statuses.values() and running and running <= self._again - self._tolerated:
+                self._end_if_late(workers, running)
             time.sleep(_PAUSE_SECONDS)
         if 0 in statuses.values():
-            workers._running_local_ranks -= tolerated
+            workers._running_local_ranks -= self._tolerated
+
+    def _end_if_late(self, workers: SubprocessContext, running: set[int]) -> None:
+        """Ends workers that were started again, if the others have finished without them."""
+        numbers = [workers.envs[rank][REPLACEMENT] for rank in running]
+        if self._board.have_joined(numbers) or self._board.has_running_workers():
+            return
+        for rank in running:
+            process = workers.subprocess_handlers[rank].proc
+            name = self._output.name(rank, workers.envs[rank])
+            late = f"{name} (process {process.pid}) comes too late: the others have finished."
+            print(late, file=sys.stderr)
+            process.terminate()
+        self._tolerated |= running
 
     def _restarted(self, workers: SubprocessContext, group: Any, rank: int) -> bool:
         process = workers.subprocess_handlers[rank].proc
@@ -65,6 +83,8 @@ class Replacements:
             print(f"{told}. It is not started again; the others go on.", file=sys.stderr)
             return False
         self._num_restarts += 1
+        self._again.add(rank)
+        workers.envs[rank][REPLACEMENT] = str(self._num_restarts)
         print(f"{told} and is started again; restarts left: {left - 1}.", file=sys.stderr)
         files = workers.stdouts, workers.stderrs
         for paths in files:

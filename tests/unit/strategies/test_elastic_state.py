@@ -326,6 +326,9 @@ def test_what_only_one_worker_would_know_is_refused(refused: Callable[[uo.Strate
     [
         {},
         {"num_replicas": 2, "min_workers": 0},
+        {"num_replicas": 2, "min_workers": 3},
+        # Fewer have started.
+        {"num_replicas": 2, "min_workers": 2},
         {
             "num_replicas": 2,
             "communication_options": uo.experimental.CommunicationOptions(
@@ -337,3 +340,8 @@ def test_what_only_one_worker_would_know_is_refused(refused: Callable[[uo.Strate
 def test_settings_that_an_elastic_job_cannot_have(settings: dict[str, Any]) -> None:
     with pytest.raises(UnisonoError):
         uo.MultiWorkerMirroredStrategy(elastic=True, **settings)
+
+
+def test_a_job_that_is_not_elastic_has_no_least_number_of_workers() -> None:
+    with pytest.raises(UnsupportedError, match="elastic=True"):
+        uo.MultiWorkerMirroredStrategy(min_workers=2)

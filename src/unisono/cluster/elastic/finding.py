@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
-from concurrent.futures import as_completed
+from concurrent.futures import as_completed, wait
 from functools import partial
 from typing import NamedTuple
 
@@ -25,18 +25,21 @@ from unisono.errors import CommunicationError
 LAUNCHER = "UNISONO_LAUNCHER"
 # Addresses of workers of a job that runs already. A worker that has them joins this job.
 JOIN = "UNISONO_JOIN"
-# In the store of a launcher: where workers are, and that workers have been started.
-DOORS = "doors"
-STARTED = "started"
+# The number of a worker that a launcher has started in the place of a lost one.
+REPLACEMENT = "UNISONO_REPLACEMENT"
+# In the store of a launcher: that workers have been started, where they are, and which replacements
+# have joined them.
+STARTED, DOORS, JOINED = "started", "doors", "joined"
 _JOIN_SECONDS = 30.0
 # How long a worker or a launcher may take to answer before it counts as not there. A worker that
 # takes a busy job for none would wait for one that nobody starts.
 _ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
+_TELL_SECONDS = 5.0
+# The generation of which launchers are to know, though threads may still tell of an earlier one.
+_newest: list[Generation] = []
+_lock = threading.Lock()
 _log = logging.getLogger("unisono")
-# The news of this process for its launcher, and who writes them there.
-_news = {DOORS: ""}
-_news_lock = threading.Lock()
 
 
 class Running(NamedTuple):
@@ -85,20 +88,25 @@ def addresses_in(text: str) -> list[tuple[str, int]]:
 
 
 def publish(generation: Generation) -> None:
-    """Tells the launcher of this host, if it wants to know, where the doors of all workers are."""
+    """Tells the launcher of this host, if it wants to know, where the doors of all workers are.
+
+    So the launcher knows it before a worker can leave. One that is paused learns it later.
+    """
     doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
-    _news[DOORS] = ",".join(doors)
+    with _lock:
+        _newest[:] = [generation]
 
     def tell(at: tuple[str, int]) -> None:
         while (store := call_door(*at)) is None:
             if not may_answer(*at):
                 return
-        # The calls of several generations may come through in any order.
-        with _news_lock:
-            store.set(DOORS, _news[DOORS])
+        with _lock:
+            if _newest[0] is generation:
+                store.set(DOORS, ",".join(doors))
+                store.set(f"{JOINED}/{os.environ.get(REPLACEMENT, '')}", "")
 
-    for at in addresses_in(os.environ.get(LAUNCHER, "")):
-        in_background(partial(tell, at))
+    launchers = addresses_in(os.environ.get(LAUNCHER, ""))
+    wait([in_background(partial(tell, at)) for at in launchers], _TELL_SECONDS)
 
 
 def doors_known_at(address: tuple[str, int]) -> str | None:

@@ -23,6 +23,7 @@ from unisono_tools.launching.board import Board, running_workers
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for one in (doors, finding):
         monkeypatch.setattr(one, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(finding, "_TELL_SECONDS", 0.01)
     monkeypatch.setattr(board, "_START_SECONDS", 0.2)
 
 
