@@ -141,7 +141,8 @@ def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
     path = script(tmp_path, MEETS)
     # One is the command as it is installed, in whose processes nothing is forked.
     installed = Path(sys.executable).with_name("unisono")
-    commands = [[installed, "launch", "-n", "2", path], launcher("-n", "2", path)]
+    real: list[str | Path] = [installed, "launch", "-n", "2", path]
+    commands = [real, launcher("-n", "2", path)]
 
     with ExitStack() as stack:
         processes = [stack.enter_context(program(command)) for command in commands]
