@@ -15,12 +15,8 @@ from worker_threads import on_workers
 import unisono as uo
 from unisono.devices import cpu_slots
 from unisono.errors import EndOfInputError, UnsupportedError
-from unisono.input import (
-    DistributedDataset,
-    DistributedDatasetsFromFunction,
-    fixed_sizes,
-    tensorflow_sizes,
-)
+from unisono.input import DistributedDataset, DistributedDatasetsFromFunction
+from unisono.input.splits.sizes import rotated_sizes, tensorflow_sizes
 from unisono.reductions import Workers
 
 AUTO, OFF, FILE = (
@@ -175,8 +171,8 @@ SCENARIOS = [
         134,
         "fixed sizes",
         lambda s: [
-            [fixed_sizes(size, num_workers, w, num_replicas) for w in range(num_workers)]
-            for size, num_workers, num_replicas in [(7, 2, 2), (5, 3, 1), (1, 2, 2)]
+            [rotated_sizes(size, total, first) for first in range(0, total, num_replicas)]
+            for size, total, num_replicas in [(7, 4, 2), (5, 3, 1), (1, 4, 2)]
         ],
         [
             [(2, 2, 2, 1), (2, 1, 2, 2)],

@@ -164,7 +164,7 @@ def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
     make = postponed.make
 
     def told() -> None:
-        if postponed.is_waiting:
+        if postponed._update is not None:
             at(POINTS_OF_UPDATES[0])
             make()
             at(POINTS_OF_UPDATES[1])

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
@@ -58,6 +59,7 @@ class Program:
         generator = torch.Generator().manual_seed(7)
         data = TensorDataset(torch.randn(42, 6, generator=generator))
         torch.manual_seed(12)
+        strategy.register_comm_hook(None, uo.hooks.Compress(error_feedback=True))
         with strategy.scope():
             self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Dropout(0.2))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.01)
@@ -141,6 +143,11 @@ def train(strategy: uo.Strategy, fate: Fate, has_hooks: bool) -> dict[str, Any]:
         torch.randn(44, 20, generator=generator),
         torch.randint(3, (44,), generator=generator),
     )
+    if has_hooks:
+        state = powerSGD_hook.PowerSGDState(
+            strategy.process_group, matrix_approximation_rank=2, start_powerSGD_iter=2
+        )
+        strategy.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     with strategy.scope():
         torch.manual_seed(11)
         model = nn.Sequential(

@@ -1,25 +1,29 @@
-"""`Checkpoint`: the objects that make up the state of a training."""
+"""`Checkpoint`: the objects that make up the state of a training, in one file."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from unisono.arguments import in_words
-from unisono.checkpoints import files
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
-from unisono.input.sources import random_state, set_random_state
+from unisono.input.sources.random_state import random_state, set_random_state
 from unisono.reductions import Workers
 from unisono.strategies.joining import elastic_job, newest_workers
-from unisono.values import flatten
+from unisono.values import flatten, map_leaves
 from unisono.variables import Variable
 
+# How the names of files end that are being written.
+UNFINISHED = ".unfinished"
 _KEYS = {"objects", "random", "total_run_calls"}
 
 
@@ -75,7 +79,7 @@ class Checkpoint:
         state = self.state(workers)
         with told_to_all(workers, f"save {path}") as is_chief:
             if is_chief:
-                files.write(state, Path(path))
+                write_file(state, Path(path))
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -88,7 +92,8 @@ class Checkpoint:
             UnsupportedError: If the file does not hold a checkpoint of these objects, or that of
                 another number of workers whose random generators differed.
         """
-        state = files.read(Path(path))
+        # No code from the file runs.
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if not isinstance(state, Mapping) or set(state) != _KEYS:
             raise UnsupportedError(
                 f"{path} does not hold a checkpoint: it has {in_words(state)}. Restore a file that "
@@ -175,12 +180,10 @@ def _random_state() -> dict[str, Any]:
 def _of_all(workers: Workers) -> list[dict[str, Any]]:
     """Returns the random generators of all workers; only one state if they are equal."""
     states = workers.gather_objects(_random_state())
-    return states if any(_differ(states[0], other) for other in states[1:]) else states[:1]
-
-
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    pairs = zip(flatten(one)[0], flatten(other)[0], strict=True)
-    return any(not torch.equal(a, b) if isinstance(a, Tensor) else a != b for a, b in pairs)
+    first, *others = (flatten(state)[0] for state in states)
+    pairs = [pair for other in others for pair in zip(first, other, strict=True)]
+    differ = any(not torch.equal(a, b) if isinstance(a, Tensor) else a != b for a, b in pairs)
+    return states if differ else states[:1]
 
 
 def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
@@ -192,3 +195,47 @@ def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
             "with the same number on all workers before you save."
         )
     return states[0] if len(states) == 1 else states[workers.communicator.rank]
+
+
+def write_file(state: Any, path: Path) -> None:
+    """Saves `state` with `torch.save`. A process that is killed here leaves the old file whole."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    try:
+        with unfinished.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        _check_readable(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+    # The new name survives a power failure, where folders can be synchronized.
+    with contextlib.suppress(OSError):
+        descriptor = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def copied_to_host(state: Any) -> Any:
+    """Returns a copy in host memory, which the training does not change."""
+
+    def copy_of(leaf: Any) -> Any:
+        return (
+            leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
+        )
+
+    return map_leaves(copy_of, state)
+
+
+def _check_readable(path: Path) -> None:
+    """Reads the file without its tensors. An error now costs less than one after a restart."""
+    try:
+        torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except UnpicklingError as error:
+        raise UnsupportedError(
+            "The checkpoint was not saved, because `torch.load(weights_only=True)` could not load "
+            f"it: {str(error).splitlines()[0]} Let every `state_dict()` return tensors and plain "
+            "Python values, or allow the classes with `torch.serialization.add_safe_globals`."
+        ) from error

@@ -11,8 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from unisono.arguments import check_bool, check_instance, check_int
-from unisono.checkpoints import files
-from unisono.checkpoints.checkpoint import Checkpoint, these_workers, told_to_all
+from unisono.checkpoints.checkpoint import (
+    UNFINISHED,
+    Checkpoint,
+    copied_to_host,
+    these_workers,
+    told_to_all,
+    write_file,
+)
 from unisono.errors import UnsupportedError
 
 _log = logging.getLogger("unisono")
@@ -105,13 +111,16 @@ class CheckpointManager:
         workers = these_workers()
         state = self._checkpoint.state(workers)
         # The chief's folder counts.
-        number = workers.gather_objects(self._next_number(checkpoint_number))[0]
+        found = self._found()
+        if checkpoint_number is None:
+            checkpoint_number = found[-1][0] + 1 if found else 1
+        number = workers.gather_objects(checkpoint_number)[0]
         path = self._folder / f"{self._name}-{number}.pt"
         with told_to_all(workers, f"save {path}") as is_chief:
             if is_chief and background:
                 # Python waits for the thread at exit.
                 writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
-                written = writer.submit(self._write, files.copied(state), path, start)
+                written = writer.submit(self._write, copied_to_host(state), path, start)
                 self._pending = writer, written
                 writer.shutdown(wait=False)
             elif is_chief:
@@ -162,16 +171,10 @@ class CheckpointManager:
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
         return sorted((int(fits[1]), path) for path in paths if (fits := name.fullmatch(path.name)))
 
-    def _next_number(self, asked: int | None) -> int:
-        if asked is not None:
-            return asked
-        found = self._found()
-        return found[-1][0] + 1 if found else 1
-
     def _write(self, state: Any, path: Path, start: float) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            files.write(state, path)
+            write_file(state, path)
             self._delete_old(path)
         except Exception as error:
             _log.error("Cannot save %s: %s: %s", path, type(error).__name__, error)
@@ -182,7 +185,7 @@ class CheckpointManager:
 
     def _delete_old(self, newest: Path) -> None:
         """Deletes what is not to be kept, and what a process left that was killed as it wrote."""
-        for path in self._folder.glob(f".{self._name}-*{files.UNFINISHED}"):
+        for path in self._folder.glob(f".{self._name}-*{UNFINISHED}"):
             path.unlink(missing_ok=True)
         if self._max_to_keep is not None:
             for _, path in self._found()[: -self._max_to_keep]:

@@ -11,10 +11,9 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from unisono.arguments import check_callable, check_instance, check_optional
-from unisono.checkpoints.agreement import Agreement, ElasticAgreement
+from unisono.checkpoints.agreement import Agreement, ElasticAgreement, Notice, TerminationConfig
 from unisono.checkpoints.checkpoint import Checkpoint
 from unisono.checkpoints.manager import CheckpointManager
-from unisono.checkpoints.notice import Notice, TerminationConfig
 from unisono.cluster import ClusterResolver, Membership
 from unisono.communicators import JobStore, TracedCommunicator
 from unisono.errors import ClusterError, UnsupportedError

@@ -14,7 +14,7 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.values import DistributedValues, PerReplica, is_sparse, weighed
 
 if TYPE_CHECKING:
-    from unisono.contexts.replica import ReplicaContext
+    from unisono.contexts.current import ReplicaContext
 
 _LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
 

@@ -1,15 +1,259 @@
-"""Where the running code is: outside, in a strategy's scope, or on one of its replicas."""
+"""Where the running code is, and what code on a replica can ask for."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from unisono.contexts.replica import CrossReplicaContext, ReplicaContext
-from unisono.contexts.stack import current_context, is_default, stack
-from unisono.values import set_replica_seen
+from unisono.arguments import check_call, check_int
+from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.contexts.replicas import Replicas
+from unisono.devices import Device
+from unisono.errors import ContextError
+from unisono.options import CommunicationOptions, ReduceOp, check_options
+from unisono.values import as_tensor, flatten, set_replica_seen
 
 if TYPE_CHECKING:
+    from unisono.gradients.passes import OwnPass
     from unisono.strategies import Strategy
+
+Context: TypeAlias = "ReplicaContext | CrossReplicaContext"
+
+
+class _Stack(threading.local):
+    """The contexts that the current thread has entered."""
+
+    def __init__(self) -> None:
+        self.entered: list[Context] = []
+
+
+stack = _Stack()
+# Outside every scope code counts as the one replica of the default strategy, which adds itself.
+_outside: list[ReplicaContext] = []
+
+
+def set_outside(context: ReplicaContext) -> None:
+    """Says what context code is in that has entered none."""
+    _outside[:] = [context]
+
+
+def is_default(strategy: Any) -> bool:
+    """Whether `strategy` is that of code that has entered no other."""
+    return strategy is _outside[0].strategy
+
+
+def current_context() -> Context:
+    """Returns the innermost context of this thread."""
+    entered = stack.entered
+    return entered[-1] if entered else _outside[0]
+
+
+class entered:
+    """Puts the running code into `context` until the block ends.
+
+    A class and not a generator: a replica may be stopped at any instruction, and a generator that
+    was not left properly would be ended later, by another thread.
+    """
+
+    __slots__ = ("_context", "_depth")
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._depth = len(stack.entered)
+        stack.entered.append(self._context)
+
+    def __exit__(self, *error: object) -> None:
+        del stack.entered[self._depth :]
+
+
+class Meeting(Protocol):
+    """Where the replicas of one `run` meet. `ReplicaMeeting` of `engines` implements it."""
+
+    # See `ReplicaMeeting`.
+    recorder: Any
+    is_apart: bool
+    orders_streams: bool
+
+    def meet(self, *arguments: Any, **settings: Any) -> Any:
+        """See `ReplicaMeeting.meet`."""
+
+    def call_waiting(self, *arguments: Any) -> list[Any]:
+        """See `ReplicaMeeting.call_waiting`."""
+
+
+@dataclass(frozen=True)
+class CrossReplicaContext:
+    """The code runs once, for all replicas of `strategy`."""
+
+    replicas: Replicas = field(repr=False)
+    replica_id: int | None = None
+    generators: Any = field(default=None, repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that the replicas belong to."""
+        return self.replicas.strategy
+
+
+@dataclass(eq=False)
+class ReplicaNotes:
+    """What the engine remembers of a replica while it runs."""
+
+    current_pass: OwnPass | None = None
+    num_passes: int = 0
+    is_without_sync: bool = False
+    num_batch_norms: int = 0
+
+    def forget(self) -> None:
+        """After the run: lets go of what refers back to the replica."""
+        self.current_pass = None
+
+
+@dataclass(frozen=True, eq=False)
+class ReplicaContext:
+    """The context of code that runs on one replica.
+
+    Attributes:
+        replicas: The replicas of this worker.
+        local_id: The number of the replica on its worker, from 0.
+        meeting: Where the replicas meet.
+        weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
+            has no samples.
+        notes: What the engine remembers of this replica in this run.
+        generators: What the replica draws random numbers from; None if that is torch's own.
+    """
+
+    replicas: Replicas = field(repr=False)
+    local_id: int
+    meeting: Meeting
+    weight: float = 1.0
+    notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
+    generators: Any = field(default=None, repr=False)
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that the replica belongs to."""
+        return self.replicas.strategy
+
+    @property
+    def counts(self) -> bool:
+        """Whether this replica has samples, so that its results count.
+
+        It does unless a batch has fewer samples than there are replicas and this one got none. It
+        then runs with a copy of a sample, and whatever it computes is left out: gradients, values
+        that are reduced or gathered, and what it writes to variables and modules.
+        """
+        return self.weight != 0.0
+
+    @property
+    def replica_id_in_sync_group(self) -> int:
+        """The number of the replica among those of all workers, from 0."""
+        return self.replicas.first_replica_id + self.local_id
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that are kept in sync, on all workers."""
+        return self.replicas.num_replicas_in_sync
+
+    @property
+    def num_local_replicas(self) -> int:
+        """The number of replicas on this worker."""
+        return len(self.replicas.worker_devices)
+
+    @property
+    def device(self) -> Device:
+        """The device of this replica."""
+        return self.replicas.worker_devices[self.local_id]
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The device of this replica, as a tuple of one."""
+        return (self.device,)
+
+    def merge_call(
+        self,
+        merge_fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Waits until every replica makes a `merge_call`, then calls `merge_fn` once.
+
+        Args:
+            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)` in cross-replica context, with
+                the arguments of all replicas as `PerReplica` values. That of replica 0 is called.
+            args: Its arguments, of this replica.
+            kwargs: Its keyword arguments, of this replica.
+
+        Returns:
+            This replica's components of what `merge_fn` returns.
+
+        Raises:
+            UnequalCallsError: If another replica makes another call, or has returned.
+        """
+        self._check_current("merge_call()")
+        check_call("merge_fn", merge_fn, args, kwargs)
+        return self.replicas.merge_call(self, merge_fn, tuple(args), dict(kwargs or {}))
+
+    def all_reduce(
+        self, reduce_op: ReduceOp | str, value: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduces every tensor of `value` over all replicas; every replica gets the result.
+
+        A replica without samples gives nothing, see `counts`; a mean is over the others. Gradients
+        flow through sums and means: they are reduced in the same way on their way back. All
+        replicas must call it; see `merge_call`.
+
+        Args:
+            reduce_op: How; a `ReduceOp` or its name.
+            value: A tensor, or a nested structure of them, the same on all replicas.
+            options: Hints for this reduction.
+
+        Returns:
+            The structure of `value`, with the results.
+        """
+        self._check_current("all_reduce()")
+        op = ReduceOp.read(reduce_op)
+        check_options(options)
+        leaves, rebuild = flatten(value)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        return rebuild(reduce_tensors(self, op, tensors, options))
+
+    def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
+        """Concatenates every tensor of `value` over all replicas, along `axis`.
+
+        A replica without samples gives nothing; see `counts`. Gradients flow through. All replicas
+        must call it; see `merge_call`.
+
+        Args:
+            value: A tensor, or a nested structure of them, the same on all replicas. The tensors
+                may differ in length along `axis`.
+            axis: The dimension along which they are put together.
+            options: Hints for this collective.
+
+        Returns:
+            The structure of `value`, with the results.
+
+        Raises:
+            UnsupportedError: If `axis` is no int, or a tensor is a scalar or sparse.
+        """
+        self._check_current("all_gather()")
+        axis = check_int("axis", axis)
+        check_options(options)
+        leaves, rebuild = flatten(value)
+        return rebuild([gather_tensors(self, as_tensor(leaf), axis, options) for leaf in leaves])
+
+    def _check_current(self, what: str) -> None:
+        if current_context() is not self:
+            raise ContextError(
+                f"`{what}` was called on a `ReplicaContext` that the running code is not on: it "
+                "belongs to another replica, or to a `run` that has ended. Call "
+                "`get_replica_context()` where you need the context, and do not store it."
+            )
 
 
 def current_replica() -> ReplicaContext | None:

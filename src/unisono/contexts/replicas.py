@@ -13,7 +13,7 @@ from unisono.options import ReduceOp
 from unisono.reductions import CrossDeviceOps, ReplicaLayout, Workers
 
 if TYPE_CHECKING:
-    from unisono.contexts.replica import ReplicaContext
+    from unisono.contexts.current import ReplicaContext
     from unisono.gradients import GradientReducer
     from unisono.strategies import Strategy
     from unisono.variables import Leaves, Mirrors

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from unisono.contexts.stack import stack
+from unisono.contexts.current import stack
 from unisono.engines.caller_modes import CallerModes, default_device
 from unisono.engines.random_operators import drawing
 from unisono.torch_private import num_function_modes, set_grad_enabled

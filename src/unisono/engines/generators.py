@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from unisono.contexts.stack import stack
+from unisono.contexts.current import stack
 from unisono.errors import ContextError
 
 T = TypeVar("T")

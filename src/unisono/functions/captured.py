@@ -13,11 +13,16 @@ from torch import Tensor
 
 from unisono.engines import ReplicaGenerators, RunGenerators
 from unisono.errors import CaptureError
-from unisono.functions.lanes import Lanes
-from unisono.functions.recording import Recording
+from unisono.functions.recording import Lanes, Recording
 from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
-from unisono.functions.signature import OuterVariables, constant, is_input, modes, read_inputs
-from unisono.functions.state import ModuleState
+from unisono.functions.signature import (
+    ModuleState,
+    OuterVariables,
+    constant,
+    is_input,
+    modes,
+    read_inputs,
+)
 from unisono.functions.step_function import Function
 from unisono.torch_private import copy_each
 from unisono.tracing import span
@@ -281,7 +286,7 @@ class _CapturedFunction:
             self._num_changes = _MAX_CHANGES
         self._waiting = rehearsal.waiting
         # As they are after the update, which makes the state of an optimizer.
-        self._settings = [settings.renewed() for settings in rehearsal.settings]
+        self._settings = [Settings(settings.optimizer) for settings in rehearsal.settings]
         return result
 
     def _capture(

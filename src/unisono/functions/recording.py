@@ -1,52 +1,135 @@
-"""A step as CUDA graphs, and between them the calls that Python makes at every replay."""
+"""A step as CUDA graphs, and between them the calls that Python makes at every replay.
+
+A CUDA graph that torch captures is of one GPU. So replicas on several GPUs become one graph for
+each GPU, and whatever passes between the GPUs happens between two graphs. Each memory has its own
+stream and its own graphs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
-from unisono.functions.lanes import Lane, Lanes
 from unisono.kernels import TableArena
+from unisono.sharing import computed_once
 from unisono.values import tensors_of
 from unisono.variables import Mirrors, Settings
 
 
+class Lane:
+    """One memory: where its graphs are captured, and which replicas are in them."""
+
+    def __init__(self, place: torch.device, number: int, replica_ids: list[int]) -> None:
+        self.place = place
+        self.replica_ids = replica_ids
+        self.stream = _stream_on(place, number)
+        self._pool: Any = None
+        self._anchor: torch.cuda.CUDAGraph | None = None
+
+    @property
+    def pool(self) -> Any:
+        """The memory pool of all graphs."""
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+            # A pool ends with its last graph, so one stays that does nothing of use.
+            self._anchor = torch.cuda.CUDAGraph()
+            with torch.cuda.stream(self.stream):
+                self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                torch.zeros(1, device=self.place)
+                self._anchor.capture_end()
+        return self._pool
+
+
+class Lanes:
+    """The memories of all replicas of this worker."""
+
+    def __init__(self, memories: Sequence[Hashable], places: Sequence[torch.device]) -> None:
+        found: dict[Hashable, list[int]] = {}
+        for replica_id, memory in enumerate(memories):
+            found.setdefault(memory, []).append(replica_id)
+        firsts = [places[replica_ids[0]] for replica_ids in found.values()]
+        self.all = [
+            Lane(place, firsts[:i].count(place), replica_ids)
+            for i, (place, replica_ids) in enumerate(zip(firsts, found.values(), strict=True))
+        ]
+        of_replica = {i: lane for lane in self.all for i in lane.replica_ids}
+        self.are_several = len(self.all) > 1
+        self.streams = [of_replica[i].stream for i in range(len(places))] * self.are_several
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Within the block this thread uses the streams of the lanes."""
+        # One for each GPU.
+        firsts = list({lane.place: lane.stream for lane in reversed(self.all)}.values())
+        self.fork()
+        with contextlib.ExitStack() as stack:
+            for stream in firsts:
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+            self.join()
+        for stream in firsts:
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
+
+    def fork(self) -> None:
+        """Orders what the lanes do next after what this thread has started."""
+        for lane in self.all:
+            _follow(lane.stream, torch.cuda.current_stream(lane.place))
+
+    def join(self) -> None:
+        """Orders what this thread starts next after what the lanes do."""
+        for lane in self.all:
+            _follow(torch.cuda.current_stream(lane.place), lane.stream)
+
+    def synchronize(self) -> None:
+        """Waits for all work of their GPUs."""
+        for place in dict.fromkeys(lane.place for lane in self.all):
+            torch.cuda.synchronize(place)
+
+
+def _follow(later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
+    if later != earlier:
+        later.wait_stream(earlier)
+
+
+@computed_once
+def _stream_on(place: torch.device, number: int) -> torch.cuda.Stream:
+    """Returns the stream of all captures in a memory. cuBLAS keeps memory for each that it sees."""
+    return torch.cuda.Stream(place)
+
+
+@dataclass(eq=False)
 class _Call:
     """A call that Python makes between two graphs; `gradients` returns those of the moment."""
 
-    def __init__(
-        self, what: str, work: Callable[[], Any], gradients: Callable[[], Gradients]
-    ) -> None:
-        self._what = what
-        self._work = work
-        self._gradients = gradients
-        self._kept: list[Tensor] = []
+    what: str
+    work: Callable[[], Any]
+    gradients: Callable[[], Gradients]
 
     def first(self) -> Any:
         """Makes the call while the step is captured; later ones write where its results are."""
-        self.before = self._gradients()
-        result = self._work()
+        self.before = self.gradients()
+        result = self.work()
         self._kept = tensors_of(result)
-        self._after = self._gradients()
+        self._after = self.gradients()
         return result
 
     def replay(self) -> None:
         """Makes the call again."""
         self.before.restore()
-        found = tensors_of(self._work())
-        self._after.take(self._what)
+        found = tensors_of(self.work())
+        self._after.take(self.what)
         if len(found) != len(self._kept):
             raise CaptureError(
-                f"{self._what} returned {len(found)} tensors in a replay, but {len(self._kept)} "
+                f"{self.what} returned {len(found)} tensors in a replay, but {len(self._kept)} "
                 "when the step was captured. Return the same structure in every step."
             )
         for kept, new in zip(self._kept, found, strict=True):
@@ -54,24 +137,24 @@ class _Call:
                 kept.copy_(new)
 
 
+@dataclass(eq=False)
 class _Graphs:
     """The graphs of one part of a step, one for each memory in which it does something."""
 
-    def __init__(self, lanes: Lanes, graphs: Sequence[tuple[Lane, torch.cuda.CUDAGraph]]) -> None:
-        self._lanes = lanes
-        self._graphs = graphs
+    lanes: Lanes
+    graphs: Sequence[tuple[Lane, torch.cuda.CUDAGraph]]
 
     def replay(self) -> None:
         """Starts the graphs: a single one on the stream of the caller, others on their own."""
-        if not self._lanes.are_several:
-            for _, graph in self._graphs:
+        if not self.lanes.are_several:
+            for _, graph in self.graphs:
                 graph.replay()
             return
-        self._lanes.fork()
-        for lane, graph in self._graphs:
+        self.lanes.fork()
+        for lane, graph in self.graphs:
             with torch.cuda.stream(lane.stream):
                 graph.replay()
-        self._lanes.join()
+        self.lanes.join()
 
 
 class Recording:

@@ -17,8 +17,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from unisono.engines import RunGenerators
-from unisono.functions.signature import OuterVariables
-from unisono.functions.state import ModuleState
+from unisono.functions.signature import ModuleState, OuterVariables
 from unisono.values import DistributedValues, flatten
 from unisono.variables import Mirrors, Settings, plain_class, watch_updates
 

@@ -1,8 +1,9 @@
-"""What happens where autograd adds a gradient to a leaf: weights, and the hooks of the user."""
+"""What happens where autograd adds a gradient to a leaf: weights, user hooks, earlier gradients."""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
@@ -17,26 +18,19 @@ from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.values import weighed_tensor
+from unisono.variables import Leaves, Mark
 from unisono.variables.for_all import for_all
-from unisono.variables.leaves import Leaves, Mark
-
-
-def _accumulation_of(leaf: nn.Parameter) -> Any:
-    """Returns the node of autograd that adds to the gradient of a leaf.
-
-    Its hooks see a gradient after the hooks of the tensor, whenever these were registered, and only
-    in a backward pass: `torch.autograd.grad` does not get that far.
-    """
-    with torch.inference_mode(mode=False):
-        return torch.autograd.graph.get_gradient_edge(leaf).node
 
 
 def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:
     """Lets `hook` see and change each gradient that is added to a leaf; returns what removes it.
 
-    The node, which nobody else keeps alive between passes, lives as long as what is returned.
+    The hook is called after the hooks of the tensor, whenever these were registered, and only in a
+    backward pass: `torch.autograd.grad` does not get that far. The node of autograd, which nobody
+    else keeps alive between passes, lives as long as what is returned.
     """
-    node = _accumulation_of(leaf)
+    with torch.inference_mode(mode=False):
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
     handle = node.register_prehook(hook)
 
     def remove(_: Any = node) -> None:
@@ -174,3 +168,56 @@ def call_hooks(context: ReplicaContext, owners: Iterable[Leaves]) -> None:
             for hook in list((one.primary._post_accumulate_grad_hooks or {}).values()):
                 hook(one.primary)
             one.take_from_primary()
+
+
+class Aside:
+    """Keeps reduced gradients apart while new ones come, and adds them to these afterwards.
+
+    A mean of what is reduced already stays what it is, so for a mean it does nothing.
+    """
+
+    def __init__(self, op: ReduceOp, *, is_copied: bool) -> None:
+        self._is_needed = op is not ReduceOp.MEAN
+        self._is_copied = is_copied
+        # By the identity of a leaf, a reduced gradient that waits to be added to.
+        self.kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+    def hook(self, one: Leaves) -> list[Callable[[], None]]:
+        """Puts aside what the leaves of a parameter have before something is added to it."""
+        if not self._is_needed:
+            return []
+        # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
+        aside, owner = weakref.ref(self), weakref.ref(one)
+
+        def before(replica_id: int, _: Any) -> None:
+            if (found := aside()) is not None and (leaves := owner()) is not None:
+                found._put_leaf(leaves, replica_id)
+
+        return [
+            before_accumulation(leaf, functools.partial(before, replica_id))
+            for replica_id, leaf in enumerate(one.leaves)
+        ]
+
+    def put(self, owners: Iterable[Leaves]) -> None:
+        """Before a reduction: does the same where a replica has no new gradient."""
+        if self._is_needed:
+            for one in owners:
+                for replica_id in range(len(one.leaves)):
+                    self._put_leaf(one, replica_id)
+
+    def _put_leaf(self, one: Leaves, replica_id: int) -> None:
+        leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
+        if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
+            self.kept[leaf] = leaf.grad.clone() if self._is_copied else leaf.grad
+            leaf.grad = None
+
+    def bring_back(self, owners: Iterable[Leaves]) -> None:
+        """After a reduction: adds what was put aside."""
+        if not self._is_needed:
+            return
+        for one in owners:
+            for replica_id, leaf in enumerate(one.leaves):
+                before = self.kept.pop(leaf, None)
+                if before is not None:
+                    leaf.grad = before if leaf.grad is None else leaf.grad.add_(before)
+                    one.reduced[replica_id] = Mark.of(leaf.grad)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
 from unisono.variables.leaves import Leaves
+from unisono.variables.mirror import name_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.names import name_of
 
 
+@dataclass(frozen=True)
 class OwnGradients:
     """Decides what becomes of gradients that are not the reduced ones any more.
 
@@ -24,10 +26,9 @@ class OwnGradients:
     to, or left alone by `no_sync`.
     """
 
-    def __init__(self, op: ReduceOp, mirrors: Mirrors, weighting: Weighting) -> None:
-        self._op = op
-        self._mirrors = mirrors
-        self._weighting = weighting
+    op: ReduceOp
+    mirrors: Mirrors
+    weighting: Weighting
 
     def reduce(self, own: Sequence[Leaves], reduce: Callable[[Sequence[Leaves]], None]) -> None:
         """Reduces what is to be reduced, and shows all of it."""
@@ -38,7 +39,9 @@ class OwnGradients:
         left = [one for one in own if id(one) not in kept]
         for one in left:
             self._check(one)
-            self._weigh(one)
+            for leaf, weight in zip(one.leaves, self.weighting.weights, strict=True):
+                if weight != 1.0 and leaf.grad is not None and not self.weighting.is_applied(leaf):
+                    leaf.grad = self.weighting.weigh(weight, leaf.grad)
         if left:
             reduce(left)
         for one in own:
@@ -51,7 +54,7 @@ class OwnGradients:
             seems or _are_equal([leaf.grad for leaf in one.leaves])
             for one, seems in zip(owners, seem_equal, strict=True)
         ]
-        workers = self._mirrors.workers
+        workers = self.mirrors.workers
         if not workers.are_many or not owners:
             return are_equal
         sums = torch.stack(
@@ -64,26 +67,20 @@ class OwnGradients:
         return [all(torch.equal(row, own[i]) for own in rest) for i, row in enumerate(first)]
 
     def _check(self, one: Leaves) -> None:
-        name = name_of(self._mirrors, one.primary)
-        if self._op is not ReduceOp.MEAN and _is_same_object(one):
+        name = name_of(self.mirrors, one.primary)
+        if self.op is not ReduceOp.MEAN and _is_same_object(one):
             raise UnsupportedError(
                 f"The replicas changed the gradient of {name} in different ways after `backward()` "
-                f"had reduced it with {self._op}, and it cannot be reduced twice. Change it before "
+                f"had reduced it with {self.op}, and it cannot be reduced twice. Change it before "
                 "the reduction, in a hook of the parameter or in the loss, or once for all "
                 "replicas with `unisono.once(fn)`."
             )
-        mixed = [leaf for leaf in one.leaves if self._weighting.is_mixed(leaf)]
-        if mixed:
+        if any(map(self.weighting.is_mixed, one.leaves)):
             raise UnsupportedError(
                 f"The gradient of {name} was assigned after backward passes in `no_sync()`, which "
                 "scale it by the replica's share of an uneven batch. Compute it with "
                 "`torch.autograd.grad`, which does not scale it."
             )
-
-    def _weigh(self, one: Leaves) -> None:
-        for leaf, weight in zip(one.leaves, self._weighting.weights, strict=True):
-            if weight != 1.0 and leaf.grad is not None and not self._weighting.is_applied(leaf):
-                leaf.grad = self._weighting.weigh(weight, leaf.grad)
 
 
 def _is_new(one: Leaves) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,20 +47,14 @@ class Pack(ABC):
         """Gives the replicas the reduced gradients, and returns the parameters that have one."""
 
 
+@dataclass(frozen=True, eq=False)
 class Reduction:
     """How gradients become one within this worker, or wherever its operations reach."""
 
-    def __init__(
-        self,
-        ops: CrossDeviceOps,
-        op: ReduceOp,
-        options: CommunicationOptions,
-        devices: tuple[Device, ...],
-    ) -> None:
-        self.ops = ops
-        self.op = op
-        self._options = options
-        self._devices = devices
+    ops: CrossDeviceOps
+    op: ReduceOp
+    options: CommunicationOptions
+    devices: tuple[Device, ...]
 
     def reduce(self, owners: Sequence[Leaves]) -> None:
         """Reduces the gradients of some parameters, in place where that can be done."""
@@ -68,21 +63,18 @@ class Reduction:
             self._reduce_values(present, self.ops.reduce_gradients)
             return
         for group in _by_layout(present):
-            if not self._reduce_in_place(group):
+            batch = [grads for _, grads in group]
+            if not self.ops.reduce_in_place(self.op, batch, self.devices):
                 self._reduce_values(group, self.ops.batch_reduce)
 
     def reduce_one(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns what the gradients of one parameter become, one per replica."""
-        value = PerReplica.placed(tuple(grads), self._devices)
-        return _parts(self.ops.batch_reduce(self.op, [(value, value)], self._options)[0])
-
-    def _reduce_in_place(self, present: Sequence[Present]) -> bool:
-        batch = [grads for _, grads in present]
-        return self.ops.reduce_in_place(self.op, batch, self._devices)
+        value = PerReplica.placed(tuple(grads), self.devices)
+        return _parts(self.ops.batch_reduce(self.op, [(value, value)], self.options)[0])
 
     def _reduce_values(self, present: Sequence[Present], reduce: Callable[..., Any]) -> None:
-        values = [PerReplica.placed(tuple(grads), self._devices) for _, grads in present]
-        results = reduce(self.op, [(value, value) for value in values], self._options)
+        values = [PerReplica.placed(tuple(grads), self.devices) for _, grads in present]
+        results = reduce(self.op, [(value, value) for value in values], self.options)
         for (one, _), result in zip(present, results, strict=True):
             for leaf, part in zip(one.leaves, _parts(result), strict=True):
                 leaf.grad = part

@@ -1,11 +1,11 @@
-"""One backward pass: what a replica brings, and what all of them have brought."""
+"""One backward pass: what a replica brings, what all of them have brought, and who sends it."""
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -66,13 +66,12 @@ class OwnPass:
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
         """Returns which of some leaves have no new gradient yet."""
-        return [i for i in numbers if not self._has(i)]
-
-    def _has(self, number: int) -> bool:
-        now = self._leaves[number].grad
-        if now is None:
-            return False
-        return now is not self._before[number] or now._version != self._versions[number]
+        return [
+            i
+            for i in numbers
+            if (now := self._leaves[i].grad) is None
+            or (now is self._before[i] and now._version == self._versions[i])
+        ]
 
     def fills(self, pack: int) -> bool:
         """Notes that the replica has filled a pack; False if it had before in this pass."""
@@ -105,3 +104,47 @@ def watch_backward_passes() -> None:
         return reducer.make_pass(context, functools.partial(run, roots, *args, **kwargs))
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
+
+
+class Sender:
+    """Exchanges packs one after another."""
+
+    def __init__(self, close: Callable[[], None]) -> None:
+        self._close = close
+        self._threads: ThreadPoolExecutor | None = None
+
+    def send(self, exchange: Callable[[], None], sent: list[Future[None]]) -> None:
+        """Exchanges a pack after those that were `sent`, and adds it to them."""
+        before = sent[-1:]
+
+        def send() -> None:
+            # An error holds the frames that it passes, so no frame holds the future of the error.
+            if before:
+                before.pop().result()
+            exchange()
+
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(1, thread_name_prefix="unisono-exchange")
+        sent.append(self._threads.submit(send))
+
+    def settle(self, sent: Sequence[Future[None]]) -> None:
+        """Waits until packs are exchanged, or have failed."""
+        try:
+            wait(sent)
+        except KeyboardInterrupt:
+            # Or the thread that sends would wait on, and the process could not end without it.
+            self._close()
+            raise
+
+    def finish(self, sent: list[Future[None]]) -> None:
+        """Waits until packs are exchanged, and forgets them; raises if one has failed."""
+        self.settle(sent)
+        # The last one has failed if any has.
+        del sent[:-1]
+        sent.pop().result()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None

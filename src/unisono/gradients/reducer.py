@@ -26,18 +26,18 @@ from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Device, lend
 from unisono.gradients.accumulation import (
+    Aside,
     SealedHooks,
     Weighting,
     call_hooks,
     has_hooks,
     seal,
 )
-from unisono.gradients.aside import Aside
 from unisono.gradients.own_gradients import OwnGradients
 from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped
-from unisono.gradients.passes import OwnPass, Pass, watch_backward_passes
-from unisono.gradients.sending import Sender
-from unisono.gradients.worker_packs import HookedPack, WorkerPack
+from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
+from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.gradients.worker_packs import HookedPack, ReplicaPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype
@@ -58,7 +58,7 @@ class GradientReducer:
         reduce_op: ReduceOp,
         options: CommunicationOptions,
         cost: Line | None = None,
-        hook: CommHook | None = None,
+        hook: CommHook | ReplicaHooks | None = None,
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
@@ -119,6 +119,8 @@ class GradientReducer:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
+        if isinstance(self._hook, ReplicaHooks):
+            self._hook.close()
 
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
@@ -189,6 +191,8 @@ class GradientReducer:
         if self._hook is None:
             return WorkerPack(*given)
         is_last = number + 1 == len(groups)
+        if isinstance(self._hook, ReplicaHooks):
+            return ReplicaPack(*given, self._hook, index=number, is_last=is_last)
         return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _hook_pack(self, pack: int, number: int) -> None:
@@ -213,7 +217,11 @@ class GradientReducer:
             # Within another one: a checkpoint computes again.
             return run()
         with no_torch_function():
-            own = OwnPass(self._leaves[context.local_id], self._pass(notes.num_passes))
+            with self._lock:
+                if notes.num_passes not in self._passes:
+                    self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
+                current = self._passes[notes.num_passes]
+            own = OwnPass(self._leaves[context.local_id], current)
         notes.current_pass = own
         self.has_added = self.has_added or own.adds
         self.has_unreduced = notes.is_without_sync
@@ -229,12 +237,6 @@ class GradientReducer:
         else:
             self._finish(context, own)
         return result
-
-    def _pass(self, number: int) -> Pass:
-        with self._lock:
-            if number not in self._passes:
-                self._passes[number] = Pass(self._num_early, len(self._devices))
-            return self._passes[number]
 
     def _look(self, pack: int) -> None:
         """The last gradient of a pack may have come. Runs on the thread of its replica."""
@@ -308,7 +310,7 @@ class GradientReducer:
         layouts = {leaf.grad.layout for leaf in leaves if leaf.grad is not None}
         if layouts - {torch.strided} or any(isinstance(pack, SparsePack) for pack in self._packs):
             recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
-        if self._aside.has_any:
+        if self._aside.kept:
             recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from unisono.devices import Trail
 from unisono.gradients.packs import Pack, gradients_of
+from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks import GradBucket
 from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, wide_dtype
@@ -19,6 +20,9 @@ from unisono.reductions import AcrossWorkers
 from unisono.reductions.layouts import Terms
 from unisono.torch_private import copy_each
 from unisono.variables import Leaves
+
+# Of each term, in bytes.
+_ALIGNMENT = 64
 
 
 class FlatPack(Pack):
@@ -45,13 +49,15 @@ class FlatPack(Pack):
         # Whether the gradients of the first replica can be views of the pack.
         self._can_lend = first.dtype == dtype and first.device == self._place
         num_terms = len(shape.own)
-        num_bytes = num_terms * length * dtype.itemsize
+        # Kernels may round differently if memory is aligned differently.
+        stride = -(-length * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT // dtype.itemsize
+        num_bytes = num_terms * stride * dtype.itemsize
         # Shared memory is for workers that all bring the same number of terms.
         if self._place.type == "cpu" and shape.are_plain:
             memory = ops.communicator.allocate(num_bytes)
         else:
             memory = torch.empty(num_bytes, dtype=torch.uint8, device=self._place)
-        terms = memory.view(dtype).view(num_terms, length)
+        terms = memory.view(dtype).view(num_terms, stride)[:, :length]
         self._terms = list(terms)
         self._is_new = terms[:, self._num_used_at :]
         self._is_used = self._is_new[0]
@@ -151,7 +157,42 @@ class WorkerPack(FlatPack):
         self._shape.all_reduce(self._ops.communicator, self._op, self._terms, count)
 
 
-class HookedPack(FlatPack):
+class _HookedPack(FlatPack):
+    """A pack that a hook reduces to the mean over all replicas."""
+
+    def __init__(
+        self,
+        members: Sequence[Leaves],
+        ops: AcrossWorkers,
+        op: ReduceOp,
+        shape: Terms,
+        *,
+        index: int,
+        is_last: bool,
+    ) -> None:
+        super().__init__(members, ops, members[0].leaves[0].dtype, shape)
+        self._factor = 1 if op is ReduceOp.MEAN else ops.num_replicas
+        self._index = index
+        self._is_last = is_last
+
+    @torch.no_grad()
+    def _reduce(self) -> None:
+        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
+        flats = [term[: self._num_used_at] for term in self._terms]
+        result = self._mean(flats, [one.primary for one in self.members])
+        flat = flats[0]
+        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
+            flat.copy_(result.reshape(-1))
+        if self._factor != 1:
+            flat.mul_(self._factor)
+        self._ops.communicator.all_reduce(ReduceOp.SUM, [self._is_used])
+
+    @abstractmethod
+    def _mean(self, flats: list[Tensor], parameters: list[Tensor]) -> Tensor:
+        """Returns the mean over all replicas, given the gradients of each term."""
+
+
+class HookedPack(_HookedPack):
     """A pack that a hook turns from the mean of this worker into the mean of all.
 
     If workers have different numbers of replicas, the mean of a worker is scaled by its number over
@@ -168,29 +209,38 @@ class HookedPack(FlatPack):
         index: int,
         is_last: bool,
     ) -> None:
-        leaves = members[0].leaves
-        super().__init__(members, ops, leaves[0].dtype, ops.whole)
-        self._factor = 1 if op is ReduceOp.MEAN else ops.num_replicas
+        super().__init__(members, ops, op, ops.layout.whole, index=index, is_last=is_last)
         self._hook = hook
-        self._index = index
-        self._is_last = is_last
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         view.copy_(self._ops.mean_here(grads))
 
-    @torch.no_grad()
-    def _reduce(self) -> None:
-        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
-        flat, is_new = self._terms[0].split([self._num_used_at, len(self.members)])
+    def _mean(self, flats: list[Tensor], parameters: list[Tensor]) -> Tensor:
         if self._ops.share != 1:
-            flat.mul_(self._ops.share)
-        parameters = [one.primary for one in self.members]
-        bucket = GradBucket(self._index, flat, parameters, is_last=self._is_last)
-        is_on_gpu = self._place.type == "cuda"
-        with torch.cuda.device(self._place) if is_on_gpu else nullcontext():
-            result = self._hook(bucket)
-        if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
-            flat.copy_(result.reshape(-1))
-        if self._factor != 1:
-            flat.mul_(self._factor)
-        self._ops.communicator.all_reduce(ReduceOp.SUM, [is_new])
+            flats[0].mul_(self._ops.share)
+        bucket = GradBucket(self._index, flats[0], parameters, is_last=self._is_last)
+        with torch.cuda.device(self._place) if self._place.type == "cuda" else nullcontext():
+            return self._hook(bucket)
+
+
+class ReplicaPack(_HookedPack):
+    """A pack with the gradients of each replica, for hooks of replicas."""
+
+    def __init__(
+        self,
+        members: Sequence[Leaves],
+        ops: AcrossWorkers,
+        op: ReduceOp,
+        hooks: ReplicaHooks,
+        *,
+        index: int,
+        is_last: bool,
+    ) -> None:
+        super().__init__(members, ops, op, ops.layout.apart, index=index, is_last=is_last)
+        self._hooks = hooks
+
+    def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
+        raise AssertionError("A term is one replica.")
+
+    def _mean(self, flats: list[Tensor], parameters: list[Tensor]) -> Tensor:
+        return self._hooks(self._index, flats, parameters, is_last=self._is_last)

@@ -36,7 +36,10 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> Tensor:
-        """The gradients, flat: on the way in, the mean over the replicas of this worker."""
+        """The gradients, flat: on the way in, the mean over the replicas of this worker.
+
+        With `num_replicas`, those of one replica.
+        """
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:

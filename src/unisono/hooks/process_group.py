@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,15 +22,46 @@ class WorkersGroup(CommunicatorGroup):
     So they have its order of sums, its deadlines, its errors, and its shared memory. Functions of
     `torch.distributed` such as `all_reduce` and `all_gather` take it as `group`. Each collective is
     done when the call returns. The group is not registered with torch, so functions that look up
-    ranks in torch do not know it.
+    ranks in torch do not know it. In a hook that is called for each replica, the ranks are the
+    replicas of all workers.
 
     Args:
-        communicator: Connects the workers.
+        communicator: Connects the workers. None if they change while the program runs.
     """
 
-    def __init__(self, communicator: Communicator) -> None:
-        super().__init__(communicator.rank, communicator.size)
-        self.communicator = communicator
+    def __init__(self, communicator: Communicator | None) -> None:
+        super().__init__(*((0, 1) if communicator is None else _place(communicator)))
+        self._communicator = communicator
+        self._of_thread = threading.local()
+
+    @property
+    def communicator(self) -> Communicator:
+        """Connects the workers, or in a hook of a replica, the replicas."""
+        found: Communicator | None = getattr(self._of_thread, "found", self._communicator)
+        if found is None:
+            raise UnsupportedError(
+                "The workers of a strategy with `elastic=True` change while the program runs, so "
+                "they are a process group in a communication hook only. Use `all_reduce` of the "
+                "replica context."
+            )
+        return found
+
+    @contextmanager
+    def standing_for(self, communicator: Communicator) -> Iterator[None]:
+        """In the block, on this thread, the ranks are those of another communicator."""
+        self._of_thread.found = communicator
+        try:
+            yield
+        finally:
+            del self._of_thread.found
+
+    def rank(self) -> int:
+        """The rank of this worker, or of the replica whose hook runs."""
+        return self.communicator.rank
+
+    def size(self) -> int:
+        """The number of workers, or of replicas."""
+        return self.communicator.size
 
     def _carries(self, device: torch.device) -> bool:
         return True
@@ -51,4 +85,11 @@ class WorkersGroup(CommunicatorGroup):
         )
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}(worker {self.rank()} of {self.size()})"
+        if self._communicator is None:
+            return f"{type(self).__name__}()"
+        rank, size = _place(self._communicator)
+        return f"{type(self).__name__}(worker {rank} of {size})"
+
+
+def _place(communicator: Communicator) -> tuple[int, int]:
+    return communicator.rank, communicator.size

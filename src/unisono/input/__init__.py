@@ -5,7 +5,7 @@ from unisono.input.dataset import DistributedDataset
 from unisono.input.element_spec import TensorSpec
 from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
 from unisono.input.iterator import DistributedIterator, OptionalElement
-from unisono.input.moving import filled
+from unisono.input.lockstep import filled
 from unisono.input.options import (
     DEFAULT_INPUT_OPTIONS,
     AutoShardPolicy,
@@ -14,14 +14,8 @@ from unisono.input.options import (
     InputReplicationMode,
     ValueContext,
 )
-from unisono.input.splits import (
-    copied,
-    counts_of,
-    even_sizes,
-    filled_slices,
-    fixed_sizes,
-    tensorflow_sizes,
-)
+from unisono.input.splits.sizes import counts_of
+from unisono.input.splits.splitter import copied
 
 __all__ = [
     "DEFAULT_INPUT_OPTIONS",
@@ -38,11 +32,7 @@ __all__ = [
     "ValueContext",
     "copied",
     "counts_of",
-    "even_sizes",
     "filled",
-    "filled_slices",
-    "fixed_sizes",
     "numpy_dataset",
-    "tensorflow_sizes",
     "values_from_function",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 from torch.utils.data import TensorDataset
 
 from unisono.errors import UnsupportedError
-from unisono.input.splits import is_column
+from unisono.input.splits.layout import is_column
 from unisono.kernels import check_layout
 from unisono.values import as_tensor, take_apart
 

@@ -15,19 +15,12 @@ from unisono.input.options import (
     InputReplicationMode,
     check_input_options,
 )
-from unisono.input.sources import (
-    Epoch,
-    Moving,
-    MovingReaders,
-    MovingReadersApart,
-    Source,
-    as_source,
-    check_share,
-    of_all_samples,
-    of_own_files,
-    readers_of,
-)
-from unisono.input.splits import OwnBatches, SharedBatches, SplitEpoch, Splitter, WholeBatches
+from unisono.input.sources.epoch import Epoch
+from unisono.input.sources.readers import Moving, Readers
+from unisono.input.sources.shares import check_share, of_all_samples, of_own_files
+from unisono.input.sources.source import Source, as_source
+from unisono.input.splits.splitter import Splitter
+from unisono.input.splits.steps import OwnBatches, SharedBatches, SplitEpoch, WholeBatches
 from unisono.reductions import Workers
 
 
@@ -64,11 +57,7 @@ class DistributedDataset(DistributedInput):
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
         policy = options.auto_shard_policy
         self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
-        readers = readers_of(workers, own_data=self._is_fixed)
-        if job is not None and self._is_fixed:
-            readers = MovingReadersApart(readers.workers)
-        elif job is not None:
-            readers = MovingReaders(readers.workers, job)
+        readers = Readers(workers, job, own_data=self._is_fixed)
         self._is_lost_for_good = policy is not AutoShardPolicy.FILE
         self._later = "In the next epoch, its files are divided among the other workers."
         if self._is_lost_for_good:
@@ -99,13 +88,8 @@ class DistributedDataset(DistributedInput):
         return f" in file{'s'[: len(files) - 1]} {', '.join(map(str, files))} of {num_files}"
 
     @property
-    def batches_per_step(self) -> int:
-        return len(self.layout.own) if self._is_fixed and not self.layout.are_equal else 1
-
-    @property
-    def batches_by_worker(self) -> int | list[int]:
-        """See `DistributedInput.batches_by_worker`."""
-        return list(self.layout.counts) if self._is_fixed and not self.layout.are_equal else 1
+    def takes_batch_per_replica(self) -> bool:
+        return self._is_fixed and not self.layout.are_equal
 
     @property
     def steps_per_batch(self) -> int:

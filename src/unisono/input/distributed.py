@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
@@ -13,19 +13,12 @@ from unisono.devices import Device
 from unisono.errors import UnsupportedError
 from unisono.input.element_spec import specs_of
 from unisono.input.iterator import DistributedIterator
-from unisono.input.options import (
-    InputContext,
-    InputOptions,
-)
+from unisono.input.options import InputContext, InputOptions
 from unisono.input.placement import MovingPlacement, Placement
-from unisono.input.sources import (
-    Epoch,
-    Moving,
-    Progress,
-    Readers,
-    Source,
-)
-from unisono.input.splits import SplitEpoch
+from unisono.input.sources.epoch import Epoch, Progress
+from unisono.input.sources.readers import Moving, Readers
+from unisono.input.sources.source import Source
+from unisono.input.splits.steps import SplitEpoch
 from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
 
@@ -50,6 +43,10 @@ class DistributedInput:
         options: How batches are fetched.
         readers: Whether all workers read the same.
         job: The elastic job that this is the input of, if it is one.
+
+    Attributes:
+        options: How batches are fetched.
+        placement: Where the parts of the replicas go.
     """
 
     def __init__(
@@ -65,23 +62,23 @@ class DistributedInput:
         self._sources = tuple(sources)
         self._given = tuple(given)
         self._context = input_context
-        self._options = options
+        self.options = options
         self._readers = readers
         to_devices = (
             options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         )
         self.job = job
         if job is None:
-            self._placement = Placement(devices, to_devices=to_devices)
+            self.placement = Placement(devices, to_devices=to_devices)
         else:
-            self._placement = MovingPlacement(devices, readers.workers, to_devices=to_devices)
-            self._placement.move(devices, job.generation)
+            self.placement = MovingPlacement(devices, readers.workers, to_devices=to_devices)
+            self.placement.move(devices, job.generation)
             job.add_input(self)
         self._progress = Progress(
             batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
         )
         self._pending: tuple[Progress, bool] | None = None
-        self._latest: weakref.ref[DistributedIterator] | None = None
+        self._latest: Callable[[], DistributedIterator | None] = lambda: None
         self._num_lost = 0
         # In an elastic job, which worker each replica has, and had when the sources were made.
         self._owners = self._made_owners = () if job is None else job.owners
@@ -90,8 +87,8 @@ class DistributedInput:
         self, devices: Sequence[Device], input_context: InputContext, generation: int
     ) -> None:
         """In an elastic job: this worker has other replicas from now on, among other workers."""
-        assert isinstance(self._placement, MovingPlacement)
-        self._placement.move(devices, generation)
+        assert isinstance(self.placement, MovingPlacement)
+        self.placement.move(devices, generation)
         self._context = input_context
         if self.job is not None and self._readers.are_apart:
             before, self._owners = self._owners, self.job.owners
@@ -101,12 +98,12 @@ class DistributedInput:
     @property
     def is_read_apart(self) -> bool:
         """Whether workers of an elastic job are amid an epoch that each reads for itself."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         return latest is not None and latest.left is not None
 
     def _tell_of(self, worker: int) -> None:
         """Names and counts what only a worker had that was lost."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         left = None if latest is None else latest.left
         # Before the first step of an epoch, nobody has told how many samples there are.
         num_left = 0 if left is None else left.get(worker)
@@ -150,24 +147,14 @@ class DistributedInput:
         return self._num_lost
 
     @property
-    def options(self) -> InputOptions:
-        """How it is fetched."""
-        return self._options
-
-    @property
-    def placement(self) -> Placement:
-        """Where the parts go."""
-        return self._placement
-
-    @property
     def layout(self) -> ReplicaLayout:
         """Which replicas each worker has."""
-        return layout_of(self._readers.workers, self._context, len(self._placement.devices))
+        return layout_of(self._readers.workers, self._context, len(self.placement.devices))
 
     @property
     def is_wrapped(self) -> bool:
         """Whether elements hold `PerReplica` values. They do unless there is only one replica."""
-        return self._context.num_input_pipelines > 1 or len(self._placement.devices) > 1
+        return self._context.num_input_pipelines > 1 or len(self.placement.devices) > 1
 
     @property
     def element_spec(self) -> Any:
@@ -179,10 +166,10 @@ class DistributedInput:
         Raises:
             UnsupportedError: If the input gives its batches once, or is split by a function.
         """
-        tree, specs = specs_of(self._sources[0], self._options, self.static_batch_size)
+        tree, specs = specs_of(self._sources[0], self.options, self.static_batch_size)
         if not self.is_wrapped:
             return tree.build(specs)
-        devices = self._placement.devices
+        devices = self.placement.devices
         return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
 
     @property
@@ -192,14 +179,20 @@ class DistributedInput:
         return source.batch_size if source.drops_rest else None
 
     @property
+    def takes_batch_per_replica(self) -> bool:
+        """Whether each source gives a batch per replica of this worker, and not one, in a step."""
+        return False
+
+    @property
     def batches_per_step(self) -> int:
-        """How many batches each source gives a step."""
-        return 1
+        """How many batches each source gives in `steps_per_batch` steps."""
+        return len(self.layout.own) if self.takes_batch_per_replica else 1
 
     @property
     def batches_by_worker(self) -> int | list[int]:
-        """How many batches each source gives a step, on each worker if they differ."""
-        return self.batches_per_step
+        """How many batches each source gives in a step, on each worker if they differ."""
+        are_equal = self.layout.are_equal or not self.takes_batch_per_replica
+        return self.batches_per_step if are_equal else list(self.layout.counts)
 
     @property
     def steps_per_batch(self) -> int:
@@ -252,7 +245,7 @@ class DistributedInput:
 
     def _leave_latest(self) -> None:
         """Stops an older epoch from drawing where the next one is about to."""
-        latest = None if self._latest is None else self._latest()
+        latest = self._latest()
         if latest is not None and any(source.has_one_epoch for source in self._sources):
             latest.close()
 

@@ -10,14 +10,9 @@ from torch.utils.data import IterableDataset
 
 from unisono.errors import UnsupportedError
 from unisono.input.options import InputOptions
-from unisono.input.sources import (
-    IterableSource,
-    LoaderSource,
-    Source,
-    random_state,
-    set_random_state,
-)
-from unisono.input.splits import lay_out
+from unisono.input.sources.random_state import random_state, set_random_state
+from unisono.input.sources.source import IterableSource, LoaderSource, Source
+from unisono.input.splits.layout import lay_out
 from unisono.values import Tree
 
 

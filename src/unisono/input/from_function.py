@@ -18,18 +18,12 @@ from unisono.input.options import (
     ValueContext,
     check_input_options,
 )
-from unisono.input.sources import (
-    Epoch,
-    FunctionSource,
-    Moving,
-    MovingReaders,
-    MovingReadersApart,
-    Source,
-    as_source,
-    check_share,
-    readers_of,
-)
-from unisono.input.splits import BatchPerReplica, SplitEpoch, Splitter, grouped
+from unisono.input.sources.epoch import Epoch
+from unisono.input.sources.readers import Moving, Readers
+from unisono.input.sources.shares import check_share
+from unisono.input.sources.source import FunctionSource, Source, as_source
+from unisono.input.splits.splitter import Splitter, grouped
+from unisono.input.splits.steps import BatchPerReplica, SplitEpoch
 from unisono.reductions import Workers
 from unisono.values import take_apart
 
@@ -70,13 +64,11 @@ class DistributedDatasetsFromFunction(DistributedInput):
             total = input_context.num_replicas_in_sync
             own = layout.own if job is None else range(total)
             contexts = [InputContext(layout.total, number, total) for number in own]
-        self._batches_per_step = 1 if is_per_replica else len(devices)
         self._dataset_fn = dataset_fn
         given = [_made(dataset_fn, context) for context in contexts]
-        readers = readers_of(workers, own_data=True)
-        if job is not None:
-            of_all = MovingReaders(readers.workers, job)
-            readers = of_all if is_per_replica else MovingReadersApart(readers.workers)
+        # In an elastic job, every worker calls the function for all replicas.
+        is_for_all = is_per_replica and job is not None
+        readers = Readers(workers, job, own_data=not is_for_all)
         sources = [_source(one) for one in given]
         super().__init__(sources, given, devices, input_context, options, readers, job)
 
@@ -85,15 +77,9 @@ class DistributedDatasetsFromFunction(DistributedInput):
         return (_source(self._given[0]),)
 
     @property
-    def batches_per_step(self) -> int:
-        return self._batches_per_step
-
-    @property
-    def batches_by_worker(self) -> int | list[int]:
-        """See `DistributedInput.batches_by_worker`."""
+    def takes_batch_per_replica(self) -> bool:
         mode = self.options.experimental_replication_mode
-        is_each_one = mode is InputReplicationMode.PER_REPLICA or self.layout.are_equal
-        return self._batches_per_step if is_each_one else list(self.layout.counts)
+        return mode is not InputReplicationMode.PER_REPLICA
 
     def split(self, epoch: Epoch) -> SplitEpoch:
         return BatchPerReplica(epoch, Splitter(self.options))

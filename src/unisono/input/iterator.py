@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
-from unisono.input.lockstep import Lockstep
-from unisono.input.moving import MovingLockstep
+from unisono.input.lockstep import Lockstep, MovingLockstep
 from unisono.input.placement import PlacedBatch
 from unisono.input.prefetch import Prefetcher, Steps
-from unisono.input.sources import Progress
-from unisono.input.splits import SplitEpoch
+from unisono.input.sources.epoch import Progress
+from unisono.input.splits.steps import SplitEpoch
 from unisono.tracing import span
 
 if TYPE_CHECKING:

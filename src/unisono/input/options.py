@@ -163,7 +163,12 @@ class InputOptions:
                 "`count_samples` must be a function that returns the number of samples of a batch, "
                 f"got {in_words(self.count_samples)}."
             )
-        _check_batch_dim(self.batch_dim)
+        for leaf in flatten(self.batch_dim)[0]:
+            if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int)):
+                raise UnsupportedError(
+                    "`batch_dim` must be an int, or a structure of ints and None like a batch, got "
+                    f"{in_words(leaf)} in {in_words(self.batch_dim)}."
+                )
         name = "experimental_per_replica_buffer_size"
         check_int(name, self.experimental_per_replica_buffer_size, least=0)
         for name in ("experimental_fetch_to_device", "experimental_place_dataset_on_device"):
@@ -175,15 +180,6 @@ class InputOptions:
                 "`experimental_place_dataset_on_device` needs `experimental_fetch_to_device=False` "
                 "and `experimental_replication_mode=InputReplicationMode.PER_REPLICA`, got "
                 f"{self.experimental_fetch_to_device} and {mode}."
-            )
-
-
-def _check_batch_dim(batch_dim: Any) -> None:
-    for leaf in flatten(batch_dim)[0]:
-        if leaf is not None and (isinstance(leaf, bool) or not isinstance(leaf, int)):
-            raise UnsupportedError(
-                "`batch_dim` must be an int, or a structure of ints and None like a batch, got "
-                f"{in_words(leaf)} in {in_words(batch_dim)}."
             )
 
 

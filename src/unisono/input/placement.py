@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.devices import Device, cpu_slots, this_machine
-from unisono.input.splits import SplitBatch, copied
+from unisono.input.splits.splitter import SplitBatch, copied
 from unisono.reductions import Workers
 from unisono.values import map_leaves, tensors_of
 

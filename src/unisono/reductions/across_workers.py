@@ -35,7 +35,8 @@ class AcrossWorkers(CrossDeviceOps):
         self._workers = workers
         self.communicator = workers.communicator
         self._devices = devices
-        self.num_replicas = workers.layout(len(devices)).total
+        self.layout = workers.layout(len(devices))
+        self.num_replicas = self.layout.total
 
     def close(self) -> None:
         self._local.close()
@@ -138,11 +139,6 @@ class AcrossWorkers(CrossDeviceOps):
         return layout.terms if self.is_tree_sum else layout.whole
 
     @property
-    def whole(self) -> Terms:
-        """One term per worker, of all its replicas."""
-        return self._workers.layout(len(self._devices)).whole
-
-    @property
     def share(self) -> float:
         """The number of this worker's replicas over the mean number of all workers."""
         return len(self._devices) * self.communicator.size / self.num_replicas
@@ -151,6 +147,14 @@ class AcrossWorkers(CrossDeviceOps):
     def is_tree_sum(self) -> bool:
         """Whether what reduces between the devices of this worker adds up in that order."""
         return self._local.is_tree_sum and not self._local.wants_all_gradients
+
+    def reduce_each(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
+        """Reduces a tensor of each of this worker's replicas with those of all other replicas."""
+        return self._reduce(op, [list(tensors)], [0])[0]
+
+    def gather_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns a tensor of each replica of all workers, in host memory."""
+        return [one for own in self._workers.gather_lists(tensors) for one in own]
 
     def combine_here(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
         """Lets a user's own reduction combine a value of this worker's replicas."""

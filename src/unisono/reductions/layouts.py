@@ -114,3 +114,9 @@ class ReplicaLayout:
         """What workers contribute if each combines all of its replicas itself."""
         nodes = tuple((Node(own.start, own.stop),) for own in self.ranges)
         return Terms(nodes, self.rank, self.own.start, are_plain=True)
+
+    @functools.cached_property
+    def apart(self) -> Terms:
+        """What workers contribute if each replica is a term."""
+        nodes = [tuple(Node(i, i + 1) for i in own) for own in self.ranges]
+        return Terms(tuple(nodes), self.rank, self.own.start, are_plain=False)

@@ -27,7 +27,8 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.reductions import CrossDeviceOps, Workers, dealt
+from unisono.gradients.kept_hooks import Contents, exchanged
+from unisono.reductions import CrossDeviceOps, dealt
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_leaving import Departures
 from unisono.strategies.elastic_values import (
@@ -36,12 +37,14 @@ from unisono.strategies.elastic_values import (
     ElasticValues,
     check_again,
     distributed,
+    has_gradient,
+    in_host_memory,
     lost_arguments,
 )
 from unisono.strategies.joining import forget_elastic, remember_elastic
 from unisono.strategies.known_results import Told, packed, unpacked
 from unisono.values import PerReplica, flatten, map_leaves
-from unisono.variables import KeptVariables, Leaves, Snapshot
+from unisono.variables import KeptVariables, Snapshot
 
 if TYPE_CHECKING:
     from unisono.strategies.multi_worker import MultiWorkerExtended
@@ -98,17 +101,10 @@ class ElasticJob(ElasticValues):
         # On a worker that has joined: what it got, and whether it has not trained with it yet.
         self._arrival: dict[str, Any] | None = None
         self.is_arriving = bool(members.met.stateless)
+        # The same of communication hooks.
+        self.of_hooks: Contents | None = None
         # By the code of a step, whether it adds to the gradients that earlier runs left.
         self._adds: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-
-    def add_input(self, given: Any) -> None:
-        """Lets an input know when this worker gets other replicas."""
-        self._inputs.add(given)
-
-    @property
-    def workers(self) -> Workers:
-        """The workers that there are now."""
-        return self._extended.workers
 
     def close(self) -> None:
         """Leaves the other workers."""
@@ -123,8 +119,10 @@ class ElasticJob(ElasticValues):
             while self._arrival is None:
                 try:
                     told = share_state(met.communicator, None, met.source)
-                    self._arrival = told["state"]
                     self.departures.numbers = set(told["leaving"])
+                    if told["has_hooks"]:
+                        self.of_hooks = exchanged(met.communicator, met.members, None)
+                    self._arrival = told["state"]
                 except CommunicationError as error:
                     met = self.members.meet_again(None, error)
             (self._num_commits,) = met.position
@@ -153,6 +151,8 @@ class ElasticJob(ElasticValues):
         while leaving := self.departures.ranks(self._numbers):
             if len(self._numbers) - len(leaving) < self.members.min_workers:
                 return True
+            if self._share_hooks():
+                continue
             if self.members.met.rank in leaving:
                 _log.warning("Leaving: preempted. The other workers take over and go on.")
                 self.close()
@@ -180,7 +180,7 @@ class ElasticJob(ElasticValues):
             "variables": self.variables.state(),
         }
         # If a worker is lost meanwhile, those who join may need it when others run already.
-        self._boundary = map_leaves(_kept, state)
+        self._boundary = map_leaves(in_host_memory, state)
         met, _ = self._meet(None, admits=True)
         self._move(met, start, is_undone=False)
 
@@ -204,17 +204,19 @@ class ElasticJob(ElasticValues):
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
-        had_gradients = keeps and any(map(_has_gradient, self._extended.mirrors.all_leaves))
+        had_gradients = keeps and any(map(has_gradient, self._extended.mirrors.all_leaves))
         self._snapshot.begin(keep_gradients=keeps)
         self.variables.begin()
         results: list[Any] = []
         leaves: list[PerReplica] = []
-        postponed = self._extended.mirrors.postponed
+        postponed, hooks = self._extended.mirrors.postponed, self._extended.replica_hooks
 
         def work() -> Tensor:
             args, kwargs = self._relaid(arguments, rebuild) or given
             postponed.is_on = True
             results[:] = [self._extended._run_step(fn, args, kwargs)]
+            if hooks is not None:
+                hooks.tell(self._numbers)
             leaves[:] = distributed(results[0])
             postponed.look_at([leaf.values for leaf in leaves])
             variables, is_asked = self.variables.told(), self.members.newcomers()
@@ -223,6 +225,8 @@ class ElasticJob(ElasticValues):
         def complete() -> None:
             self._snapshot.end()
             postponed.make()
+            if hooks is not None:
+                hooks.commit()
 
         def undo() -> None:
             check_again(arguments, lost)
@@ -247,6 +251,8 @@ class ElasticJob(ElasticValues):
             postponed.forget()
             postponed.is_on = False
             self.variables.end(is_complete=is_complete)
+            if hooks is not None and not is_complete:
+                hooks.restore()
         if code is not None and (had_gradients or self._extended.gradients.has_added):
             # A step that has added once may do so again: it may clear gradients in some runs only.
             self._adds[code] = self._extended.gradients.has_added or self._adds.get(code, False)
@@ -349,25 +355,29 @@ class ElasticJob(ElasticValues):
         """
         while True:
             met = self.members.meet_again((self._num_commits,), error, leaving, admits=admits)
-            if len(set(met.positions)) == 1:
-                return met, None
-            given = {
+            is_behind = met.position != (self._num_commits,)
+            hooks = self._extended.replica_hooks
+            given: dict[str, Any] = {
                 "rows": self._rows,
                 "is_asked": self._is_asked,
                 "leaving": sorted(self.departures.numbers),
                 "state": self._boundary,
+                "has_hooks": hooks is not None,
             }
             try:
-                told: Any = share_state(met.communicator, given, met.source)
+                if len(set(met.positions)) > 1:
+                    given = share_state(met.communicator, given, met.source)
+                if hooks is not None:
+                    hooks.meet(met.communicator, met.members, is_ahead=is_behind)
             except CommunicationError as again:
                 error, leaving, admits = again, (), False
                 continue
-            self._is_asked = told["is_asked"]
-            self.departures.numbers = set(told["leaving"])
-            if met.position == (self._num_commits,):
+            self._is_asked = given["is_asked"]
+            self.departures.numbers = set(given["leaving"])
+            if not is_behind:
                 return met, None
-            (self._num_commits,), self._rows = met.position, told["rows"]
-            return met, told["rows"]
+            (self._num_commits,), self._rows = met.position, given["rows"]
+            return met, self._rows
 
     def _move(self, met: Met, start: float, *, is_undone: bool) -> None:
         """Takes the replicas that this worker has now."""
@@ -386,11 +396,3 @@ class ElasticJob(ElasticValues):
             time.monotonic() - start,
         )
         self._numbers = met.members
-
-
-def _has_gradient(leaves: Leaves) -> bool:
-    return leaves.primary.grad is not None
-
-
-def _kept(leaf: Any) -> Any:
-    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -15,7 +16,7 @@ from unisono.errors import UnsupportedError
 from unisono.input import copied, filled
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
-from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout
+from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout, Workers
 from unisono.strategies.known_results import packed
 from unisono.values import (
     Mirrored,
@@ -30,6 +31,7 @@ from unisono.values import (
 if TYPE_CHECKING:
     from unisono.cluster.elastic import ElasticMembers
     from unisono.strategies.multi_worker import MultiWorkerExtended
+    from unisono.variables import Leaves
 
 T = TypeVar("T")
 
@@ -57,6 +59,8 @@ class ElasticValues:
     if TYPE_CHECKING:
         generation: int
         _extended: MultiWorkerExtended
+        _inputs: weakref.WeakSet[Any]
+        _numbers: tuple[int, ...]
         _is_busy: bool
         is_arriving: bool
 
@@ -114,6 +118,15 @@ class ElasticValues:
         ]
         return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
 
+    def add_input(self, given: Any) -> None:
+        """Lets an input know when this worker gets other replicas."""
+        self._inputs.add(given)
+
+    @property
+    def workers(self) -> Workers:
+        """The workers that there are now."""
+        return self._extended.workers
+
     @property
     def layout(self) -> ReplicaLayout:
         """Which replicas each worker has."""
@@ -138,6 +151,18 @@ class ElasticValues:
         if self.is_arriving:
             return tensor
         return self.transact(lambda: self._extended.workers.of_chief(tensor), _nothing)
+
+    def _share_hooks(self) -> bool:
+        """Before workers leave: all get what the communication hooks of all replicas keep.
+
+        Returns:
+            Whether not all had it.
+        """
+        hooks = self._extended.replica_hooks
+        if hooks is None or hooks.are_known:
+            return False
+        self.transact(lambda: hooks.meet(self.workers.communicator, self._numbers), _nothing)
+        return True
 
     def _checked(self, value: PerReplica) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""
@@ -205,6 +230,16 @@ class Busy:
 
 def _to(place: torch.device, leaf: Any) -> Any:
     return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
+
+
+def has_gradient(leaves: Leaves) -> bool:
+    """Whether the program sees a gradient of a parameter."""
+    return leaves.primary.grad is not None
+
+
+def in_host_memory(leaf: Any) -> Any:
+    """Returns a copy of a tensor there; what is no tensor stays what it is."""
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 def _nothing() -> None:

@@ -22,11 +22,10 @@ from unisono.contexts import (
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
 from unisono.engines import CallerThread
-from unisono.errors import ContextError, UnsupportedError
 from unisono.functions import Captures, Function
 from unisono.gradients import GradientReducer
-from unisono.hooks import WorkersGroup
-from unisono.hooks.hook import CommHook, HookFunction
+from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.hooks.hook import CommHook
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
 from unisono.reductions import (
     AcrossWorkers,
@@ -35,6 +34,7 @@ from unisono.reductions import (
     predicted_cost,
 )
 from unisono.strategies.counting import Counting
+from unisono.strategies.hooking import HookMethods
 from unisono.strategies.own_process import OwnProcess
 from unisono.strategies.reducing import ReduceMethods
 from unisono.strategies.runner import Runner, unpack
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
 
 
-class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
+class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods, HookMethods):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -128,13 +128,13 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
             workers=self.workers,
             synchronize_batch_norm=synchronize_batch_norm,
         )
+        # What gradients pass through on their way between workers, if the program has said so.
+        self._hook: CommHook | ReplicaHooks | None = None
         self._lay_out(devices, cross_device_ops)
         # A single replica, too, has its gradients pass through a reduction that wants all of them.
         self.mirrors.is_single &= not self._local_ops.wants_all_gradients
         if not self.mirrors.is_single:
             watch_torch()
-        # Whether gradients pass through a communication hook.
-        self.has_hook = False
         self._num_runs = 0
         # A single replica shares nothing, and runs on the thread of its caller.
         self._run_lock: AbstractContextManager[Any] = (
@@ -150,14 +150,7 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         self.cross_device_ops = self._local_ops = ops = ops.in_strategy()
         if self.workers.are_many:
             self.cross_device_ops = AcrossWorkers(ops, self.workers, devices)
-        self.gradients = GradientReducer(
-            self.mirrors,
-            devices,
-            self.cross_device_ops,
-            self.reduce_gradients,
-            self.options,
-            predicted_cost(ops, devices, self._tuning),
-        )
+        self.gradients = self._reducer()
         self._runner = Runner(
             devices, self.workers, is_serial=self._is_serial, num_intraop=self._num_intraop
         )
@@ -166,6 +159,20 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         self.counting = Counting(devices, self.workers, is_moving=is_moving)
         places = _memories(devices)[1]
         self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
+
+    def _reducer(self) -> GradientReducer:
+        """Makes what reduces gradients."""
+        ops, hook, cost = self.cross_device_ops, self._hook, None
+        if hook is None:
+            cost = predicted_cost(self._local_ops, self._devices, self._tuning)
+        else:
+            # A single worker, too, has its gradients pass through the hook.
+            ops = across = AcrossWorkers(self._local_ops, self.workers, self._devices)
+            if isinstance(hook, ReplicaHooks):
+                hook.lay_out(across, self.mirrors.places[0])
+        return GradientReducer(
+            self.mirrors, self._devices, ops, self.reduce_gradients, self.options, cost, hook
+        )
 
     def _relayout(
         self,
@@ -237,57 +244,6 @@ class StrategyExtended(OwnProcess, VariableMethods, StepMethods, ReduceMethods):
         self.mirrors.add(leaves)
         if is_inside_run():
             self.gradients.begin(self.current_weights)
-
-    @functools.cached_property
-    def process_group(self) -> WorkersGroup:
-        """The workers as a process group of torch."""
-        if self.elastic is not None:
-            raise UnsupportedError(
-                "The workers of a strategy with `elastic=True` change while the program runs, so "
-                "they are no process group. Use `all_reduce` of the replica context."
-            )
-        return WorkersGroup(self.workers.communicator)
-
-    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
-        """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
-        if self.elastic is not None:
-            raise UnsupportedError(
-                "A communication hook combines the replicas of each worker first, so its result "
-                "depends on who has which replicas. Leave out `elastic=True`, or the hook."
-            )
-        if self.has_hook:
-            raise ContextError(
-                "The strategy already has a communication hook. Register one hook that does both."
-            )
-        if self.mirrors.is_in_use:
-            raise ContextError(
-                "A communication hook was registered after a model or variable was made in the "
-                "scope. Call `register_comm_hook()` right after making the strategy."
-            )
-        if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
-            raise UnsupportedError(
-                "A communication hook computes the mean or sum of gradients, but "
-                f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
-            )
-        communicator = self.workers.communicator
-        self.gradients = GradientReducer(
-            self.mirrors,
-            self._devices,
-            AcrossWorkers(self._local_ops, self.workers, self._devices),
-            self.reduce_gradients,
-            self.options,
-            hook=CommHook(
-                self.process_group if state is None else state,
-                hook,
-                f"worker {communicator.rank} of {communicator.size}",
-            ),
-        )
-        watch_torch()
-        # A single replica, too, has its gradients pass through the hook.
-        self.mirrors.is_single = False
-        self.mirrors.is_in_use = True
-        self._run_lock = threading.Lock()
-        self.has_hook = True
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

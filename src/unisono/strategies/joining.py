@@ -325,7 +325,8 @@ def _forget_others(current: Joined) -> None:
     with _lock:
         for place, joined in list(_stores.items()):
             if joined is not current and not joined.users:
-                del _stores[place]
+                # Garbage that is not collected yet may hold it.
+                _stores.pop(place).store.close()
 
 
 def led_by(membership: Membership, rank: int) -> Membership:

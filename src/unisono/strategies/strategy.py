@@ -249,7 +249,10 @@ class Strategy(InputMethods):
 
     @property
     def process_group(self) -> WorkersGroup:
-        """The workers as a process group of torch, for communication hooks."""
+        """The workers as a process group of torch, for communication hooks.
+
+        In a hook that is called for each replica, its ranks are the replicas of all workers.
+        """
         return self._extended.process_group
 
     def register_comm_hook(self, state: object, hook: HookFunction) -> None:
@@ -260,11 +263,18 @@ class Strategy(InputMethods):
         replicas of this worker; what it returns becomes the gradient. It must be registered before
         anything is made in the scope, by all workers, and only once.
 
+        With `num_replicas`, it is called for each replica instead: the bucket holds the gradients
+        of the replica, the ranks of `process_group` are the replicas of all workers, and each
+        replica has its own copy of `state` and of `hook`. So the bits do not depend on the layout.
+
         Args:
             state: What the hook is given first. None stands for `process_group`.
-            hook: Called as `hook(state, bucket)` with a `GradBucket`. It returns the mean over the
-                workers as a flat tensor, or a future of it. torch's own hooks fit, and those of
+            hook: Called as `hook(state, bucket)` with a `GradBucket`. It returns the mean over all
+                ranks as a flat tensor, or a future of it. torch's own hooks fit, and those of
                 `unisono.hooks`.
+
+        Raises:
+            UnsupportedError: If the hook keeps something that cannot be copied for each replica.
         """
         self._check_cross_replica("register_comm_hook()")
         self._extended.register_comm_hook(state, hook)

@@ -13,8 +13,7 @@ from unisono.values.structure import (
     take_apart,
     tensors_of,
 )
-from unisono.values.tensor_like import TensorLike, replica_seen, set_replica_seen
-from unisono.values.tensors import as_tensor
+from unisono.values.tensor_like import TensorLike, as_tensor, replica_seen, set_replica_seen
 
 __all__ = [
     "DistributedValues",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from unisono.kernels import result_dtype
 from unisono.options import ReduceOp
-from unisono.values.tensors import as_tensor
+from unisono.values.tensor_like import as_tensor
 
 
 def factors_of(op: ReduceOp, counts: Sequence[int]) -> tuple[float, ...]:
@@ -48,12 +48,10 @@ def weighed_tensor(op: ReduceOp, tensor: Tensor, factor: float) -> Tensor:
         return tensor * factor
     if op in (ReduceOp.SUM, ReduceOp.MEAN):
         return torch.zeros_like(tensor)
-    return torch.full_like(tensor, 1 if op is ReduceOp.PROD else _limit(op, tensor.dtype))
-
-
-def _limit(op: ReduceOp, dtype: torch.dtype) -> float | int:
-    is_min = op is ReduceOp.MIN
-    if dtype.is_floating_point:
-        return torch.inf if is_min else -torch.inf
-    info = torch.iinfo(dtype)
-    return info.max if is_min else info.min
+    if op is ReduceOp.PROD:
+        return torch.ones_like(tensor)
+    least, most = -torch.inf, torch.inf
+    if not tensor.dtype.is_floating_point:
+        info = torch.iinfo(tensor.dtype)
+        least, most = info.min, info.max
+    return torch.full_like(tensor, most if op is ReduceOp.MIN else least)

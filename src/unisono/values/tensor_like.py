@@ -11,9 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
-from unisono.errors import UnsupportedAttributeError, UnsupportedError
+from unisono.arguments import in_words
+from unisono.errors import ReplicaMismatchError, UnsupportedAttributeError, UnsupportedError
 from unisono.torch_private import pytree
 
 # Methods that concern the tensor itself, not its value.
@@ -53,8 +56,11 @@ def _both(op: Callable[[Any, Any], Any]) -> tuple[Callable[[Any, Any], Any], ...
     return _binary(op), lambda self, other: op(other, self.seen())
 
 
-class TorchArgument:
-    """Can be passed to torch functions, which use what the running code sees of it."""
+class TensorLike:
+    """Has the operators, methods and attributes of a tensor, but cannot be changed in place.
+
+    It can be passed to torch functions, which use what the running code sees of it.
+    """
 
     __slots__ = ()
 
@@ -85,31 +91,23 @@ class TorchArgument:
         if name.endswith("_") and not name.endswith("__"):
             written += [*args[:1], kwargs.get("input"), kwargs.get("tensor")]
         for one in written:
-            if isinstance(one, TorchArgument):
+            if isinstance(one, TensorLike):
                 one._refuse_change(name)
-        ours: list[TorchArgument] = []
+        ours: list[TensorLike] = []
 
         def seen(leaf: Any) -> Any:
-            if not isinstance(leaf, TorchArgument):
+            if not isinstance(leaf, TensorLike):
                 return leaf
             ours.append(leaf)
             return leaf.seen()
 
-        args, kwargs = pytree.tree_map(seen, (args, kwargs), is_leaf=_is_ours)
+        args, kwargs = pytree.tree_map(
+            seen, (args, kwargs), is_leaf=lambda leaf: isinstance(leaf, TensorLike)
+        )
         result = func(*args, **kwargs)
         for one in ours:
             result = one.apart(result)
         return result
-
-
-def _is_ours(leaf: Any) -> bool:
-    return isinstance(leaf, TorchArgument)
-
-
-class TensorLike(TorchArgument):
-    """Has the operators, methods and attributes of a tensor, but cannot be changed in place."""
-
-    __slots__ = ()
 
     def numpy(self) -> Any:
         """Returns a copy of what the running code sees, as a NumPy array."""
@@ -182,3 +180,34 @@ class TensorLike(TorchArgument):
     __and__, __rand__ = _both(operator.and_)
     __or__, __ror__ = _both(operator.or_)
     __xor__, __rxor__ = _both(operator.xor)
+
+
+def as_tensor(value: Any) -> Tensor:
+    """Reads a tensor, an array with `__dlpack__` or `__array__`, a number, or a list of numbers.
+
+    Arrays are shared, not copied, if torch can view their memory. For a distributed value, it
+    returns the component that the running code sees.
+    """
+    if isinstance(value, Tensor):
+        return value
+    try:
+        if isinstance(value, TensorLike):
+            return as_tensor(value.seen())
+        if hasattr(value, "__dlpack__") and not isinstance(value, (np.ndarray, np.generic)):
+            return from_dlpack(value)
+        if hasattr(value, "__array__"):
+            return torch.from_numpy(_viewable(np.asarray(value)))
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError, BufferError) as error:
+        raise ReplicaMismatchError(
+            f"Cannot read {in_words(value)} of type {type(value).__name__} as a tensor: {error}. "
+            "Give a tensor, a number, or anything with `__dlpack__` or `__array__`."
+        ) from error
+
+
+def _viewable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Copies an array that torch cannot view: read-only, odd strides, foreign byte order."""
+    if not array.dtype.isnative:
+        return array.astype(array.dtype.newbyteorder("="))
+    is_odd = any(stride < 0 or stride % array.itemsize for stride in array.strides)
+    return array.copy() if is_odd or not array.flags.writeable else array

@@ -1,8 +1,6 @@
 """State that all replicas share: modules, their gradients, and what updates them."""
 
-from unisono.variables.assignable import Component
 from unisono.variables.attributes import TORCH_TABLES, Contents, raw
-from unisono.variables.containers import variable_of
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
@@ -11,11 +9,11 @@ from unisono.variables.leaves import Leaves, Mark
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
-from unisono.variables.settings import Settings
-from unisono.variables.shares import watch_updates
-from unisono.variables.snapshot import Snapshot
-from unisono.variables.undoing import undone
+from unisono.variables.snapshot import Snapshot, undone
+from unisono.variables.trained import variable_of
+from unisono.variables.updates import Settings, watch_updates
 from unisono.variables.variable import Variable
+from unisono.variables.writes import Component
 
 __all__ = [
     "TORCH_TABLES",

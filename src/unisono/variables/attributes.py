@@ -9,6 +9,7 @@ import operator
 import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ from unisono.variables.metrics import is_metric, is_own
 # Attributes of torch itself, such as hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
 
-_TABLES_OF_OWN = ("_parameters", "_modules")
+TABLES_OF_OWN = ("_parameters", "_modules")
 _KINDS: tuple[type, ...] = (list, OrderedDict, dict, set, deque)
 # What recurrent layers of torch work out from their parameters.
 _CACHES = frozenset({"_flat_weights", "_flat_weight_refs"})
@@ -69,18 +70,16 @@ class Contents:
         )
 
 
+@dataclass(eq=False)
 class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
-    __slots__ = ("content", "copies", "firsts", "kind", "original")
-
-    def __init__(self, original: Any, kind: type, copies: list[Any]) -> None:
-        self.original = original
-        self.kind = kind
-        self.copies = copies
-        # What it held when the copies were last filled, and what replica 0 was given of it.
-        self.content: list[Any] = []
-        self.firsts: list[Any] = []
+    original: Any
+    kind: type
+    copies: list[Any]
+    # What it held when the copies were last filled, and what replica 0 was given of it.
+    content: list[Any] = field(default_factory=list)
+    firsts: list[Any] = field(default_factory=list)
 
     def parts(self) -> list[Any]:
         """Returns what the container holds now; of a dict its keys, then its values."""
@@ -91,23 +90,16 @@ class _Copied:
         held = self.original
         return [held.keys(), held.values()] if issubclass(self.kind, dict) else [held]
 
-    def is_as_it_was(self) -> bool:
-        return _are_same(self.parts(), self.content)
-
     def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
         for copied, parts in zip(self.copies, own_parts, strict=True):
-            if issubclass(self.kind, dict):
+            kind: Any = self.kind
+            kind.clear(copied)
+            if issubclass(kind, dict):
                 half = len(parts) // 2
-                self.kind.clear(copied)
-                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
-            elif self.kind is set:
-                set.clear(copied)
-                set.update(copied, parts)
-            elif self.kind is deque:
-                deque.clear(copied)
-                deque.extend(copied, parts)
+                kind.update(copied, zip(parts[:half], parts[half:], strict=True))
             else:
-                list.__setitem__(copied, slice(None), parts)
+                fill = kind.update if kind is set else kind.extend
+                fill(copied, parts)
 
 
 class Attributes:
@@ -134,7 +126,9 @@ class Attributes:
         """Call it before attributes are given to the replicas."""
         self._visited = set()
         self._changed = {
-            identity for identity, one in self._known.items() if not one.is_as_it_was()
+            identity
+            for identity, one in self._known.items()
+            if not are_same(one.parts(), one.content)
         }
 
     def end(self) -> None:
@@ -151,7 +145,11 @@ class Attributes:
         for name, value in (*raw(module).items(), *slots.items()):
             if name == "_buffers" or is_own(raw(module), name):
                 continue
-            seen = self._seen_attribute(name, value)
+            if name in TABLES_OF_OWN:
+                seen = [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
+            else:
+                is_shared = name in TORCH_TABLES
+                seen = [value] * self._num_replicas if is_shared else self.seen(value)
             now[name] = (id(value), seen[0])
             before = given.get(name)
             is_known = before is not None and before[0] == id(value) and before[1] is seen[0]
@@ -186,11 +184,6 @@ class Attributes:
                         "next one."
                     )
 
-    def _seen_attribute(self, name: str, value: Any) -> list[Any]:
-        if name in _TABLES_OF_OWN:
-            return [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
-        return [value] * self._num_replicas if name in TORCH_TABLES else self.seen(value)
-
     def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
         """Returns what each replica sees in place of each of some values."""
         return list(zip(*map(self.seen, parts), strict=True)) or [()] * self._num_replicas
@@ -213,7 +206,7 @@ class Attributes:
 
     def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any]:
         own_parts = self._own(value)
-        if all(_are_same(parts, value) for parts in own_parts):
+        if all(are_same(parts, value) for parts in own_parts):
             return [value] * self._num_replicas
         cls: Any = type(value)
         if cls is tuple:
@@ -237,7 +230,7 @@ class Attributes:
         if any(map(self.is_changed, content)):
             self._changed.add(id(value))
         firsts = list(own_parts[0])
-        if id(value) in self._changed or not _are_same(firsts, one.firsts):
+        if id(value) in self._changed or not are_same(firsts, one.firsts):
             one.fill(own_parts)
         one.content, one.firsts = content, firsts
         return one
@@ -287,5 +280,6 @@ def _shallow_copies(value: Any, number: int) -> list[Any] | None:
     return copies if are_good else None
 
 
-def _are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    """Whether two lists hold the very same objects, in the same order."""
     return len(some) == len(others) and all(map(operator.is_, some, others))

@@ -26,17 +26,6 @@ def synchronized_batch_norm(
 ) -> Tensor:
     """Does what `functional.batch_norm` does in training, over the batches of all replicas."""
     context.notes.num_batch_norms += 1
-    output, mean, squares, count = _normalized(context, input, eps)
-    _keep_statistics(running_mean, running_var, mean, squares, count, momentum)
-    if weight is not None:
-        output = output * _spread(weight, input)
-    return output if bias is None else output + _spread(bias, input)
-
-
-def _normalized(
-    context: ReplicaContext, input: Tensor, eps: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the output, and the mean, sum of squares and count of all replicas."""
     dims = [dim for dim in range(input.dim()) if dim != 1]
     num_values = input.new_tensor(input.numel() // max(1, input.shape[1]))
     total, count = context.all_reduce(ReduceOp.SUM, [input.sum(dims), num_values])
@@ -44,27 +33,19 @@ def _normalized(
     centered = input - _spread(mean, input)
     squares = context.all_reduce(ReduceOp.SUM, centered.square().sum(dims))
     output = centered * _spread(torch.rsqrt(squares / count + eps), input)
-    return output, mean.detach(), squares.detach(), count
+    with torch.no_grad():
+        if running_mean is not None:
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+        if running_var is not None:
+            unbiased = squares / (count - 1).clamp(min=1)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+    if weight is not None:
+        output = output * _spread(weight, input)
+    return output if bias is None else output + _spread(bias, input)
 
 
 def _spread(per_channel: Tensor, like: Tensor) -> Tensor:
     return per_channel.reshape([1, -1] + [1] * (like.dim() - 2))
-
-
-@torch.no_grad()
-def _keep_statistics(
-    running_mean: Tensor | None,
-    running_var: Tensor | None,
-    mean: Tensor,
-    squares: Tensor,
-    count: Tensor,
-    momentum: float,
-) -> None:
-    if running_mean is not None:
-        running_mean.lerp_(mean.to(running_mean.dtype), momentum)
-    if running_var is not None:
-        unbiased = squares / (count - 1).clamp(min=1)
-        running_var.lerp_(unbiased.to(running_var.dtype), momentum)
 
 
 class SynchronizedBatchNorm:

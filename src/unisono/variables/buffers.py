@@ -15,7 +15,6 @@ large buffer of another shape has changed if torch has counted a write.
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from itertools import chain
@@ -28,11 +27,16 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.variables.attributes import raw
+from unisono.variables.attributes import are_same, raw
 from unisono.variables.leaves import fit_for_training
-from unisono.variables.loose_buffers import LooseBuffer, Written, is_like
-from unisono.variables.restructured import Restructured
-from unisono.variables.statistics import Statistics, chosen_of, mean_of
+from unisono.variables.statistics import (
+    LooseBuffer,
+    Restructured,
+    Statistics,
+    Written,
+    is_like,
+    mean_of,
+)
 
 Named = dict[str, Tensor | None]
 
@@ -85,7 +89,7 @@ class Buffers:
         attributes = [[raw(own[i]) for _, own in pairs] for i in range(len(self._places))]
         clones = [[one["_buffers"] for one in own] for own in attributes]
         now = [*primaries, *chain(*clones)]
-        if len(now) != len(before) or not all(map(operator.is_, now, before)):
+        if not are_same(now, before):
             # Before the rest, because Ctrl-C may come between.
             self._is_laid_out = False
         self._modules = [weakref.ref(module) for module, _ in pairs]
@@ -117,11 +121,13 @@ class Buffers:
         with fit_for_training():
             replaced, others = self._take_in()
             taken = {id(given) for given, _ in replaced}
+            are_many, is_recorded = self._workers.are_many, recorder is not None
             loose = [
                 one
                 for one in self._loose.values()
                 if not taken.isdisjoint(map(id, one.parts))
-                or one.is_written(by_others=self._are_unseen(one, recorder))
+                # Writes cannot be seen on other workers, or without waiting.
+                or one.is_written(by_others=self._train(one.owners) if are_many else is_recorded)
             ]
             are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
             return Written(replaced, others, loose, are_flats)
@@ -136,7 +142,7 @@ class Buffers:
             return
         try:
             with fit_for_training(), span("reduce", "buffers"):
-                self._bring(weights, *written)
+                self._bring(weights, written)
         except UnequalCollectivesError as error:
             add_note(error, self._explanation(written.others, written.loose))
             raise
@@ -155,31 +161,24 @@ class Buffers:
         """After a replay, whose writes torch has not counted: the next run gives all buffers."""
         self._is_open, self._is_replayed = False, True
 
-    def _bring(
-        self,
-        weights: Sequence[float],
-        replaced: list[tuple[Tensor, Tensor]],
-        others: list[tuple[int, str]],
-        loose: list[LooseBuffer],
-        are_flats: bool,  # noqa: FBT001
-    ) -> None:
-        for given, found in replaced:
+    def _bring(self, weights: Sequence[float], written: Written) -> None:
+        for given, found in written.replaced:
             given.copy_(found.detach())
-        if are_flats:
+        if written.are_flats:
             self._flats.bring_together(weights)
-        for one in loose:
+        for one in written.loose:
             if one.primary.is_floating_point() and one.primary.layout is torch.strided:
                 combined = mean_of(one.parts, weights, self._workers)
             else:
-                combined = chosen_of(one.parts, self._workers)
+                combined = self._workers.of_chief(one.parts[0])
             with torch.inference_mode(mode=one.primary.is_inference()):
                 if one.primary.shape != combined.shape:
                     one.primary.resize_(combined.shape)
                 one.primary.copy_(combined)
-        if others:
+        if written.others:
             modules = [module() for module in self._modules]
-            restructured = Restructured(modules, self._primaries, self._attributes, others)
-            restructured.settle(weights, self._workers)
+            tables = self._primaries, self._attributes
+            Restructured(modules, *tables, written.others).settle(weights, self._workers)
 
     def _are_none(self) -> bool:
         """Whether neither modules nor clones have a buffer, which is quick to check."""
@@ -191,8 +190,7 @@ class Buffers:
         tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         return (
             self._is_laid_out
-            and len(tensors) == len(self._tensors)
-            and all(map(operator.is_, tensors, self._tensors))
+            and are_same(tensors, self._tensors)
             and list(chain.from_iterable(self._primaries)) == self._names
             and [tensor.data_ptr() for tensor in _tensors(tensors)] == self._addresses
             and all(module() is not None for module in self._modules)
@@ -271,10 +269,8 @@ class Buffers:
         others: set[tuple[int, str]] = set()
         for i, clones in enumerate(self._clones):
             found = list(chain.from_iterable(map(dict.values, clones)))
-            is_same = len(found) == len(self._given[i]) and all(
-                map(operator.is_, found, self._given[i])
-            )
-            is_same = is_same and [one.shape for one in _tensors(found)] == self._shapes
+            shapes = [one.shape for one in _tensors(found)]
+            is_same = are_same(found, self._given[i]) and shapes == self._shapes
             if not is_same or list(chain.from_iterable(clones)) != self._names:
                 others.update(self._take_replaced(i, replaced))
         return replaced, sorted(others)
@@ -292,9 +288,13 @@ class Buffers:
                 found = clone.get(name)
                 if found is given and name in clone and is_like(found, before):
                     pass
-                elif self._is_resized(before, found, given):
-                    assert before is not None
-                    assert found is not None
+                elif (
+                    before is not None
+                    and found is not None
+                    and found is given
+                    and id(before) not in self._loose
+                ):
+                    # A flat buffer, which has another size than before.
                     raise UnsupportedError(
                         f"The buffer {self._name_of(before)} was resized in place during a step, "
                         f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
@@ -311,16 +311,9 @@ class Buffers:
                     clone[name] = given
                 place += 1
 
-    def _is_resized(
-        self, before: Tensor | None, found: Tensor | None, given: Tensor | None
-    ) -> bool:
-        """Whether a flat buffer is the one that was given, and has another size than before."""
-        is_given = before is not None and found is not None and found is given
-        return is_given and id(before) not in self._loose
-
     def _is_written(self) -> bool:
         """Whether small buffers may have been written; on many workers, all find the same."""
-        if not self._flats.is_any:
+        if not self._flats.flats:
             return False
         if self._versions != self._count_writes():
             return True
@@ -329,12 +322,6 @@ class Buffers:
         if is_unseen and self._train(self._owners_of_vectors):
             return True
         return self._is_on_host and self._flats.differ()
-
-    def _are_unseen(self, one: LooseBuffer, recorder: Any) -> bool:
-        """Whether writes to a buffer cannot be seen: on other workers, or without waiting."""
-        if self._workers.are_many:
-            return self._train(one.owners)
-        return recorder is not None
 
     def _train(self, modules: Iterable[int]) -> bool:
         """Whether one of some modules, given by their places, is in training mode."""

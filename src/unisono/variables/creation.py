@@ -16,7 +16,6 @@ from torch.optim import Optimizer, lr_scheduler
 from unisono.contexts import current_replica
 from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import raw
-from unisono.variables.clipping import let_clipping_be_known
 from unisono.variables.for_all import average_once
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirror import mirror_of
@@ -24,11 +23,11 @@ from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import (
     check_metric,
-    note_made_in_step,
+    made_in_steps,
     note_maker,
     refuse_outsiders,
 )
-from unisono.variables.torch_calls import watch_calls
+from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
 
 
 class _Scopes(threading.local):
@@ -79,7 +78,8 @@ def _install_hooks() -> None:
     registration.register_module_module_registration_hook(_on_registered)
     for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
         _wrap_init(cls)
-    _find_modules()
+    for name in ("__init__", "__setstate__"):
+        _wrap_making(name, getattr(nn.Module, name))
     average_once()
 
 
@@ -152,13 +152,9 @@ def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | Non
         _scopes.open[-1][1].update((id(one), one) for one in modules)
 
 
-def _find_modules() -> None:
-    """Lets modules be found that register nothing, as metrics do, and copies of modules."""
-    for name in ("__init__", "__setstate__"):
-        _wrap_making(name, getattr(nn.Module, name))
-
-
 def _wrap_making(name: str, make: Any) -> None:
+    """Lets modules be found that register nothing, as metrics do, and copies of modules."""
+
     @functools.wraps(make)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
@@ -177,7 +173,7 @@ def _wrap_init(cls: type) -> None:
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         if current_replica() is not None:
-            note_made_in_step(self)
+            made_in_steps.add(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:
@@ -191,10 +187,7 @@ def _mirrors_for(made: Any) -> Mirrors | None:
     if _scopes.open:
         return _scopes.open[-1][0]
     if isinstance(made, Optimizer):
-        return next((m for m in _all_mirrors if _works_on(made, m)), None)
+        parameters = parameters_of(made)
+        return next((one for one in _all_mirrors if any(map(one.owns, parameters))), None)
     optimizer = getattr(made, "optimizer", None)
     return None if optimizer is None else owner_of(optimizer)
-
-
-def _works_on(optimizer: Optimizer, mirrors: Mirrors) -> bool:
-    return any(map(mirrors.owns, parameters_of(optimizer)))

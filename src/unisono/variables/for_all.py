@@ -11,17 +11,11 @@ from torch import nn
 from torch.optim import swa_utils
 
 from unisono.arguments import check_callable
-from unisono.contexts import (
-    CrossReplicaContext,
-    ReplicaContext,
-    Replicas,
-    current_replica,
-    entered,
-)
+from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
-from unisono.variables.loose_buffers import Written
+from unisono.variables.statistics import Written
 
 T = TypeVar("T")
 
@@ -94,7 +88,8 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     context = current_replica()
     if context is None:
         return fn(*args, **kwargs)
-    if context.replicas.mirrors.is_single and context.meeting.recorder is None:
+    mirrors = context.replicas.mirrors
+    if mirrors.is_single and context.meeting.recorder is None:
         return fn(*args, **kwargs)
 
     written: Written | None = None
@@ -102,21 +97,28 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
     def work(given: list[Any]) -> list[Any]:
         nonlocal written
         with no_torch_function():
-            _begin(context.replicas)
-            buffers = context.replicas.mirrors.buffers
+            # The program's parameters show the gradients of the replicas.
+            mirrors.reduce_rest(mirrors.all_leaves)
+            for one in mirrors.all_leaves:
+                one.show_current_gradient()
             if written is None:
                 # A replay writes the same again, which torch does not count then.
                 recorder = context.meeting.recorder
-                written = buffers.find_written(recorder)
+                written = mirrors.buffers.find_written(recorder)
                 if written.others and recorder is not None:
                     recorder.refuse(f"a buffer becomes another before once({name})")
-            buffers.bring_together(context.replicas.current_weights, written)
+            mirrors.buffers.bring_together(context.replicas.current_weights, written)
         results = _call(context, fn, given)
         with no_torch_function():
-            _end(context.replicas)
+            # The replicas get what became of the program's modules.
+            for one in mirrors.all_leaves:
+                one.take_from_primary()
+            generation = mirrors.generation
+            mirrors.refresh()
+            if mirrors.generation != generation:
+                context.replicas.gradients.begin(context.replicas.current_weights)
         return results
 
-    mirrors = context.replicas.mirrors
     own = _of_program(mirrors, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
     fn = _method_of_program(mirrors, fn)
@@ -143,25 +145,6 @@ def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> 
         result = fn(*args, **kwargs)
     replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
-
-
-def _begin(replicas: Replicas) -> None:
-    """Makes the program's parameters show the gradients of the replicas."""
-    owners = replicas.mirrors.all_leaves
-    replicas.mirrors.reduce_rest(owners)
-    for one in owners:
-        one.show_current_gradient()
-
-
-def _end(replicas: Replicas) -> None:
-    """Copies the changes of the program's modules to the replicas."""
-    mirrors = replicas.mirrors
-    for one in mirrors.all_leaves:
-        one.take_from_primary()
-    generation = mirrors.generation
-    mirrors.refresh()
-    if mirrors.generation != generation:
-        replicas.gradients.begin(replicas.current_weights)
 
 
 def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:

@@ -1,14 +1,30 @@
-"""Subclasses that objects have while replicas run."""
+"""Subclasses that objects have while replicas run.
+
+In the thread of a replica, a module is the clone of that replica, and its parameters are leaves of
+the replica. A parameter that the step kept from before the run, such as a variable of a closure, is
+the primary itself. While replicas run, primaries therefore have a subclass of their class, whose
+functions use the leaf instead. Leaves have the class of torch, so nothing is slower where a step
+uses a module.
+"""
 
 from __future__ import annotations
 
 import collections
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+from torch.optim import optimizer
+
+from unisono.contexts import current_replica
+from unisono.errors import ContextError
 from unisono.sharing import computed_once
+from unisono.torch_private import no_torch_function_of_subclasses
+from unisono.variables.leaves import Leaves
+from unisono.variables.mirror import mirror_of
 
 _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
@@ -143,3 +159,125 @@ def set_classes(targets: Iterable[Any], classes: Iterable[type]) -> None:
     """Gives each object the class that stands in its place."""
     # One loop in C, which Ctrl-C cannot interrupt halfway.
     collections.deque(map(_set_class, targets, classes), maxlen=0)
+
+
+class Redirect(Front):
+    """Comes before the user's class in a primary module for as long as replicas run.
+
+    In the thread of a replica, every attribute is that of the replica's clone: parameters,
+    submodules, methods and `forward`, also through references that were kept before the run.
+    Clones have the user's own class, so nothing is slower inside them. In other threads, and
+    where code runs once for all replicas, the module is itself.
+    """
+
+    def __getattribute__(self, name: str) -> Any:
+        clone = _clone(self)
+        return super().__getattribute__(name) if clone is None else getattr(clone, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        clone = _clone(self)
+        if clone is None:
+            super().__setattr__(name, value)
+        else:
+            setattr(clone, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        clone = _clone(self)
+        if clone is None:
+            super().__delattr__(name)
+        else:
+            delattr(clone, name)
+
+
+def _clone(module: Any) -> Any:
+    context = current_replica()
+    if context is None:
+        return None
+    clone = context.replicas.mirrors.clones[context.local_id].get(id(module))
+    if clone is None and mirror_of(module) is not None:
+        raise ContextError(
+            f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
+            "so its replicas would share the parameters. Make it in the scope of the strategy that "
+            "runs the step."
+        )
+    return clone
+
+
+class Captured(nn.Parameter):
+    """The class of primary parameters while replicas run."""
+
+    __slots__ = ()
+
+    def __new__(cls, data: Any = None, requires_grad: bool = True) -> Any:  # noqa: FBT001, FBT002
+        """Makes a plain parameter, because a copy is not a primary."""
+        return nn.Parameter(data, requires_grad)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """The class that it has outside a run."""
+        return nn.Parameter
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Calls a function with the leaves of the replica; outside a replica, as it is."""
+        kwargs = kwargs or {}
+        context = current_replica()
+        if context is not None:
+            own = context.replicas.mirrors.stand_ins[context.local_id]
+            try:
+                args, kwargs = _with_leaves((args, kwargs), own)
+            except KeyError:
+                # A parameter of another strategy has no leaf here.
+                pass
+            else:
+                return func(*args, **kwargs)
+        with no_torch_function_of_subclasses():
+            return func(*args, **kwargs)
+
+
+def _with_leaves(value: Any, own: dict[int, nn.Parameter]) -> Any:
+    kind = type(value)
+    if kind is Captured:
+        return own[id(value)]
+    if kind is tuple or kind is list:
+        return kind(_with_leaves(one, own) for one in value)
+    if kind is dict:
+        return {name: _with_leaves(one, own) for name, one in value.items()}
+    return value
+
+
+# Optimizers update many parameters at once only if they know their class.
+optimizer._foreach_supported_types.append(Captured)
+
+
+class CapturedParameters:
+    """The primaries of one strategy that have another class while its replicas run."""
+
+    def __init__(self) -> None:
+        self._present: list[nn.Parameter] = []
+        self.is_up = False
+
+    def put_up(self, leaves: Iterable[Leaves]) -> None:
+        """Before a run, and for new parameters: sets the class."""
+        self.is_up = True
+        # The primary of a variable is itself the leaf of the first replica.
+        new = [
+            one.primary
+            for one in leaves
+            if type(one.primary) is nn.Parameter and one.leaves[0] is not one.primary
+        ]
+        self._present += new
+        set_classes(new, itertools.repeat(Captured))
+
+    def take_down(self) -> None:
+        """After a run: restores the classes. Calling it again does nothing."""
+        if self.is_up:
+            set_classes(self._present, itertools.repeat(nn.Parameter))
+            self._present = []
+            self.is_up = False

@@ -53,7 +53,13 @@ class GroupCopies:
             if any(changes):
                 self._check(optimizer, changes)
                 for (number, key), value in changes[0].items():
-                    _assign(groups[number], key, value)
+                    kept = groups[number][key]
+                    are_tensors = isinstance(kept, Tensor) and isinstance(value, Tensor)
+                    if are_tensors and kept.shape == value.shape:
+                        # A tensor may be known elsewhere, to a captured graph for example.
+                        kept.detach().copy_(value)
+                    else:
+                        groups[number][key] = value
 
     def renew(self) -> None:
         """After something was done for all replicas: they see what has become of the groups."""
@@ -133,15 +139,6 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and torch.equal(one, other.to(one.device))
     return type(one) is type(other) and bool(one == other)
-
-
-def _assign(group: dict[str, Any], key: str, value: Any) -> None:
-    kept = group[key]
-    if isinstance(kept, Tensor) and isinstance(value, Tensor) and kept.shape == value.shape:
-        # A tensor may be known elsewhere, to a captured graph for example.
-        kept.detach().copy_(value)
-    else:
-        group[key] = value
 
 
 class SeenState(defaultdict[Any, Any]):

@@ -16,9 +16,8 @@ from torch import Tensor
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
 from unisono.reductions import ReplicaLayout
-from unisono.variables.containers import remember
 from unisono.variables.leaves import fit_for_training
-from unisono.variables.trained import VariableLeaves
+from unisono.variables.trained import VariableLeaves, remember
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:

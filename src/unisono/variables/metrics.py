@@ -18,12 +18,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import current_replica
-from unisono.errors import (
-    ReplicaMismatchError,
-    UnequalCollectivesError,
-    UnsupportedError,
-    add_note,
-)
+from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
@@ -151,42 +146,29 @@ class MirroredMetric(NamedTuple):
         states = {name: own[name] for name in own["_defaults"]} if own["_update_count"] else {}
         return Part(own["_update_count"], own[_WAS_RESET], states)
 
-    def take(self, parts: Sequence[Part]) -> None:
-        """Adds what all replicas have counted to the primary."""
-        num_updates, states = self.merged(parts)
-        self.attributes.update(states, _update_count=num_updates, _computed=None)
-
     def merged(self, parts: Sequence[Part], *, with_own: bool = True) -> tuple[int, dict[str, Any]]:
         """Returns the number of updates and the states of the primary and all replicas together."""
         if any(part.was_reset for part in parts) or not with_own:
-            states, num_before = self._defaults(), 0
+            num_before = 0
+            states: dict[str, Any] = {
+                name: default.detach().clone() if isinstance(default, Tensor) else []
+                for name, default in self.attributes["_defaults"].items()
+            }
         else:
-            states, num_before = self._states(), self.attributes["_update_count"]
+            states = {name: self.attributes[name] for name in self.attributes["_defaults"]}
+            num_before = self.attributes["_update_count"]
         updated = [part for part in parts if part.num_updates]
         if not updated:
             return num_before, states
-        self._check()
+        for name, reduction in self.attributes["_reductions"].items():
+            if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
+                self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
         weights = [num_before, *(part.num_updates for part in updated)]
         for name, own in states.items():
             values = [part.states[name] for part in updated]
             states[name] = self._reduced(name, own, values, weights)
         # If all replicas make one update, that is one update on one device.
         return num_before + max(part.num_updates for part in updated), states
-
-    def _states(self) -> dict[str, Any]:
-        return {name: self.attributes[name] for name in self.attributes["_defaults"]}
-
-    def _defaults(self) -> dict[str, Any]:
-        return {
-            name: default.detach().clone() if isinstance(default, Tensor) else []
-            for name, default in self.attributes["_defaults"].items()
-        }
-
-    def _check(self) -> None:
-        """Refuses metrics whose states are no sum, list or the like of what each sample gives."""
-        for name, reduction in self.attributes["_reductions"].items():
-            if reduction is None and isinstance(self.attributes["_defaults"][name], Tensor):
-                self._refuse(f"has a state {name!r} with `dist_reduce_fx=None`")
 
     def _refuse(self, why: str) -> None:
         raise UnsupportedError(
@@ -268,7 +250,8 @@ class Metrics:
             raise
         for metric in metrics:
             if metric.number in everybody:
-                metric.take(everybody[metric.number])
+                num_updates, states = metric.merged(everybody[metric.number])
+                metric.attributes.update(states, _update_count=num_updates, _computed=None)
 
 
 def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -> None:

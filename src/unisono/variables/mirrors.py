@@ -23,18 +23,14 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
-from unisono.variables.captured import CapturedParameters
-from unisono.variables.front import Fronts, plain_class
+from unisono.variables.front import CapturedParameters, Fronts, Redirect, plain_class
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
-from unisono.variables.mirror import Mirror, bare_clone, mirror_of, remember
-from unisono.variables.names import name_of
-from unisono.variables.parts import Parts
+from unisono.variables.mirror import Mirror, bare_clone, mirror_of, name_of, remember
 from unisono.variables.postponed import Postponed
-from unisono.variables.redirect import Redirect
 from unisono.variables.shared_tensors import SharedTensors
-from unisono.variables.written import Watch, let_data_be_watched
+from unisono.variables.written import Parts, Watch, let_data_be_watched
 
 T = TypeVar("T")
 
@@ -52,7 +48,7 @@ class Mirrors:
         workers: Workers,
         synchronize_batch_norm: bool = False,
     ) -> None:
-        self._workers = self.workers = workers
+        self.workers = workers
         self.shared = SharedTensors(workers)
         self.synchronizes = synchronize_batch_norm
         # By the identity of a primary, in the order of making.
@@ -101,8 +97,8 @@ class Mirrors:
         self.memories = memories
         self.places = places
         self._attributes = Attributes(len(places), self._stand_in)
-        self.buffers = Buffers(places, self._workers)
-        self.metrics = Metrics(places, self._workers)
+        self.buffers = Buffers(places, self.workers)
+        self.metrics = Metrics(places, self.workers)
         # For each replica, by the identity of a primary parameter or a leaf, its leaf.
         self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
         # For each replica, by the identity of a primary module, its clone.
@@ -127,14 +123,12 @@ class Mirrors:
                     self.showing.add(id(one.primary))
         self._leaves, self._of_generation, self._free = {}, [], []
         for mirror in self._mirrors.values():
-            mirror.replicas, mirror.given, mirror.buffers = [], {}, {}
+            mirror.replicas, mirror.given = [], {}
         self._lay_out(memories, places)
         self.is_stale = True
 
-    def adopt(self, module: nn.Module) -> None:
+    def _adopt(self, module: nn.Module) -> None:
         """Makes `module` a primary; its clones are made before the next run."""
-        if mirror_of(module) is not None:
-            return
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
@@ -151,15 +145,10 @@ class Mirrors:
     def _forget(self, identity: int) -> None:
         """Called when a primary is freed: frees its parameters and submodules, too."""
         self._mirrors.pop(identity, None)
-        if not self._workers.are_many:
+        if not self.workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
             self._tables.note([])
             self.is_stale = True
-
-    @property
-    def has_one_memory(self) -> bool:
-        """Whether all replicas of this worker share the storage of every parameter."""
-        return len(set(self.memories)) == 1
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
@@ -295,7 +284,7 @@ class Mirrors:
             self.move(module)
             self._singles[id(module)] = weakref.ref(module)
         elif mirror is None:
-            self.adopt(module)
+            self._adopt(module)
 
     def _rebuild(self) -> None:
         # Until all is done, because Ctrl-C may come between.
@@ -311,7 +300,8 @@ class Mirrors:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
         for module in primaries:
             mirror = self._mirrors[id(module)]
-            cls = self._clone_class(module)
+            cls = plain_class(type(module))
+            cls = synchronized(cls) if self.synchronizes else cls
             while len(mirror.replicas) < len(self.memories):
                 mirror.replicas.append(bare_clone(cls))
             for clone in mirror.replicas:
@@ -343,10 +333,6 @@ class Mirrors:
         if self._captured.is_up:
             self._captured.put_up(self._leaves.values())
         self.is_stale = False
-
-    def _clone_class(self, module: nn.Module) -> type[nn.Module]:
-        cls = plain_class(type(module))
-        return synchronized(cls) if self.synchronizes else cls
 
     def move(self, module: nn.Module) -> None:
         """Puts a module on the first replica's device; its parameters stay the same objects."""

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -25,13 +23,13 @@ from unisono.errors import ContextError
 from unisono.options import ReduceOp
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
+from unisono.variables.attributes import are_same
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.settings import Settings
-from unisono.variables.shares import is_plain, update_in_shares
+from unisono.variables.updates import Settings, is_plain, update_in_shares
 
 
 class _Owner:
@@ -48,18 +46,18 @@ class _Owner:
 _owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
 
 
-def do_once(
-    context: ReplicaContext, what: str, work: Callable[[], Any], settings: Settings | None = None
-) -> Any:
-    """Waits for all replicas, does the work once, and gives every replica the result."""
+def do_once(what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
+    """On a replica, waits for all, does the work once, and gives every replica the result."""
+    context = current_replica()
+    if context is None:
+        return work()
 
     def once(_: Any) -> list[Any]:
         with for_all(context), no_torch_function():
             return [work()] * context.num_local_replicas
 
-    return context.meeting.meet(
-        context.local_id, what, None, once, in_python=True, settings=settings
-    )
+    meet = context.meeting.meet
+    return meet(context.local_id, what, None, once, in_python=True, settings=settings)
 
 
 class OnceStep:
@@ -86,7 +84,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
         settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
         if not kwargs and optimizer._is_put_off(context):
             return None
-        return do_once(context, what, lambda: optimizer._update_taken(context, **kwargs), settings)
+        return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
     return _step_with_closures(optimizer, context, what, closure)
 
 
@@ -188,26 +186,31 @@ class OnceOptimizer(OnceUpdate):
             mirrors.watch.check()
             mirrors.groups.settle(1)
             take_gradients(self)
-        parameters = parameters_of(self)
-        grads = [p.grad for p in parameters]
-        held = [one for one in (*parameters, *grads, *_state_of(self)) if isinstance(one, Tensor)]
-        if any(one.layout is not torch.strided for one in held):
-            return False
+            parameters = parameters_of(self)
+            grads = [p.grad for p in parameters]
+            states = [own for own in vars(self)["state"].values() if isinstance(own, dict)]
+            state = [x for own in states for x in own.values() if isinstance(x, Tensor)]
+            held = [*parameters, *(one for one in grads if one is not None), *state]
+            if not all(one.layout is torch.strided for one in held):
+                return False
+            addresses = list(map(Tensor.data_ptr, held))
 
         def update() -> None:
-            # The step may have cleared them since then.
-            now = [p.grad for p in parameters]
-            _give_gradients(parameters, grads)
-            with for_all(context), no_torch_function():
-                self._update(None) if isinstance(self, Front) else self.step()
-            _give_gradients(parameters, now)
+            with no_torch_function():
+                # The step may have cleared them since then.
+                now = [p.grad for p in parameters]
+                _give_gradients(parameters, grads)
+                with for_all(context):
+                    self._update(None) if isinstance(self, Front) else self.step()
+                _give_gradients(parameters, now)
 
-        mirrors.postponed.put_off(update, held)
+        mirrors.postponed.put_off(update, addresses)
         return True
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         take_gradients(self)
-        is_shared = context.num_local_replicas > 1 and _mirrors_of(self).has_one_memory
+        # All replicas of this worker share the storage of every parameter.
+        is_shared = context.num_local_replicas > 1 and len(set(_mirrors_of(self).memories)) == 1
         if is_shared and not kwargs and context.meeting.recorder is None:
             own = vars(self).get("step", _step)
             if hasattr(own, "_wrapped_by_lr_sched"):
@@ -230,11 +233,8 @@ class OnceScheduler(Front):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Takes one step for all replicas."""
-        context = current_replica()
         step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
-        if context is None:
-            return step()
-        return do_once(context, f"{type(self).__name__}.step()", step)
+        return do_once(f"{type(self).__name__}.step()", step)
 
 
 class OnceScaler(Front):
@@ -251,13 +251,11 @@ class OnceScaler(Front):
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
         """Updates the scale once for all replicas."""
-        context = current_replica()
         update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
-        return update() if context is None else do_once(context, "GradScaler.update()", update)
+        return do_once("GradScaler.update()", update)
 
     def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-        context = current_replica()
-        if context is None:
+        if current_replica() is None:
             return method(optimizer, *args)
 
         def work() -> Any:
@@ -267,26 +265,21 @@ class OnceScaler(Front):
                 leaves.take_from_primary()
             return result
 
-        return do_once(context, f"GradScaler.{what}", work)
+        return do_once(f"GradScaler.{what}", work)
 
 
 def make_once(target: Any, mirrors: Mirrors) -> None:
     """Makes all replicas share an optimizer, scheduler or scaler."""
-    before = _before(target, is_single=mirrors.is_single)
+    before: type = OnceScaler if isinstance(target, GradScaler) else OnceScheduler
+    if isinstance(target, Optimizer):
+        before = OnceUpdate if mirrors.is_single else OnceOptimizer
     if mirrors.is_single:
         # It is a plain object, but for runs that are recorded.
         mirrors.fronts.add(target, before)
         return
-    is_new = owner_of(target) is not mirrors
-    if is_new:
+    if owner_of(target) is not mirrors:
         _owners[target] = _Owner(mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
-
-
-def _before(target: Any, *, is_single: bool) -> type:
-    if isinstance(target, Optimizer):
-        return OnceUpdate if is_single else OnceOptimizer
-    return OnceScaler if isinstance(target, GradScaler) else OnceScheduler
 
 
 def owner_of(target: Any) -> Mirrors | None:
@@ -336,17 +329,11 @@ def _leaves(optimizer: Any) -> list[Leaves]:
         return []
     parameters = parameters_of(optimizer)
     generation, known, leaves = owner.found
-    is_current = generation == mirrors.generation and len(known) == len(parameters)
-    if not is_current or not all(map(operator.is_, known, parameters)):
+    if generation != mirrors.generation or not are_same(known, parameters):
         generation = mirrors.generation
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         owner.found = generation, parameters, leaves
     return leaves
-
-
-def _state_of(optimizer: Any) -> Iterator[Any]:
-    states = vars(optimizer)["state"].values()
-    return chain.from_iterable(own.values() for own in states if isinstance(own, dict))
 
 
 def _give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:

@@ -22,15 +22,15 @@ from unisono.contexts import ReplicaContext, current_replica, is_inside_run
 from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
-from unisono.variables.containers import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
-from unisono.variables.shares import watch_updates
+from unisono.variables.trained import variable_of
+from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter or module in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Schedulers and scalers that a replica made in a step.
-_made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
+made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @computed_once
@@ -79,11 +79,6 @@ def check_metric(metric: nn.Module) -> None:
         )
 
 
-def note_made_in_step(made: Any) -> None:
-    """Notes that a replica made a scheduler or scaler."""
-    _made_in_steps.add(made)
-
-
 def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
     """Refuses a backward pass that would reach a parameter that was made outside.
 
@@ -99,7 +94,14 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
         if own.get(id(leaf)) is leaf:
             continue
         if not isinstance(leaf, nn.Parameter):
-            _claim(context, leaf, _shared_leaf(leaf, context))
+            _claim(
+                context,
+                leaf,
+                f"A tensor of shape {tuple(leaf.shape)} with `requires_grad=True` belongs to no "
+                f"model of {context.strategy!r}, so all replicas would add their gradients to it "
+                "at once. Make it a parameter of a model in `strategy.scope()`, or a "
+                "`unisono.Variable`. Make a tensor that belongs to one replica in the step.",
+            )
         elif _is_outsider(leaf, context):
             raise ContextError(_message(_owner_of(leaf), leaf, context))
 
@@ -192,19 +194,10 @@ def _leaves_below(nodes: Iterable[Any]) -> Iterator[Tensor]:
                 waiting.append(following)
 
 
-def _shared_leaf(leaf: Tensor, context: ReplicaContext) -> str:
-    return (
-        f"A tensor of shape {tuple(leaf.shape)} with `requires_grad=True` belongs to no model of "
-        f"{context.strategy!r}, so all replicas would add their gradients to it at once. Make "
-        "it a parameter of a model in `strategy.scope()`, or a `unisono.Variable`. Make a tensor "
-        "that belongs to one replica in the step."
-    )
-
-
 def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContext) -> str:
     what = "A model" if module is None else type(module).__name__
-    name = None if module is None else _name_in(module, parameter)
-    named = f"{name!r}, " if name else ""
+    names = () if module is None else module.named_parameters()
+    named = next((f"{name!r}, " for name, one in names if one is parameter), "")
     parameters = f"parameters ({named}shape {tuple(parameter.shape)})"
     if context.replicas.mirrors.leaves_of(parameter) is not None:
         return (
@@ -218,10 +211,6 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
         "`strategy.mirror(model)`. If the step only reads it, freeze it with "
         "`requires_grad_(False)` or call it under `torch.no_grad()`."
     )
-
-
-def _name_in(module: nn.Module, parameter: Tensor) -> str | None:
-    return next((n for n, one in module.named_parameters() if one is parameter), None)
 
 
 def _owner_of(parameter: Tensor) -> nn.Module | None:
@@ -296,7 +285,7 @@ def _check_before(cls: Any, name: str) -> None:
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
         if context is not None and context.num_replicas_in_sync > 1:
-            is_own = self in _made_in_steps or owner_of(self) is context.replicas.mirrors
+            is_own = self in made_in_steps or owner_of(self) is context.replicas.mirrors
             if not is_own:
                 raise ContextError(
                     f"{type(self).__name__}.{name}() was called on a replica, but the object does "

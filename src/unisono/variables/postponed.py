@@ -8,9 +8,10 @@ gradients or the optimizer as they are makes the update first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -23,6 +24,9 @@ from unisono.torch_private import (
     pytree,
     with_dispatch_keys,
 )
+
+# What is no tensor, and has none.
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 
 
 class Postponed:
@@ -55,11 +59,6 @@ class Postponed:
             # The step has failed after it.
             self.make()
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether an update waits."""
-        return self._update is not None
-
     def can_wait(self) -> bool:
         """Whether an update that is due now may wait."""
         return (
@@ -69,14 +68,14 @@ class Postponed:
             and num_dispatch_modes() == 0
         )
 
-    def put_off(self, update: Callable[[], None], tensors: Iterable[Tensor]) -> None:
+    def put_off(self, update: Callable[[], None], addresses: list[int]) -> None:
         """Lets an update wait until the run is complete, or something could notice.
 
         Args:
             update: Makes it.
-            tensors: What it reads or writes.
+            addresses: Where the memory of the tensors begins that it reads or writes.
         """
-        self._addresses = list(map(Tensor.data_ptr, tensors))
+        self._addresses = addresses
         self._update = update
         self._keys = dispatch_keys()
         for mode in self._modes:
@@ -85,13 +84,21 @@ class Postponed:
 
     def look_at(self, structure: Any) -> None:
         """Something is about to be done with some tensors."""
-        if self._update is not None and any(map(self._is_seen_in, pytree.tree_leaves(structure))):
+        if self._update is not None and self._is_seen_in(structure):
             self.make()
 
-    def _is_seen_in(self, leaf: Any) -> bool:
-        """Whether a tensor may show what the update reads or writes."""
-        if not isinstance(leaf, Tensor):
+    def _is_seen_in(self, value: Any) -> bool:
+        """Whether a value may show what the update reads or writes."""
+        if isinstance(value, Tensor):
+            return self._is_seen_by(value)
+        kind = type(value)
+        if kind in _PLAIN:
             return False
+        if kind is tuple or kind is list:
+            return any(map(self._is_seen_in, value))
+        return any(isinstance(x, Tensor) and self._is_seen_by(x) for x in pytree.tree_leaves(value))
+
+    def _is_seen_by(self, leaf: Tensor) -> bool:
         try:
             storage = leaf.untyped_storage()
             start = storage.data_ptr()
@@ -122,7 +129,7 @@ class _Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets a call be made that sees what it would see after the update."""
-        self._postponed.look_at((args, kwargs))
+        self._postponed.look_at((args, kwargs or None))
         return func(*args, **(kwargs or {}))
 
 
@@ -135,5 +142,5 @@ class _Operators(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Lets an operator do what it would do after the update."""
-        self._postponed.look_at((args, kwargs))
+        self._postponed.look_at((args, kwargs or None))
         return func(*args, **(kwargs or {}))

@@ -13,11 +13,7 @@ from unisono.variables.attributes import raw
 
 
 class SharedTensors:
-    """Gives all workers the parameters and buffers that the chief has, each once.
-
-    Args:
-        workers: All workers.
-    """
+    """Gives all workers the parameters and buffers that the chief has, each once."""
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers

@@ -1,10 +1,12 @@
-"""What a run may change, as it was before the run, so that the run can be made again."""
+"""What a run may change, as it was before the run, so that it can be undone or made again."""
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from unisono.torch_private import copy_each
 from unisono.variables.attributes import raw
 from unisono.variables.front import Front
 from unisono.variables.leaves import Leaves, fit_for_training
-from unisono.variables.metrics import is_metric
+from unisono.variables.metrics import is_clone, is_metric
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.trained import VariableLeaves
 
 _CONTAINERS = (list, dict, set)
+_SEQUENCES = (list, tuple, set, deque)
 _NOT_STEPPED = (nn.Module, Optimizer)
 
 
@@ -51,9 +54,6 @@ class Snapshot:
     Buffers, random generators, metrics and gradients are small, or are copied only where a step
     reads what earlier runs left. Parameters and the state of optimizers are copied when something
     is about to be written for all replicas, which a run that only evaluates never does.
-
-    Args:
-        mirrors: The modules, and what updates them.
     """
 
     def __init__(self, mirrors: Mirrors) -> None:
@@ -75,9 +75,13 @@ class Snapshot:
         self._has_copied = False
         with fit_for_training():
             self._keep_random_state()
-            modules = [raw(module) for module in mirrors.primaries()]
-            tables = [own["_buffers"] for own in modules if own["_buffers"]]
-            tables += [own for own in modules if is_metric(own)]
+            tables = []
+            for module in mirrors.primaries():
+                own = raw(module)
+                if own["_buffers"]:
+                    tables.append(own["_buffers"])
+                if "_defaults" in own and is_metric(own):
+                    tables.append(own)
             for optimizer in self._of_kind(Optimizer):
                 tables += vars(optimizer)["param_groups"]
             self._small.take(self._keep_tables(tables))
@@ -143,8 +147,12 @@ class Snapshot:
         """Keeps the entries of some tables, and returns the tensors in them."""
         tensors: list[Tensor] = []
         for table in tables:
-            entries = {name: _kept(value) for name, value in table.items()}
-            tensors += [value for value in table.values() if isinstance(value, Tensor)]
+            entries = table.copy()
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    tensors.append(value)
+                elif isinstance(value, _CONTAINERS):
+                    entries[name] = _kept(value)
             self._restorations.append(functools.partial(_restore, table, entries))
         return tensors
 
@@ -224,3 +232,60 @@ def _kept(value: Any) -> Any:
     elif isinstance(value, list):
         list.__setitem__(copied, slice(None), [_kept(one) for one in value])
     return copied
+
+
+@contextmanager
+def undone(mirrors: Mirrors, replica_ids: Sequence[int]) -> Iterator[None]:
+    """After the block, the modules of some replicas have the attributes of before it.
+
+    What all replicas share is left alone. So are buffers and metrics: those of a replica without
+    samples do not count where they are brought together.
+    """
+    restores: list[Callable[[], None]] = []
+    for module, clone in mirrors.clones_of(replica_ids):
+        if not is_clone(raw(clone)):
+            shared = [*raw(module).values(), raw(clone)["_buffers"]]
+            restores += _restorations(raw(clone), set(_identities(shared)))
+    try:
+        yield
+    finally:
+        for restore in restores:
+            restore()
+
+
+def _identities(value: Any) -> Iterator[int]:
+    """Yields the identity of a value, and of all that it holds."""
+    yield id(value)
+    if isinstance(value, (dict, *_SEQUENCES)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _identities(item)
+
+
+def _restorations(value: Any, shared: set[int]) -> list[Callable[[], None]]:
+    """Returns what makes a value, and all that it holds but for `shared`, what they are now."""
+    if id(value) in shared or isinstance(value, nn.Parameter):
+        return []
+    if isinstance(value, Tensor):
+        return [functools.partial(_write_back, value, value.detach().clone())]
+    if not isinstance(value, (dict, *_SEQUENCES)):
+        return []
+    found: list[Callable[[], None]] = []
+    if not isinstance(value, tuple):
+        fill = value.extend if isinstance(value, (list, deque)) else value.update
+        items = dict(value) if isinstance(value, dict) else list(value)
+        found.append(functools.partial(_fill_back, value, fill, items))
+    for item in value.values() if isinstance(value, dict) else value:
+        found += _restorations(item, shared)
+    return found
+
+
+def _fill_back(container: Any, fill: Callable[[Any], None], items: Any) -> None:
+    container.clear()
+    fill(items)
+
+
+def _write_back(tensor: Tensor, before: Tensor) -> None:
+    # Only a leaf can have been written to in place without being part of a graph.
+    if tensor.is_leaf and tensor.shape == before.shape:
+        with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+            tensor.detach().copy_(before)

@@ -1,4 +1,6 @@
-"""Small buffers of all replicas, end to end in flat tensors, and how they become one.
+"""The buffers of all replicas, and how they become one.
+
+Small ones lie end to end in flat tensors. Large ones are copied and compared one by one.
 
 A mean is taken in float64 and rounded once, in the order of all sums. So values that are the same
 on all replicas keep their bits, and the result does not depend on who has which replicas.
@@ -6,19 +8,26 @@ on all replicas keep their bits, and the result does not depend on who has which
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from unisono.errors import ReplicaMismatchError
 from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.torch_private import copy_each
+from unisono.variables.leaves import version_of
 
 _WIDE = torch.float64
 # Vector units and libraries for GPUs like the beginning of a tensor to be aligned.
 _ALIGNMENT_BYTES = 16
+_ABSENT = "none"
+_PERSISTENCE = "_non_persistent_buffers_set"
 
 
 class _Flat:
@@ -74,39 +83,39 @@ class Statistics:
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places
         self._workers = workers
-        self._flats: dict[torch.dtype, _Flat] = {}
-
-    @property
-    def is_any(self) -> bool:
-        """Whether there is a small buffer."""
-        return bool(self._flats)
+        self.flats: dict[torch.dtype, _Flat] = {}
 
     def lay_out(self, primaries: Mapping[int, Tensor]) -> None:
         """Makes room for these buffers on all replicas."""
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for primary in primaries.values():
             by_dtype.setdefault(primary.dtype, []).append(primary)
-        self._flats = {dtype: _Flat(own, self._places) for dtype, own in by_dtype.items()}
+        self.flats = {dtype: _Flat(own, self._places) for dtype, own in by_dtype.items()}
 
     def part(self, primary: Tensor, replica_id: int) -> Tensor:
         """Returns the buffer of a replica."""
-        flat = self._flats[primary.dtype]
+        flat = self.flats[primary.dtype]
         return flat.view_of(flat.parts[replica_id], primary)
 
     def give(self) -> None:
         """Gives the replicas what the primaries have."""
-        for flat in self._flats.values():
+        for flat in self.flats.values():
             flat.give()
 
     def differ(self) -> bool:
         """Whether a replica, on the host, has written a buffer."""
-        return any(flat.differs() for flat in self._flats.values())
+        return any(flat.differs() for flat in self.flats.values())
 
     def bring_together(self, weights: Sequence[float]) -> None:
         """Gives the primaries the means of floats, and all else of replica 0."""
-        floats = [flat for flat in self._flats.values() if flat.dtype.is_floating_point]
-        others = [flat for flat in self._flats.values() if not flat.dtype.is_floating_point]
-        counters = self._counters(others) if self._workers.are_many else []
+        floats = [flat for flat in self.flats.values() if flat.dtype.is_floating_point]
+        others = [flat for flat in self.flats.values() if not flat.dtype.is_floating_point]
+        counters = []
+        if self._workers.are_many and others:
+            # What all workers take of the chief, as numbers that can be added to zeros.
+            data = torch.cat([flat.parts[0].view(torch.uint8) for flat in others]).to(_WIDE)
+            is_chief = self._workers.communicator.rank == 0
+            counters = [data if is_chief else torch.zeros_like(data)]
         means, chosen = _mean(
             [[flat.parts[i] for flat in floats] for i in range(len(self._places))],
             weights,
@@ -116,19 +125,15 @@ class Statistics:
         for flat, mean in zip(floats, means, strict=True):
             flat.whole.copy_(mean)
         if self._workers.are_many:
-            _take_bytes(chosen, [flat.whole for flat in others])
+            # Bytes, which came as numbers.
+            parts = chosen.to(torch.uint8).split([flat.whole.nbytes for flat in others])
+            for flat, part in zip(others, parts, strict=True):
+                flat.whole.view(torch.uint8).copy_(part)
         else:
             for flat in others:
                 flat.whole.copy_(flat.parts[0])
-        for flat in self._flats.values():
+        for flat in self.flats.values():
             flat.write()
-
-    def _counters(self, others: Sequence[_Flat]) -> list[Tensor]:
-        """Returns what all workers take of the chief, as numbers that can be added to zeros."""
-        if not others:
-            return []
-        data = torch.cat([flat.parts[0].view(torch.uint8) for flat in others]).to(_WIDE)
-        return [data if self._workers.communicator.rank == 0 else torch.zeros_like(data)]
 
 
 def mean_of(parts: Sequence[Tensor], weights: Sequence[float], workers: Workers) -> Tensor:
@@ -136,11 +141,6 @@ def mean_of(parts: Sequence[Tensor], weights: Sequence[float], workers: Workers)
     first = parts[0]
     (mean,), _ = _mean([[part.reshape(-1)] for part in parts], weights, workers, [])
     return mean.to(first.dtype).view(first.shape).to(first.device)
-
-
-def chosen_of(parts: Sequence[Tensor], workers: Workers) -> Tensor:
-    """Returns the buffer of replica 0, on all workers."""
-    return workers.of_chief(parts[0])
 
 
 def _mean(
@@ -195,8 +195,136 @@ def _combined(op: ReduceOp, packs: Sequence[Tensor], workers: Workers) -> Tensor
     return terms[0]
 
 
-def _take_bytes(data: Tensor, wholes: Sequence[Tensor]) -> None:
-    """Writes bytes, which came as numbers, into tensors of any dtype."""
-    parts = data.to(torch.uint8).split([whole.nbytes for whole in wholes])
-    for whole, part in zip(wholes, parts, strict=True):
-        whole.view(torch.uint8).copy_(part)
+@dataclass(eq=False)
+class LooseBuffer:
+    """A buffer on its own: the primary's, each replica's, and how often each had been written to.
+
+    Of some, torch does not count all writes: observers of quantization write without, and `.data`
+    does. So their values are compared. On many workers, where all must find the same, they count as
+    written while the modules that own them train.
+    """
+
+    primary: Tensor
+    is_compared: bool
+    owners: list[int]
+    stamp: tuple[int, int] = (-1, -1)
+    parts: list[Tensor] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def give(self, places: Sequence[torch.device], *, is_forced: bool) -> bool:
+        """Gives the replicas what the primary has, and returns whether they need other tensors."""
+        stamp = (self.primary.data_ptr(), version_of(self.primary))
+        if not is_forced and stamp == self.stamp:
+            return False
+        can_stay = bool(self.parts) and all(is_like(part, self.primary) for part in self.parts)
+        if can_stay:
+            for part in self.parts:
+                part.copy_(self.primary.detach())
+        else:
+            self.parts = [self.primary.detach().to(place, copy=True) for place in places]
+        self.versions = [version_of(part) for part in self.parts]
+        self.stamp = stamp
+        return not can_stay
+
+    def is_written(self, *, by_others: bool) -> bool:
+        """Whether a replica has written to it, without a resize; `by_others`: or may have."""
+        if any(part.shape != self.primary.shape for part in self.parts):
+            return False
+        if self.versions != [version_of(part) for part in self.parts]:
+            return True
+        if not self.is_compared:
+            return False
+        return by_others or not all(torch.equal(p.cpu(), self.primary.cpu()) for p in self.parts)
+
+
+class Written(NamedTuple):
+    """What replicas have written to their buffers.
+
+    Attributes:
+        replaced: Buffers of replicas, and like tensors that replicas have put in their place.
+        others: Those that became something else, by the place of their module, and their name.
+        loose: The large ones that were written to.
+        are_flats: Whether a small one was.
+    """
+
+    replaced: list[tuple[Tensor, Tensor]]
+    others: list[tuple[int, str]]
+    loose: list[LooseBuffer]
+    are_flats: bool
+
+
+def is_like(found: Tensor | None, given: Tensor | None) -> bool:
+    """Whether a tensor can stand in the place of another one."""
+    if found is None or given is None:
+        return found is given
+    return (
+        found.shape == given.shape and found.dtype == given.dtype and found.layout is given.layout
+    )
+
+
+class Restructured(NamedTuple):
+    """What is to be done to the primaries, so that they have what their replicas have."""
+
+    modules: Sequence[nn.Module | None]
+    primaries: Sequence[dict[str, Tensor | None]]
+    attributes: Sequence[Sequence[dict[str, Any]]]
+    keys: Sequence[tuple[int, str]]
+
+    def settle(self, weights: Sequence[float], workers: Workers) -> None:
+        """Changes the primaries."""
+        self._check(workers)
+        for module, name in self.keys:
+            buffers = [own[module]["_buffers"] for own in self.attributes]
+            primary = self.primaries[module]
+            if name not in buffers[0]:
+                primary.pop(name, None)
+                continue
+            parts = [own[name] for own in buffers]
+            if parts[0] is None:
+                primary[name] = None
+            elif parts[0].is_floating_point() and parts[0].layout is torch.strided:
+                primary[name] = mean_of([part.detach() for part in parts], weights, workers)
+            else:
+                primary[name] = workers.of_chief(parts[0].detach().clone())
+            self._set_persistence(module, name)
+
+    def _set_persistence(self, module: int, name: str) -> None:
+        target = self.modules[module]
+        if target is not None:
+            own: set[str] = object.__getattribute__(target, "__dict__")[_PERSISTENCE]
+            is_kept = name not in self.attributes[0][module][_PERSISTENCE]
+            (own.discard if is_kept else own.add)(name)
+
+    def _check(self, workers: Workers) -> None:
+        """Raises unless all replicas of all workers have the same buffers."""
+        found = [[*key, *self._kinds(*key)] for key in self.keys]
+        data = torch.tensor(list(json.dumps(found).encode()), dtype=torch.uint8)
+        everybody = [json.loads(bytes(one.tolist())) for one in workers.gather(data)]
+        for entries in zip(*everybody, strict=False):
+            kinds = [kind for entry in entries for kind in entry[2:]]
+            keys = {tuple(entry[:2]) for entry in entries}
+            if len(keys) > 1 or len(set(kinds)) > 1:
+                raise _mismatch(self._name_of(*entries[0][:2]), kinds)
+        if len({len(one) for one in everybody}) > 1:
+            raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
+
+    def _kinds(self, module: int, name: str) -> list[str]:
+        return [_kind(own[module]["_buffers"].get(name)) for own in self.attributes]
+
+    def _name_of(self, module: int, name: str) -> str:
+        return f"{type(self.modules[module]).__name__}.{name}"
+
+
+def _kind(buffer: Tensor | None) -> str:
+    if buffer is None:
+        return _ABSENT
+    return f"{str(buffer.dtype).removeprefix('torch.')} of shape {tuple(buffer.shape)}"
+
+
+def _mismatch(what: str, kinds: Sequence[str]) -> ReplicaMismatchError:
+    found = ", ".join(f"{kind} on replica {i}" for i, kind in enumerate(kinds))
+    return ReplicaMismatchError(
+        f"The step set the buffer {what} to different values on the replicas: {found}. All "
+        "replicas share a buffer after `run`. Keep the state of one replica, such as a cache, in a "
+        "plain attribute: `self.cache = ...` without `register_buffer`."
+    )

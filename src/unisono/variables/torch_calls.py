@@ -1,32 +1,28 @@
-"""What `batch_norm` does in the thread of a replica."""
+"""What functions of torch do in the thread of a replica: batch normalization and clipping."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from unisono.contexts import ReplicaContext, current_replica
+from unisono.contexts import current_replica
 from unisono.sharing import computed_once
 from unisono.variables.batch_norm import synchronized_batch_norm
+from unisono.variables.leaves import Mark
 from unisono.variables.outsiders import check_statistics
+
+# What clips gradients in torch. Older versions have fewer.
+_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
 @computed_once
 def watch_calls() -> None:
     """From now on, replicas watch batch normalization, and synchronize it if asked to."""
-    _watch_batch_norm()
-
-
-def _replica() -> ReplicaContext | None:
-    context = current_replica()
-    return None if context is None or context.replicas.mirrors.is_single else context
-
-
-def _watch_batch_norm() -> None:
     original: Any = functional.batch_norm
 
     @functools.wraps(original)
@@ -44,8 +40,8 @@ def _watch_batch_norm() -> None:
         # A compiler traces what torch does.
         if not training or torch.compiler.is_compiling():
             return original(*given)
-        context = _replica()
-        if context is None:
+        context = current_replica()
+        if context is None or context.replicas.mirrors.is_single:
             return original(*given)
         if running_mean is not None:
             check_statistics(context, running_mean)
@@ -62,3 +58,40 @@ def _watch_batch_norm() -> None:
     made.__script_if_tracing_wrapper = True
     made.__original_fn = original
     functional.batch_norm = made
+
+
+@computed_once
+def let_clipping_be_known() -> None:
+    """Makes a reduced gradient count as reduced after torch has clipped it."""
+    for name in _NAMES:
+        clip = getattr(torch.nn.utils.clip_grad, name, None)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            if clip is not None and getattr(module, name, None) is clip:
+                setattr(module, name, _wrapped(clip))
+
+
+def _wrapped(clip: Any) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def wrapped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        context = current_replica()
+        if context is None or context.replicas.mirrors.is_single:
+            return clip(parameters, *args, **kwargs)
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        replica_id = context.local_id
+        found = map(context.replicas.mirrors.owner_of_leaf, listed)
+        owners = [one for one in found if one is not None]
+        reduced = [
+            one
+            for one in owners
+            if (grad := one.leaves[replica_id].grad) is not None
+            and (mark := one.reduced[replica_id]) is not None
+            and mark.fits(grad)
+        ]
+        result = clip(listed, *args, **kwargs)
+        if len(reduced) == len(owners):
+            # The factor is computed from all of them, so it is equal on all replicas.
+            for one in reduced:
+                one.reduced[replica_id] = Mark.of(one.leaves[replica_id].grad)
+        return result
+
+    return wrapped

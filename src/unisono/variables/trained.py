@@ -5,15 +5,35 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.errors import UnsupportedError
 from unisono.sharing import computed_once
 from unisono.variables.leaves import Leaves
 from unisono.variables.policy import HasPolicy
+
+if TYPE_CHECKING:
+    from unisono.variables.variable import Variable
+
+_variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def remember(variable: Variable) -> None:
+    """Registers the components of a variable."""
+    for component in variable.values:
+        _variables[component] = weakref.ref(variable)
+
+
+def variable_of(component: object) -> Variable | None:
+    """Returns the variable of this component, if there is one."""
+    if not isinstance(component, Tensor) or component not in _variables:
+        return None
+    variable: Variable | None = _variables[component]()
+    return variable
 
 
 class VariableLeaves(Leaves):

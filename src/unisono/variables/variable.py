@@ -27,13 +27,17 @@ from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
-from unisono.variables.arguments import check_shape, refuse_arguments
-from unisono.variables.assignable import Assignable
-from unisono.variables.containers import remember
-from unisono.variables.policy import HasPolicy, VariablePolicy, VariableSynchronization
-from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables
+from unisono.variables.policy import (
+    HasPolicy,
+    VariablePolicy,
+    VariableSynchronization,
+    check_shape,
+    refuse_arguments,
+)
+from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables, remember
 from unisono.variables.writes import (
     NUMBERS,
+    Assignable,
     Write,
     apart_from,
     cast,

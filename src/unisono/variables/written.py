@@ -1,8 +1,9 @@
-"""Parameters that replicas write to themselves, which only one call for all of them may do.
+"""What a step must leave as it is: parameters, which only one call for all replicas may write.
 
-All replicas of a memory share the storage of a parameter, and torch's count of the writes to it.
-So a write by `p.add_()`, `p.data.copy_()`, an initialization or `load_state_dict()` on any replica
-is seen by a look at that count, wherever the replicas meet and when the run ends.
+All replicas of a memory share the storage of a parameter, and the count of writes that torch keeps
+for it. So a write by `p.add_()`, `p.data.copy_()`, an initialization or `load_state_dict()` on any
+replica is seen by a look at that count, wherever the replicas meet and when the run ends. Which
+parameters and submodules the modules have is looked at when the run ends.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from unisono.contexts import current_replica
 from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once
-from unisono.variables.leaves import Leaves, spread
-from unisono.variables.names import name_of
+from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
+from unisono.variables.leaves import Leaves, fit_for_training, spread
+from unisono.variables.mirror import name_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -37,7 +39,7 @@ class Watch:
     """Sees whether the parameters of one strategy were written to."""
 
     def __init__(self, mirrors: Mirrors) -> None:
-        self._mirrors = weakref.ref(mirrors)
+        self.mirrors = weakref.ref(mirrors)
         self._generation = -1
         # One tensor for each parameter and memory, whose it is, and how often it was written to.
         self._tensors: list[Tensor] = []
@@ -53,7 +55,7 @@ class Watch:
 
     def stamp(self) -> None:
         """From now on, what is written to the parameters is written by replicas."""
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         assert mirrors is not None
         if self._generation != mirrors.generation:
             watched = [
@@ -89,14 +91,9 @@ class Watch:
             spread([owner for owner in changed if owner.is_behind()])
             self.stamp()
 
-    def sees(self, parameter: nn.Parameter) -> bool:
-        """Whether a parameter is one of this strategy."""
-        mirrors = self._mirrors()
-        return mirrors is not None and mirrors.leaves_of(parameter) is not None
-
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Watches a copy of a parameter, if that is one of this strategy."""
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         if mirrors is not None and not mirrors.is_single and mirrors.owns(parameter):
             name = f"a copy of {name_of(mirrors, parameter)}"
             with self._lock:
@@ -113,7 +110,7 @@ class Watch:
                 self._owners.append(None)
 
     def _refuse(self, written: list[int]) -> NoReturn:
-        mirrors = self._mirrors()
+        mirrors = self.mirrors()
         assert mirrors is not None
         names = []
         for i in written:
@@ -144,7 +141,8 @@ def let_data_be_watched() -> None:
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
         if context is None:
-            is_watched = any(watch.sees(self) for watch in _spread_watches)
+            found = [mirrors for watch in _spread_watches if (mirrors := watch.mirrors())]
+            is_watched = any(mirrors.leaves_of(self) is not None for mirrors in found)
         else:
             # A lazy parameter, which the replica itself has made, has no other tensor.
             is_single = context.replicas.mirrors.is_single
@@ -189,3 +187,68 @@ def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
             f"`data` of {name_of(mirrors, primary)} was assigned on a replica, but all replicas "
             f"share the parameter. {_REMEDY}"
         )
+
+
+class Parts:
+    """The parameters and submodules of the clones of one strategy.
+
+    A replica that sets one in a step has it alone: no other replica, no optimizer and no checkpoint
+    would know of it.
+    """
+
+    def __init__(self, mirrors: Mirrors) -> None:
+        self._mirrors = mirrors
+        self._given = Contents()
+
+    def note(self) -> None:
+        """Notes what the clones were given."""
+        replica_ids = range(len(self._mirrors.clones))
+        clones = [clone for _, clone in self._mirrors.clones_of(replica_ids)]
+        self._given.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
+
+    def check(self) -> None:
+        """After a run: refuses what was set in it, and takes over `requires_grad`."""
+        if not self._given.are_same():
+            self._mirrors.is_stale = True
+            raise ContextError(
+                f"{self._changed()} was set on a replica, so it would be neither reduced nor "
+                "saved. Set it outside `run`; if the first call makes layers, call the model once "
+                "before `run`."
+            )
+        for one in self._mirrors.all_leaves:
+            found = {leaf.requires_grad for leaf in one.leaves}
+            if found == {one.primary.requires_grad}:
+                continue
+            wanted = one.leaves[0].requires_grad
+            if len(found) > 1:
+                self._mirrors.is_stale = True
+                for leaf in one.leaves:
+                    leaf.requires_grad_(one.primary.requires_grad)
+                raise ContextError(
+                    f"The parameter {name_of(self._mirrors, one.primary)} is trained on some "
+                    "replicas and frozen on others after a step. Call `requires_grad_()` on all "
+                    "replicas, or outside `run`."
+                )
+            with fit_for_training():
+                one.primary.requires_grad_(wanted)
+            self._mirrors.is_stale = True
+
+    def _changed(self) -> str:
+        """Names the first parameter or submodule that is another than it was."""
+        for i in range(len(self._mirrors.clones)):
+            for module, clone in self._mirrors.clones_of([i]):
+                for table in TABLES_OF_OWN:
+                    found, before = raw(clone)[table], raw(module)[table]
+                    name = _other(found, before, self._mirrors, i)
+                    if name is not None:
+                        return f"`{type(clone).__name__}.{name}`"
+        return "A parameter or submodule"
+
+
+def _other(found: dict[str, Any], before: dict[str, Any], mirrors: Mirrors, i: int) -> str | None:
+    for name in [*found, *before]:
+        given = before.get(name)
+        own = mirrors.stand_ins[i].get(id(given), mirrors.clones[i].get(id(given), given))
+        if found.get(name) is not own or (name in found) != (name in before):
+            return name
+    return None

@@ -10,9 +10,8 @@ from collections.abc import Callable
 import pytest
 from worker_threads import on_workers
 
-from unisono.checkpoints.agreement import Agreement
+from unisono.checkpoints.agreement import Agreement, Notice, TerminationConfig
 from unisono.checkpoints.checkpoint import told_to_all
-from unisono.checkpoints.notice import Notice, TerminationConfig
 from unisono.communicators import TracedCommunicator
 from unisono.communicators.job_store import local_store
 from unisono.errors import CommunicationError

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from unisono.checkpoints import files
+from unisono.checkpoints.checkpoint import write_file
 from unisono.errors import UnsupportedError
 from unisono.experimental import Checkpoint, CheckpointManager
 from unit.checkpoints.training import Training, are_equal
@@ -173,13 +173,12 @@ def test_a_background_save_writes_the_state_of_the_call(
     before = model.weight.detach().clone()
     manager = CheckpointManager(Checkpoint(model=model), tmp_path, max_to_keep=3)
     may_write = threading.Event()
-    write = files.write
 
     def late(*args: Any) -> None:
         assert may_write.wait(60)
-        write(*args)
+        write_file(*args)
 
-    monkeypatch.setattr(files, "write", late)
+    monkeypatch.setattr("unisono.checkpoints.manager.write_file", late)
     manager.save(background=True)
     assert manager.latest_checkpoint is None
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from unisono.checkpoints import notice
+from unisono.checkpoints import agreement
 from unisono.cluster_resolver import SimpleClusterResolver
 from unisono.errors import ClusterError, ContextError, UnsupportedError
 from unisono.experimental import (
@@ -162,7 +162,7 @@ def test_training_goes_on_within_the_grace_period(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = [100.0]
-    monkeypatch.setattr(notice, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(agreement, "time", SimpleNamespace(monotonic=lambda: now[0]))
     config = TerminationConfig(grace_period=4000, exit_fn=lambda: None)
     manager = CheckpointManager(Checkpoint(), tmp_path, max_to_keep=None)
     handler = PreemptionCheckpointHandler(None, manager, termination_config=config)

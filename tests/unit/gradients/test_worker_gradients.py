@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from worker_threads import on_strategies
 
 import unisono as uo
-from unisono.gradients.sending import Sender
+from unisono.gradients.passes import Sender
 
 
 class Refusal(torch.autograd.Function):

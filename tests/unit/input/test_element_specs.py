@@ -5,19 +5,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    DataLoader,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, TensorDataset
 
 from unisono.devices import cpu_slots
 from unisono.errors import UnsupportedError
-from unisono.input import (
-    DistributedDataset,
-    InputOptions,
-    TensorSpec,
-    numpy_dataset,
-)
+from unisono.input import DistributedDataset, InputOptions, TensorSpec, numpy_dataset
 from unisono.values import PerReplica, map_leaves
 
 

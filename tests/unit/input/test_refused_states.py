@@ -9,12 +9,7 @@ import pytest
 import torch
 
 from unisono.errors import UnsupportedError
-from unit.input.resumable import (
-    MAKERS,
-    from_function,
-    loader,
-    split_over_two,
-)
+from unit.input.resumable import MAKERS, from_function, loader, split_over_two
 
 # From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -7,25 +7,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import (
-    DataLoader,
-)
+from torch.utils.data import DataLoader
 
 from unisono.devices import cpu_slots
-from unisono.input import (
-    AutoShardPolicy,
-    DistributedDataset,
-    InputOptions,
-)
+from unisono.input import AutoShardPolicy, DistributedDataset, InputOptions
 from unisono.input.distributed import DistributedInput
 from unit.input.parts import own_samples
-from unit.input.resumable import (
-    MAKERS,
-    Noisy,
-    from_function,
-    loader,
-    split_over_two,
-)
+from unit.input.resumable import MAKERS, Noisy, from_function, loader, split_over_two
 
 # From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

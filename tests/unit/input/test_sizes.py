@@ -4,9 +4,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.errors import UnsupportedError
-from unisono.input import even_sizes, filled_slices, fixed_sizes, tensorflow_sizes
-from unisono.input.splits.sizes import slices_of
+from unisono.input.splits.sizes import (
+    even_sizes,
+    filled_slices,
+    rotated_sizes,
+    slices_of,
+    tensorflow_sizes,
+)
 
 numbers = st.integers(0, 100)
 counts = st.integers(1, 7)
@@ -49,10 +53,11 @@ def test_even_sizes_differ_by_at_most_one(
         (8, 1, 3, [(3, 3, 2)]),
     ],
 )
-def test_fixed_sizes_rotate_from_worker_to_worker(
+def test_sizes_rotate_from_worker_to_worker(
     batch_size: int, num_workers: int, num_replicas: int, by_worker: list[tuple[int, ...]]
 ) -> None:
-    found = [fixed_sizes(batch_size, num_workers, w, num_replicas) for w in range(num_workers)]
+    total = num_workers * num_replicas
+    found = [rotated_sizes(batch_size, total, first) for first in range(0, total, num_replicas)]
 
     assert found == by_worker
 
@@ -67,11 +72,12 @@ def test_shares_hold_each_sample_once(sizes: Any, num_samples: int, num_replicas
 
 
 @given(numbers, numbers, counts, counts)
-def test_fixed_shares_hold_each_sample_once(
+def test_rotated_shares_hold_each_sample_once(
     batch_size: int, missing: int, num_workers: int, num_replicas: int
 ) -> None:
     num_samples = max(0, batch_size - missing)
-    sizes = fixed_sizes(batch_size, num_workers, num_workers - 1, num_replicas)
+    total = num_workers * num_replicas
+    sizes = rotated_sizes(batch_size, total, total - num_replicas)
 
     shares = filled_slices(num_samples, sizes)
 
@@ -80,19 +86,12 @@ def test_fixed_shares_hold_each_sample_once(
 
 
 @given(numbers, counts, counts)
-def test_every_global_step_of_fixed_sizes_is_a_full_batch(
+def test_every_global_step_of_rotated_sizes_is_a_full_batch(
     batch_size: int, num_workers: int, num_replicas: int
 ) -> None:
-    by_worker = [fixed_sizes(batch_size, num_workers, w, num_replicas) for w in range(num_workers)]
-    steps = [
-        sum(sum(sizes[i : i + num_replicas]) for sizes in by_worker)
-        for i in range(0, num_workers * num_replicas, num_replicas)
-    ]
+    total = num_workers * num_replicas
+    firsts = range(0, total, num_replicas)
+    by_worker = [rotated_sizes(batch_size, total, first) for first in firsts]
+    steps = [sum(sum(sizes[i : i + num_replicas]) for sizes in by_worker) for i in firsts]
 
     assert steps == [batch_size] * num_workers
-
-
-@pytest.mark.parametrize("place", [(2, 2, 1), (1, -1, 1), (1, 0, 0), (0, 0, 1)])
-def test_a_worker_or_replica_that_cannot_be_is_refused(place: tuple[int, int, int]) -> None:
-    with pytest.raises(UnsupportedError, match=f"on worker {place[1]} of {place[0]}"):
-        fixed_sizes(4, *place)

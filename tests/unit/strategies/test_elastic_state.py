@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError, WorkerLostError
-from unisono.input.moving import OwnStep
+from unisono.input.lockstep import OwnStep
 from unit.strategies.lone_worker import relayout, strategy_of
 
 
@@ -139,6 +140,36 @@ def _two_optimizers(strategy: uo.Strategy) -> Any:
     return step, state
 
 
+def _through(hook: Any, state: Any, strategy: uo.Strategy) -> Any:
+    strategy.register_comm_hook(state, hook)
+    torch.manual_seed(1)
+    model = nn.Linear(6, 6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(x: Tensor) -> None:
+        optimizer.zero_grad()
+        model(x).square().sum().backward()
+        optimizer.step()
+
+    def seen() -> list[Tensor]:
+        # Of the first replica.
+        kept = hook.state_dict()["shares"] if state is None else state.error_dict
+        return [model.weight.detach(), *kept.values()]
+
+    return step, seen
+
+
+def _compressed(strategy: uo.Strategy) -> Any:
+    return _through(uo.hooks.Compress(error_feedback=True), None, strategy)
+
+
+def _of_low_rank(strategy: uo.Strategy) -> Any:
+    state = powerSGD_hook.PowerSGDState(
+        strategy.process_group, start_powerSGD_iter=2, min_compression_rate=1
+    )
+    return _through(powerSGD_hook.powerSGD_hook, state, strategy)
+
+
 @pytest.mark.parametrize(
     "make",
     [
@@ -151,6 +182,8 @@ def _two_optimizers(strategy: uo.Strategy) -> Any:
         _metrics,
         _average,
         _two_optimizers,
+        _compressed,
+        _of_low_rank,
     ],
 )
 def test_state_is_that_of_an_undisturbed_job_when_workers_are_lost(make: Stateful) -> None:
@@ -173,6 +206,9 @@ def test_state_is_that_of_an_undisturbed_job_when_workers_are_lost(make: Statefu
                     # Other replicas come and go between two runs, too.
                     relayout(strategy, 2)
                     relayout(strategy, 4)
+                    # As before workers leave.
+                    assert strategy.extended.elastic is not None
+                    strategy.extended.elastic._share_hooks()
                 seen.append([one.tolist() for one in state()])
                 losing.num_runs += 1
             found.append(seen)
@@ -235,10 +271,6 @@ def test_variables_that_cannot_be_taken_over_are_refused(
 
         with pytest.raises(UnsupportedError, match=r"[Vv]ariable|trainable"):
             strategy.run(run)
-
-
-def _hook(strategy: uo.Strategy) -> None:
-    strategy.register_comm_hook(None, lambda state, bucket: bucket.buffer())
 
 
 def test_a_step_of_data_that_workers_read_for_themselves_is_dealt_again() -> None:
@@ -309,11 +341,10 @@ def _cluster(strategy: uo.Strategy) -> None:
 @pytest.mark.parametrize(
     "refused",
     [
-        _hook,
         _position,
         _admission,
         _cluster,
-        lambda strategy: strategy.process_group,
+        lambda strategy: distributed.all_reduce(torch.ones(1), group=strategy.process_group),
     ],
 )
 def test_what_only_one_worker_would_know_is_refused(refused: Callable[[uo.Strategy], None]) -> None:

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 import unisono as uo
-from unisono.contexts.stack import entered, stack
+from unisono.contexts.current import entered, stack
 from unisono.engines import drawing
 from unisono.gradients.reducer import GradientReducer
 from unisono.variables.attributes import Attributes
 from unisono.variables.buffers import Buffers
-from unisono.variables.captured import CapturedParameters
-from unisono.variables.front import Fronts
+from unisono.variables.front import CapturedParameters, Fronts
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.parts import Parts
 from unisono.variables.statistics import Statistics
-from unisono.variables.written import Watch
+from unisono.variables.written import Parts, Watch
 
 MOST_CALLS = 8
 Make = Callable[..., uo.MirroredStrategy]

@@ -13,12 +13,7 @@ from torch.nn import functional
 from unisono.errors import UnsupportedError
 from unisono.strategies import MirroredStrategy
 from unisono.variables.variable import Variable
-from unit.variables.made import (
-    FIRST,
-    MEAN,
-    made,
-    numbers,
-)
+from unit.variables.made import FIRST, MEAN, made, numbers
 
 
 def test_torch_functions_take_variables() -> None:

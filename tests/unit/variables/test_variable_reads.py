@@ -10,17 +10,7 @@ import torch
 
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
-from unit.variables.made import (
-    FIRST,
-    MEAN,
-    NONE,
-    ON_READ,
-    SUM,
-    made,
-    number,
-    numbers,
-    replica_id,
-)
+from unit.variables.made import FIRST, MEAN, NONE, ON_READ, SUM, made, number, numbers, replica_id
 
 
 @pytest.mark.parametrize(("aggregation", "expected"), [(SUM, 5), (MEAN, 2.5), (FIRST, 2)])

@@ -12,16 +12,7 @@ from unisono.errors import UnsupportedError
 from unisono.options import VariableAggregation
 from unisono.strategies import MirroredStrategy
 from unisono.variables.variable import Variable
-from unit.variables.made import (
-    FIRST,
-    MEAN,
-    NONE,
-    ON_READ,
-    SUM,
-    made,
-    numbers,
-    replica_id,
-)
+from unit.variables.made import FIRST, MEAN, NONE, ON_READ, SUM, made, numbers, replica_id
 
 
 def scattered(variable: Variable, name: str, *, rows: Callable[[], list[int]]) -> None:

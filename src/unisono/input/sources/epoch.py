@@ -48,11 +48,6 @@ class Progress:
         """How many batches of each source are used up."""
         return self.num_steps * self.batches_per_step // self.steps_per_batch
 
-    @property
-    def is_amid_batch(self) -> bool:
-        """Whether the next batch was drawn and used in part."""
-        return self.num_steps * self.batches_per_step % self.steps_per_batch > 0
-
     def state_dict(self) -> dict[str, Any]:
         """Returns what `from_state_dict` reads."""
         if self.at_start is None:
@@ -115,7 +110,14 @@ class Epoch:
         generators = _generators(sources)
         readers.prepare(generators)
         at_start = readers.own(progress.at_start)
-        _check(progress, at_start, sources, generators)
+        then = len(progress.was_running), len(at_start["generators"])
+        now = len(sources), len(generators)
+        if then != now:
+            raise UnsupportedError(
+                f"The saved state is of {then[0]} sources with {then[1]} random generators, but "
+                f"this input has {now[0]} sources with {now[1]}. Resume with the same dataset and "
+                "samplers."
+            )
         with replayed(at_start, generators):
             for source, was_running in zip(sources, progress.was_running, strict=True):
                 if was_running and not source.is_running:
@@ -127,11 +129,18 @@ class Epoch:
         if progress.at_first is not None:
             with replayed(readers.own(progress.at_first), generators):
                 num_found = max(skip() for _, skip in opened)
-                if progress.is_amid_batch:
-                    batches = [_with_next_drawn(one) for one in batches]
-            # Other workers may have more, so that this one was at its end before.
-            if not readers.are_apart:
-                _check_length(progress, num_found)
+                if progress.num_steps * progress.batches_per_step % progress.steps_per_batch:
+                    # The next batch was drawn then, and used in part.
+                    firsts = [list(itertools.islice(one, 1)) for one in batches]
+                    batches = list(map(itertools.chain, firsts, batches))
+            # The last step may have lacked a batch. Other workers may have more, so that this one
+            # was at its end before.
+            least = progress.num_consumed - progress.batches_per_step
+            if num_found <= least and not readers.are_apart:
+                raise UnsupportedError(
+                    f"The saved state is {progress.num_consumed} batches into the input, but this "
+                    f"input has only {num_found}. Resume with the same dataset."
+                )
         return cls(sources, batches, progress, readers)
 
     def note_first_draw(self) -> None:
@@ -142,31 +151,3 @@ class Epoch:
 
 def _generators(sources: Sequence[Source]) -> list[Any]:
     return list(dict.fromkeys(own for source in sources for own in source.generators))
-
-
-def _with_next_drawn(batches: Iterator[Any]) -> Iterator[Any]:
-    return itertools.chain(list(itertools.islice(batches, 1)), batches)
-
-
-def _check_length(progress: Progress, num_found: int) -> None:
-    """Raises unless there was a batch in each step; the last step may have lacked some."""
-    if num_found <= progress.num_consumed - progress.batches_per_step:
-        raise UnsupportedError(
-            f"The saved state is {progress.num_consumed} batches into the input, but this input "
-            f"has only {num_found}. Resume with the same dataset."
-        )
-
-
-def _check(
-    progress: Progress,
-    at_start: RandomState,
-    sources: Sequence[Source],
-    generators: Sequence[Any],
-) -> None:
-    then = len(progress.was_running), len(at_start["generators"])
-    now = len(sources), len(generators)
-    if then != now:
-        raise UnsupportedError(
-            f"The saved state is of {then[0]} sources with {then[1]} random generators, but this "
-            f"input has {now[0]} sources with {now[1]}. Resume with the same dataset and samplers."
-        )

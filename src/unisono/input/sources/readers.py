@@ -16,34 +16,6 @@ from unisono.reductions import ReplicaLayout, Workers
 T = TypeVar("T")
 
 
-class Readers:
-    """Workers that all read the same batches, each to keep its part; or a worker that is alone."""
-
-    are_apart = False
-
-    def __init__(self, workers: Workers | None = None) -> None:
-        self.workers = workers or Workers(IdentityCommunicator())
-
-    def prepare(self, generators: Sequence[torch.Generator]) -> None:
-        """Makes all workers shuffle alike: they take over the random generators of the chief."""
-        if self.workers.are_many:
-            of_chief = self.workers.gather_objects(random_state(generators))[0]
-            set_random_state(of_chief, generators)
-
-    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
-        """Returns the random generators of all workers, as far as they may differ."""
-        return (random_state(generators),)
-
-    def own(self, states: Sequence[RandomState]) -> RandomState:
-        """Returns the state of this worker among those that `states` returned, then or now."""
-        if len(states) != 1:
-            raise UnsupportedError(
-                f"In the saved state {len(states)} workers read different data, but here all "
-                "workers read the same data. Resume with the same dataset and policy."
-            )
-        return states[0]
-
-
 class Moving(Protocol):
     """An elastic job, in which this worker may get other replicas."""
 
@@ -81,52 +53,61 @@ class Moving(Protocol):
         """Lets an input know when this worker gets other replicas."""
 
 
-class MovingReaders(Readers):
-    """Workers of an elastic job, which all read the same batches."""
+class Readers:
+    """Workers that all read the same batches, each to keep its part, or each its own.
 
-    def __init__(self, workers: Workers, job: Moving) -> None:
-        super().__init__(workers)
+    Args:
+        workers: All workers. None means one that is alone.
+        job: The elastic job, if it is one.
+        own_data: Whether workers read their own data, if there are many.
+
+    Attributes:
+        are_apart: Whether workers read their own data.
+    """
+
+    def __init__(self, workers: Workers | None, job: Moving | None, *, own_data: bool) -> None:
+        self.workers = workers or Workers(IdentityCommunicator())
         self._job = job
+        self.are_apart = own_data and (job is not None or self.workers.are_many)
 
     def prepare(self, generators: Sequence[torch.Generator]) -> None:
-        if self._job.is_arriving:
-            # It has got the random generators of the others, in the middle of an epoch.
+        """Makes all workers that read the same shuffle alike, with the chief's generators."""
+        if self.are_apart:
             return
-        before = random_state(generators)
-        take_over = functools.partial(super().prepare, generators)
-        self._job.transact(take_over, lambda: set_random_state(before, generators))
+        take_over = functools.partial(self._take_over, generators)
+        if self._job is None:
+            take_over()
+        elif not self._job.is_arriving:
+            # One that arrives has got the generators of the others, in the middle of an epoch.
+            before = random_state(generators)
+            self._job.transact(take_over, lambda: set_random_state(before, generators))
 
-
-class ReadersApart(Readers):
-    """Many workers, each with its own data."""
-
-    are_apart = True
-
-    def prepare(self, generators: Sequence[torch.Generator]) -> None:
-        """See `Readers.prepare`: everybody shuffles its own data as it likes."""
+    def _take_over(self, generators: Sequence[torch.Generator]) -> None:
+        if self.workers.are_many:
+            of_chief = self.workers.gather_objects(random_state(generators))[0]
+            set_random_state(of_chief, generators)
 
     def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
-        """See `Readers.states`. All are saved, so that what one worker saves serves all."""
-        return tuple(self.workers.gather_objects(random_state(generators)))
+        """Returns the random generators of all workers, as far as they may differ.
+
+        All are saved, so that what one worker saves serves all. But what a worker of an elastic job
+        has read itself, others do not know.
+        """
+        own = random_state(generators)
+        is_for_all = self.are_apart and self._job is None
+        return tuple(self.workers.gather_objects(own)) if is_for_all else (own,)
 
     def own(self, states: Sequence[RandomState]) -> RandomState:
+        """Returns the state of this worker among those that `states` returned, then or now."""
         communicator = self.workers.communicator
-        if len(states) != communicator.size:
+        if not self.are_apart and len(states) != 1:
+            raise UnsupportedError(
+                f"In the saved state {len(states)} workers read different data, but here all "
+                "workers read the same data. Resume with the same dataset and policy."
+            )
+        if self.are_apart and len(states) != communicator.size:
             raise UnsupportedError(
                 f"In the saved state {len(states)} workers read different data, but this job has "
                 f"{communicator.size} workers. Resume with {len(states)} workers."
             )
-        return states[communicator.rank]
-
-
-class MovingReadersApart(ReadersApart):
-    """Workers of an elastic job, each with its own data. What one has read, others do not know."""
-
-    def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
-        return (random_state(generators),)
-
-
-def readers_of(workers: Workers | None, *, own_data: bool) -> Readers:
-    """Says how the workers read: the same batches, or each its own."""
-    are_many = workers is not None and workers.are_many
-    return ReadersApart(workers) if own_data and are_many else Readers(workers)
+        return states[communicator.rank if self.are_apart else 0]

@@ -26,6 +26,8 @@ IsLeaf: TypeAlias = Callable[[Any, int], bool]
 
 # What torch has a dtype for: bool, signed, unsigned, float and complex.
 _NUMERIC = "biufc"
+# What every replica gets as it is, though it has a length.
+_GIVEN_WHOLE = (str, bytes, numbers.Number, Tensor, np.ndarray, np.generic)
 _LAYOUTS = (torch.strided, torch.sparse_coo)
 _WAYS_OUT = (
     "Pad them in `collate_fn`, name the dimension with `InputOptions(batch_dim=...)`, or split "
@@ -264,7 +266,7 @@ def _check_leaves(layout: Layout) -> None:
                 "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
                 "`collate_fn`."
             )
-        if dim is None and isinstance(leaf, Sized) and not _is_given_whole(leaf):
+        if dim is None and isinstance(leaf, Sized) and not isinstance(leaf, _GIVEN_WHOLE):
             raise UnsupportedError(
                 f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
                 "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
@@ -283,10 +285,6 @@ def _check_leaves(layout: Layout) -> None:
             "All tensors, arrays and lists of a batch must have the same number of samples in "
             f"their batch dimension, got: {listed}. {_WAYS_OUT}"
         )
-
-
-def _is_given_whole(leaf: Any) -> bool:
-    return isinstance(leaf, (str, bytes, numbers.Number, Tensor, np.ndarray, np.generic))
 
 
 def is_list(value: Any, depth: int) -> bool:

@@ -3,21 +3,71 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
-from unisono.input.sources import Epoch
-from unisono.input.splits.parts import PartQueue, together
+from unisono.input.sources.epoch import Epoch
 from unisono.input.splits.sizes import filled_slices, rotated_sizes, slices_of
-from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied
+from unisono.input.splits.splitter import MISSING, SplitBatch, Splitter, copied, grouped
 from unisono.reductions import ReplicaLayout
+from unisono.values import Tree
+
+
+class Part(NamedTuple):
+    """What one replica gets.
+
+    Attributes:
+        structure: Its samples.
+        tree: How they are structured.
+        num_samples: How many there are.
+        is_counted: Whether that is known; otherwise the part counts as one.
+    """
+
+    structure: Any
+    tree: Tree
+    num_samples: int
+    is_counted: bool
+
+
+class PartQueue:
+    """The parts of this worker that are still to be used. `draw` raises `StopIteration`."""
+
+    def __init__(self, draw: Callable[[], SplitBatch]) -> None:
+        self._draw = draw
+        self._parts: deque[Part] = deque()
+        self._has_ended = False
+
+    def take(self, num_parts: int) -> list[Part]:
+        """Returns the next parts: fewer at the end."""
+        while len(self._parts) < num_parts and not self._has_ended:
+            try:
+                drawn = self._draw()
+            except StopIteration:
+                self._has_ended = True
+            else:
+                self._parts.extend(
+                    Part(drawn.part(i), drawn.tree, count, drawn.is_counted)
+                    for i, count in enumerate(drawn.counts)
+                )
+        return [self._parts.popleft() for _ in range(min(num_parts, len(self._parts)))]
+
+    def put_back(self, parts: Sequence[Part]) -> None:
+        """Undoes `take`."""
+        self._parts.extendleft(reversed(parts))
+
+
+def together(parts: Sequence[Part], spares: Iterable[Any], tree: Tree | None = None) -> SplitBatch:
+    """Returns the input of a step: parts, and spares of structure `tree` that count nothing."""
+    if parts:
+        tree = parts[0].tree if all(part.tree == parts[0].tree for part in parts) else None
+    lent = list(spares)
+    counts = (*(part.num_samples for part in parts), *(0 for _ in lent))
+    return grouped([*(part.structure for part in parts), *lent], counts, tree)
 
 
 class SplitEpoch(ABC):
-    """One epoch, whose batches are split over the replicas step by step.
-
-    Args:
-        epoch: The epoch.
-        splitter: Makes the parts of the replicas.
-    """
+    """One epoch, whose batches are split over the replicas step by step."""
 
     def __init__(self, epoch: Epoch, splitter: Splitter) -> None:
         self.epoch = epoch
@@ -42,11 +92,7 @@ class WholeBatches(SplitEpoch):
 class SharedBatches(SplitEpoch):
     """All workers draw the same batches, and each keeps the parts of its replicas.
 
-    Args:
-        epoch: The epoch.
-        splitter: Makes the parts of the replicas.
-        layout: Which replicas this worker has.
-        keeps_all: Whether it keeps the parts of all, because it may get other replicas.
+    It `keeps_all` parts if it may get other replicas.
     """
 
     def __init__(
@@ -80,7 +126,6 @@ class OwnBatches(SplitEpoch):
         # An epoch may be resumed in the middle of a batch.
         self._to_skip = progress.num_steps * self._num_replicas % layout.total
         self._queue = PartQueue(self.chunk)
-        self._left: list[SplitBatch] = []
 
     def _slices(self, num_samples: int) -> tuple[slice, ...]:
         if not self.splitter.leaves_empty:
@@ -98,12 +143,6 @@ class OwnBatches(SplitEpoch):
 
     def draw(self) -> SplitBatch:
         step = self._num_replicas
-        if self._place[0] % step == 0:
-            if not self._left:
-                parts = self.chunk()
-                firsts = range(0, len(parts.counts), step)
-                self._left = [parts.of(slice(first, first + step)) for first in firsts]
-            return self._left.pop(0)
         taken = self._queue.take(step)
         if not taken:
             raise StopIteration

@@ -1,18 +1,21 @@
-"""Replicas that share one memory share the work of an update: each updates some parameters."""
+"""The update of an optimizer: what it depends on, and how replicas of one memory share its work."""
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import optim
+from torch import Tensor, optim
 from torch.optim import optimizer as hooks
 from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 from unisono.torch_private import no_torch_function
+from unisono.variables.attributes import Contents, are_same
+from unisono.variables.front import plain_class
+from unisono.variables.leaves import Leaves
 
 # What these do to a parameter depends on its own gradient and state alone.
 _INDEPENDENT = frozenset(
@@ -38,21 +41,15 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
     if shares is None:
         return False
 
-    def update(groups: list[dict[str, Any]]) -> None:
+    def update(groups: list[dict[str, Any]], _: object) -> None:
         part: Any = object.__new__(cls)
         # The same state, of which each replica touches that of its own parameters only.
         part.__dict__.update(optimizer.__dict__, param_groups=groups)
         with entered(CrossReplicaContext(context.replicas)), no_torch_function():
             cls.step(part)  # type: ignore[attr-defined]
 
-    context.meeting.call_waiting([functools.partial(_without_meeting, update, o) for o in shares])
+    context.meeting.call_waiting([functools.partial(update, own) for own in shares])
     return True
-
-
-def _without_meeting(
-    update: Callable[[list[dict[str, Any]]], None], groups: list[dict[str, Any]], _: object
-) -> None:
-    update(groups)
 
 
 def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | None:
@@ -97,3 +94,72 @@ def has_hooks(optimizer: Any) -> bool:
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
     others = any(hook not in _ours for hook in hooks._global_optimizer_pre_hooks.values())
     return any(own) or others or bool(hooks._global_optimizer_post_hooks)
+
+
+class Settings:
+    """The hyperparameters of an optimizer, and the tensors that it works on, as they are now."""
+
+    def __init__(self, optimizer: Any, owners: Sequence[Leaves] = ()) -> None:
+        self.optimizer = optimizer
+        self._owners = owners
+        self._constants, self._tensors = _read(optimizer)
+        self._contents = Contents()
+        self._note()
+
+    @property
+    def can_be_captured(self) -> bool:
+        """Whether all that an update does is done by GPUs.
+
+        Before it, gradients that replicas have written themselves are compared and exchanged.
+        """
+        if any(one.has_own_gradients() for one in self._owners):
+            return False
+        groups = vars(self.optimizer)["param_groups"]
+        is_on_gpus = all(tensor.is_cuda for tensor in self._tensors)
+        is_without_host = plain_class(type(self.optimizer)) is optim.SGD or all(
+            group.get("capturable") for group in groups
+        )
+        return is_on_gpus and is_without_host and not has_hooks(self.optimizer)
+
+    def are_current(self) -> bool:
+        """Whether they are still the same."""
+        if are_same(_tables(self.optimizer), self._held) and self._contents.are_same():
+            # The very same objects, which is quickly seen.
+            return True
+        constants, tensors = _read(self.optimizer)
+        is_same = constants == self._constants and are_same(tensors, self._tensors)
+        if is_same:
+            self._note()
+        return is_same
+
+    def _note(self) -> None:
+        self._held = groups, state = _tables(self.optimizer)
+        self._contents.note(
+            [
+                groups,
+                *(group["params"] for group in groups),
+                *groups,
+                state,
+                *state.values(),
+            ]
+        )
+
+
+def _tables(optimizer: Any) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+    attributes = vars(optimizer)
+    return attributes["param_groups"], attributes["state"]
+
+
+def _read(optimizer: Any) -> tuple[list[Any], list[Tensor]]:
+    constants: list[Any] = []
+    tensors: list[Tensor] = []
+    for group in vars(optimizer)["param_groups"]:
+        tensors += group["params"]
+        for name, value in group.items():
+            if isinstance(value, Tensor):
+                tensors.append(value)
+            elif name != "params":
+                constants.append((name, value))
+    for state in vars(optimizer)["state"].values():
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    return constants, tensors
