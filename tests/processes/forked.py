@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import os
 import runpy
 import signal
@@ -10,9 +12,15 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
+import warnings
+import weakref
+from collections.abc import Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
+
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 from unisono_tools.processes import quick_processes
 
@@ -21,12 +29,15 @@ PROCESSES = quick_processes("torch._dynamo", "unisono.strategies")
 
 
 class ForkedProgram:
-    """`python -m words...` in a new session; it has what tests use of `subprocess.Popen`."""
+    """`python words...` in a new session; it has what tests use of `subprocess.Popen`.
+
+    What torch's elastic agent starts in it, as the workers of a launcher, is forked, too.
+    """
 
     def __init__(self, words: list[str], environ: dict[str, str]) -> None:
         pipes = [PROCESSES.Pipe(duplex=False) for _ in range(2)]
         writers = [writer for _, writer in pipes]
-        self._process = PROCESSES.Process(target=_run_module, args=(words, environ, *writers))
+        self._process = PROCESSES.Process(target=_run_program, args=(words, environ, *writers))
         self._process.start()
         self.pid: int = self._process.pid
         for _, writer in pipes:
@@ -79,18 +90,93 @@ class ForkedProgram:
         self.stderr.close()
 
 
-def _run_module(words: list[str], environ: dict[str, str], *outputs: Connection) -> None:
+def _run_program(words: list[str], environ: dict[str, str], *outputs: Connection) -> None:
     os.setsid()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output.fileno(), number)
         output.close()
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", closefd=False) for number in (1, 2))
+    vars(subprocess_handler)["Popen"] = _ForkedWorker
+    _become_python(words, environ)
+
+
+class _ForkedWorker(subprocess.Popen[str]):
+    """A child of this process that goes on as another program of Python, without loading torch."""
+
+    def _execute_child(self, args: Sequence[str], *settings: Any) -> None:
+        with warnings.catch_warnings():
+            # Python warns of the threads of this process, which the child does not need.
+            warnings.simplefilter("ignore")
+            self.pid = os.fork()
+        self._child_created = True
+        if self.pid == 0:
+            _begin_worker(args, settings[5], settings[12], settings[14])
+
+
+def _begin_worker(args: Sequence[str], environ: dict[str, str], *outputs: int) -> NoReturn:
+    # What this process has inherited from its parent must stay as it is until it ends: its files
+    # are closed, and others may get their numbers.
+    gc.freeze()
+    for one in list(vars(weakref.finalize)["_registry"]):
+        one.atexit = False
+    os.setsid()
+    for number, output in enumerate(outputs, start=1):
+        if output != -1:
+            os.dup2(output, number)
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    signal.set_wakeup_fd(-1)
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    vars(os)["execv"] = _go_on_as
+    _go_on_as(args[0], args, environ)
+
+
+def _go_on_as(path: str, words: Sequence[str], environ: dict[str, str] | None = None) -> NoReturn:
+    """Runs `python words[1:]` to its end, and ends the process as Python does."""
+    assert path == sys.executable, f"{path} is not the Python of this process"
+    code = 1
+    try:
+        _become_python(list(words[1:]), dict(os.environ) if environ is None else environ)
+        code = 0
+    except SystemExit as error:
+        if isinstance(error.code, str):
+            print(error.code, file=sys.stderr)
+        else:
+            code = error.code or 0
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError):
+                stream.flush()
+        if code < 0:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        os._exit(code & 255)
+
+
+def _become_python(words: list[str], environ: dict[str, str]) -> None:
+    """Does what `python words...` does."""
+    for number, name in enumerate(("stdout", "stderr"), start=1):
+        raw = io.FileIO(number, "w", closefd=False)
+        setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
-    sys.argv = list(words)
+    while words[0] in ("-u", "-I", "-S"):
+        words = words[1:]
+    is_module = words[0] == "-m"
+    sys.argv = words[is_module:]
     try:
-        runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+        if is_module:
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, os.path.dirname(words[0]))
+            runpy.run_path(words[0], run_name="__main__")
     finally:
         # A forked process does not do it by itself.
+        vars(threading)["_shutdown"]()
         atexit._run_exitfuncs()

@@ -36,7 +36,7 @@ def program(
     words = [str(part) for part in command]
     variables = clean_environment() if environ is None else dict(environ)
     is_forked = words[0] == sys.executable and any(words[1 : len(one) + 1] == one for one in FORKED)
-    with ForkedProgram(words[2:], variables) if is_forked else _popen(words, variables) as process:
+    with ForkedProgram(words[1:], variables) if is_forked else _popen(words, variables) as process:
         try:
             yield process
         finally:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,9 @@ from processes.launched import MEETS, script
 from processes.ports import free_ports
 from processes.programs import (
     Program,
-    clean_environment,
     launcher,
     program,
     run,
-    run_together,
     wait_until_gone,
 )
 
@@ -139,13 +138,18 @@ def test_lines_come_while_the_worker_runs_and_whole(tmp_path: Path) -> None:
 
 
 def test_two_launches_at_once_do_not_meet(tmp_path: Path) -> None:
+    path = script(tmp_path, MEETS)
+    # One is the command as it is installed, in whose processes nothing is forked.
     installed = Path(sys.executable).with_name("unisono")
-    command: list[str | Path] = [installed, "launch", "-n", "2", script(tmp_path, MEETS)]
+    real: list[str | Path] = [installed, "launch", "-n", "2", path]
+    commands = [real, launcher("-n", "2", path)]
 
-    results = run_together(command, [clean_environment()] * 2)
+    with ExitStack() as stack:
+        processes = [stack.enter_context(program(command)) for command in commands]
+        results = [process.communicate(timeout=200) for process in processes]
 
-    for status, output, errors in results:
-        assert status == 0, errors
+    for process, (output, errors) in zip(processes, results, strict=True):
+        assert process.returncode == 0, errors
         # Neither the launcher nor the workers log what torch's C++ code does.
         assert "[c10d]" not in errors
         assert sorted(output.splitlines()) == [f"[worker {r}] worker {r} of 2 0" for r in range(2)]

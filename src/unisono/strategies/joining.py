@@ -123,10 +123,11 @@ def join_elastic(
     while (running := running_job(membership)) is not None:
         door = open_door(membership, address_towards((running.door.host, running.door.port)))
         tuning = Tuning.from_text(running.tuning) if running.tuning else None
+        # It lies there before anybody can find this worker at work.
+        door.set("tuning", running.tuning)
         me = Attendee(Contact.of(door), card, door, rules)
         elastic = ElasticMembers(me, _connector(devices, options, tuning))
         if elastic.joined(running.generation):
-            door.set("tuning", running.tuning)
             return elastic, tuning
         door.close()
     if membership.size < min_workers:

@@ -11,6 +11,7 @@ from unisono.cluster.elastic.doors import serve_door
 from unisono.cluster.elastic.finding import (
     DOORS,
     JOINED,
+    STARTED,
     addresses_in,
     doors_known_at,
     running_at,
@@ -44,8 +45,8 @@ class Board:
 
     def begin(self) -> None:
         """Says that the workers of this host have been started."""
-        if self._store.look([DOORS]) == [None]:
-            self._store.set(DOORS, "")
+        # In one operation: the workers may say where they are at the same time.
+        self._store.set(STARTED, "")
 
     def have_joined(self, replacements: Iterable[str]) -> bool:
         """Whether one of these workers has joined the others."""

@@ -20,16 +20,21 @@ from thread_ranks import make_threads
 from torch.distributed import DistStoreError
 
 from unisono.cluster import ClusterSpec, Membership, SimpleClusterResolver, WorkerCard
-from unisono.cluster.elastic import finding, share_state
+from unisono.cluster.elastic import ElasticMembers, finding, gathering, share_state
 from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Standing
 from unisono.communicators import JobStore
 from unisono.communicators.job_store import local_store
+from unisono.costs import Link, Tuning
+from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, UnsupportedError
+from unisono.options import CommunicationOptions
+from unisono.strategies.joining import join_elastic
 from unisono.system import process_start
 
+ALONE = Membership.of(SimpleClusterResolver(ClusterSpec({})))
 CARD = WorkerCard(0, "host", 1, 4, 1, 4, "train.py", "1", "3", "2")
 
 
@@ -153,14 +158,17 @@ def test_a_worker_does_not_wait_for_a_meeting_that_is_silent() -> None:
     assert all(seconds < 60 for _, seconds in asked)
 
 
-def test_a_meeting_waits_for_one_that_has_knocked_and_not_said_yet_who_it_is() -> None:
+def test_a_meeting_waits_for_one_that_has_knocked_and_not_said_yet_who_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gathering, "_KNOCK_SECONDS", 60.0)
     last = generation(3, [0])
     newcomer = generation(0, [8]).contacts[8]
     door, rules = local_store(), Rules(1, 4, 30.0)
     door.add("knocks", 1)
 
     def come() -> Agreed | None:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while (token := door.look(["open"])[0]) is None:
             assert time.monotonic() < deadline
             time.sleep(0.001)
@@ -227,9 +235,33 @@ def test_a_worker_that_finds_no_job_to_join_says_where_it_has_looked(
 ) -> None:
     monkeypatch.setenv("UNISONO_JOIN", "127.0.0.1:1, [::1]:2")
     monkeypatch.setattr(finding, "_JOIN_SECONDS", 0.0)
-    alone = Membership.of(SimpleClusterResolver(ClusterSpec({})))
 
     with pytest.raises(CommunicationError, match=r"127\.0\.0\.1:1, \[::1\]:2.*unset UNISONO_JOIN"):
-        finding.running_job(alone)
+        finding.running_job(ALONE)
     monkeypatch.delenv("UNISONO_JOIN")
-    assert finding.running_job(alone) is None
+    assert finding.running_job(ALONE) is None
+
+
+def test_a_worker_that_joins_has_the_constants_of_the_job_before_it_can_be_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job, running = finding.open_door(ALONE, "127.0.0.1"), generation(3, [0])
+    link = Link(1e-6, 1e9, 1e-6)
+    tuning = Tuning(link, link, None, None, None, 1e9, {"cpu": "one"}, "today", "1").to_text()
+    job.set("generation", running.to_text())
+    job.set("tuning", tuning)
+    monkeypatch.setenv("UNISONO_JOIN", f"127.0.0.1:{job.port}")
+    found = []
+
+    def joined(members: ElasticMembers, _: Generation) -> bool:
+        found.extend(members._me.door.look(["tuning"]))
+        return True
+
+    monkeypatch.setattr(ElasticMembers, "joined", joined)
+    members, told = join_elastic(ALONE, cpu_slots(1), CommunicationOptions(), 4)
+
+    assert found == [tuning.encode()]
+    assert told is not None
+    assert told.to_text() == tuning
+    members._me.door.close()
+    job.close()

@@ -241,7 +241,7 @@ def test_one_rank_needs_no_store() -> None:
 
 def ask_differently(store: Store, rank: int, size: int) -> tuple[str, str]:
     try:
-        connect(store, rank, size, timeout_seconds=5, implementation=IMPLEMENTATIONS[rank])
+        connect(store, rank, size, timeout_seconds=60, implementation=IMPLEMENTATIONS[rank])
     except CommunicationError as error:
         return type(error).__name__, str(error)
     return "nothing", ""
@@ -292,7 +292,7 @@ def test_a_group_ends_all_its_connections_though_one_has_ended_before() -> None:
 def encrypted_in_no_known_way(store: Store, rank: int, size: int) -> str:
     os.environ["GLOO_DEVICE_TRANSPORT"] = "no such transport"
     with pytest.raises(UnsupportedError) as caught:
-        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=5)
+        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60)
     return str(caught.value)
 
 

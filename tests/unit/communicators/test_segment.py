@@ -60,7 +60,7 @@ def hand_out(
     threads: ThreadPoolExecutor,
     store: HashStore,
     segment: int,
-    timeout_seconds: float = 10,
+    timeout_seconds: float = 60,
     size: int = 2,
 ) -> Future[None]:
     host = Host(store, "key", size)
@@ -79,7 +79,7 @@ def test_a_guest_receives_the_same_memory(threads: ThreadPoolExecutor, segment: 
     handed_out = hand_out(threads, store, segment)
 
     entered = receive(store)
-    handed_out.result(10)
+    handed_out.result(60)
 
     assert os.fstat(entered.fd).st_ino == os.fstat(segment).st_ino
     assert not store.check(["key"])
@@ -111,7 +111,7 @@ def test_a_stranger_receives_nothing(
         assert stranger.recv(4096) == b""
 
     receive(store).close()
-    handed_out.result(10)
+    handed_out.result(60)
 
 
 # Comes as another user, and prints what it hears before it has said more than it was asked to.
@@ -159,7 +159,7 @@ def test_silent_guests_keep_nobody_waiting(threads: ThreadPoolExecutor, segment:
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent.connect(f"\0{address}")
         receive(store).close()
-        handed_out.result(10)
+        handed_out.result(60)
 
 
 def test_a_rank_without_memory_is_told_to_all(segment: int) -> None:
@@ -171,7 +171,7 @@ def test_a_rank_without_memory_is_told_to_all(segment: int) -> None:
             receive_segment(store, "key", 2, 3, 10, cannot_enter)
         for one in (handed_out, other):
             with pytest.raises(CommunicationError, match="Rank 2 cannot share memory") as raised:
-                one.result(10)
+                one.result(60)
             assert raised.value.ranks == (2,)
 
 
@@ -182,14 +182,14 @@ def test_a_guest_of_another_job_is_told(threads: ThreadPoolExecutor, segment: in
     with pytest.raises(JobMismatchError, match="Rank 2 of 3 joined a job of 2"):
         receive(store, 2, 3)
     with pytest.raises(JobMismatchError, match="Rank 2 of 3 joined a job of 2"):
-        handed_out.result(10)
+        handed_out.result(60)
 
 
 def test_a_host_that_nobody_visits_names_the_missing(
     threads: ThreadPoolExecutor, segment: int
 ) -> None:
     with pytest.raises(WorkerTimeoutError, match=r"0\.2 s for rank 1 of 2") as raised:
-        hand_out(threads, HashStore(), segment, 0.2).result(10)
+        hand_out(threads, HashStore(), segment, 0.2).result(60)
 
     assert raised.value.ranks == (1,)
 
@@ -212,7 +212,7 @@ def test_an_old_address_does_not_hide_the_new_one(
     received = threads.submit(receive, store)
     handed_out = hand_out(threads, store, segment)
 
-    new = received.result(10)
+    new = received.result(60)
     assert os.path.sameopenfile(new.fd, segment)
     new.close()
-    handed_out.result(10)
+    handed_out.result(60)

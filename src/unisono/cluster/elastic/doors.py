@@ -86,10 +86,10 @@ def _key() -> bytes:
     return job_key(f"unisono/{PURPOSE}/0")
 
 
-def call_door(host: str, port: int) -> JobStore | None:
+def call_door(host: str, port: int, seconds: float = _ANSWER_SECONDS) -> JobStore | None:
     """Returns a connection to a door, or None if nobody answers there who is of the job."""
     try:
-        greeted = _called(host, port)
+        greeted = _called(host, port, seconds)
     except OSError:
         return None
     return store_at((host, port), greeted)
@@ -102,14 +102,14 @@ def may_answer(host: str, port: int) -> bool:
     except OSError:
         return False
     try:
-        _called(host, port).socket.close()
+        _called(host, port, _ANSWER_SECONDS).socket.close()
     except OSError as error:
         return isinstance(error, TimeoutError)
     return True
 
 
-def _called(host: str, port: int) -> Greeted:
-    return call((host, port), _key(), 0, encryption(), time.monotonic() + _ANSWER_SECONDS)
+def _called(host: str, port: int, seconds: float) -> Greeted:
+    return call((host, port), _key(), 0, encryption(), time.monotonic() + seconds)
 
 
 class Doors:

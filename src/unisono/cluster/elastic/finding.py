@@ -27,9 +27,13 @@ LAUNCHER = "UNISONO_LAUNCHER"
 JOIN = "UNISONO_JOIN"
 # The number of a worker that a launcher has started in the place of a lost one.
 REPLACEMENT = "UNISONO_REPLACEMENT"
-# In the store of a launcher: where workers are, and which replacements have joined them.
-DOORS, JOINED = "doors", "joined"
+# In the store of a launcher: that workers have been started, where they are, and which replacements
+# have joined them.
+STARTED, DOORS, JOINED = "started", "doors", "joined"
 _JOIN_SECONDS = 30.0
+# How long a worker or a launcher may take to answer before it counts as not there. A worker that
+# takes a busy job for none would wait for one that nobody starts.
+_ANSWER_SECONDS = 10.0
 _PAUSE_SECONDS = 0.5
 _TELL_SECONDS = 5.0
 # The generation of which launchers are to know, though threads may still tell of an earlier one.
@@ -111,9 +115,9 @@ def doors_known_at(address: tuple[str, int]) -> str | None:
     None if there is no launcher, or it has started no workers.
     """
     try:
-        if (store := call_door(*address)) is not None:
-            found = store.look([DOORS])[0]
-            return None if found is None else found.decode()
+        if (store := call_door(*address, _ANSWER_SECONDS)) is not None:
+            doors, started = store.look([DOORS, STARTED])
+            return None if doors is started is None else (doors or b"").decode()
     except STORE_ERRORS:
         pass
     return "" if may_answer(*address) else None
@@ -161,7 +165,7 @@ def _own_address(membership: Membership) -> Address | None:
 
 
 def _running(address: tuple[str, int]) -> Running | None:
-    store = call_door(*address)
+    store = call_door(*address, _ANSWER_SECONDS)
     if store is None:
         return None
     try:

@@ -37,6 +37,8 @@ _GRACE_SECONDS = 5.0
 # How long to wait for those who have knocked, and for a proposal to be accepted.
 _KNOCK_SECONDS = 3.0
 _ACCEPT_SECONDS = 20.0
+# How long one that holds a meeting waits for the others to read why nobody goes on.
+_READ_SECONDS = 10.0
 # How long the door of a meeting may take to answer. It may be cut off, or its worker paused.
 _SILENT_SECONDS = 10.0
 _log = logging.getLogger("unisono")
@@ -298,7 +300,7 @@ class Gathering:
             if not self._left.is_over() and (self._may_still_come(chosen) or chosen.lacks()):
                 continue
             if why := chosen.lacks():
-                self._refuse(token, why, len(votes) - 1)
+                self._refuse(token, why, [vote.contact for vote in votes[1:]])
             return chosen.generation()
         return None
 
@@ -334,12 +336,13 @@ class Gathering:
         coming = {one.process for one in contacts if not one.has_ended()}
         return None in found or not coming <= chosen.processes()
 
-    def _refuse(self, token: str, why: str, num_others: int) -> None:
+    def _refuse(self, token: str, why: str, others: Collection[Contact]) -> None:
         """Tells all who have come that nobody goes on, and raises that here."""
-        door = self._me.door
+        door, left = self._me.door, Countdown(_READ_SECONDS)
         door.set(f"{token}/refusal", why)
-        left = Countdown(2.0)
-        while door.add(f"{token}/read", 0) < num_others and not left.is_over():
+        while door.add(f"{token}/read", 0) < sum(not one.has_ended() for one in others):
+            if left.is_over():
+                break
             time.sleep(_FIRST_PAUSE_SECONDS)
         raise CommunicationError(why)
 

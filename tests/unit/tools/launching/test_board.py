@@ -10,7 +10,9 @@ import pytest
 from processes.ports import free_port
 
 from unisono.cluster import Address
-from unisono.cluster.elastic import doors
+from unisono.cluster.elastic import doors, finding
+from unisono.cluster.elastic.doors import Contact, call_door
+from unisono.cluster.elastic.generation import Generation
 from unisono.communicators.sockets import listening
 from unisono.errors import ClusterError
 from unisono_tools.launching import board
@@ -19,7 +21,9 @@ from unisono_tools.launching.board import Board, running_workers
 
 @pytest.fixture(autouse=True)
 def little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "_ANSWER_SECONDS", 1.0)
+    for one in (doors, finding):
+        monkeypatch.setattr(one, "_ANSWER_SECONDS", 1.0)
+    monkeypatch.setattr(finding, "_TELL_SECONDS", 0.01)
     monkeypatch.setattr(board, "_START_SECONDS", 0.2)
 
 
@@ -58,3 +62,52 @@ def test_a_stranger_at_the_port_of_a_launcher_is_no_job() -> None:
         thread.join(60)
     for caller in callers:
         caller.close()
+
+
+def test_what_workers_say_while_they_are_said_to_be_started_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    started = Board([endpoint])
+    address = endpoint.host, endpoint.port + 1
+    write = started._store.set
+
+    def write_late(key: str, value: str) -> None:
+        write(finding.DOORS, "127.0.0.1:1")
+        write(key, value)
+
+    monkeypatch.setattr(started._store, "set", write_late)
+    started.begin()
+
+    assert finding.doors_known_at(address) == "127.0.0.1:1"
+
+
+def test_late_news_of_an_old_generation_do_not_hide_those_of_a_newer_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    started = Board([endpoint])
+    monkeypatch.setenv(finding.LAUNCHER, started.address)
+    generations = [
+        Generation(number, {0: Contact("127.0.0.1", number, "process", "", 1, "")}, {0: ()}, 1, {})
+        for number in (1, 2)
+    ]
+    may_call = [threading.Event(), threading.Event()]
+    calls = iter(may_call)
+
+    def call_late(host: str, port: int) -> object:
+        assert next(calls).wait(60)
+        return call_door(host, port)
+
+    monkeypatch.setattr(finding, "call_door", call_late)
+    tellers: list[threading.Thread] = []
+    for one in generations:
+        before = set(threading.enumerate())
+        finding.publish(one)
+        tellers += set(threading.enumerate()) - before
+    for event, teller in reversed(list(zip(may_call, tellers, strict=True))):
+        event.set()
+        teller.join(60)
+
+    monkeypatch.setattr(finding, "call_door", call_door)
+    assert finding.doors_known_at((endpoint.host, endpoint.port + 1)) == "127.0.0.1:2"
