@@ -34,8 +34,8 @@ class Lines:
     """Connections to ranks, each for messages that are lists of what JSON knows.
 
     One thread moves the bytes of all lines of the process and makes all calls. It sleeps until
-    there is something to do, and ends with the last of them. Lines without file descriptors have a
-    thread of their own, which looks for messages from time to time.
+    there is something to do, and ends with the last of them. Lines without file descriptors have
+    another thread, which looks for messages from time to time.
 
     Args:
         heard: Called with a rank and a message that has come from it.

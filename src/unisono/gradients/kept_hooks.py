@@ -113,7 +113,7 @@ def exchanged(
         if missing and not set(others) <= parts.keys():
             raise UnsupportedError(
                 "Several workers were lost at once, and only they had what the communication hook "
-                f"keeps for replica {missing[0]}. Go on from a checkpoint."
+                f"keeps for replica {missing[0]}. Start again from a checkpoint."
             )
         data = torch.cat([parts[other] for other in others]) if missing else torch.empty(0)
         for replica in missing:

@@ -240,7 +240,7 @@ class ReplicaPack(_HookedPack):
         self._hooks = hooks
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
-        raise AssertionError("A term is one replica.")
+        raise AssertionError(f"a term is one replica, not {len(grads)}")
 
     def _mean(self, flats: list[Tensor], parameters: list[Tensor]) -> Tensor:
         return self._hooks(self._index, flats, parameters, is_last=self._is_last)
