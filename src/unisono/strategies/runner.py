@@ -157,7 +157,8 @@ class Runner:
 
             return traced
 
-        with self._lock:
+        # Streams that are captured separately must not wait for each other.
+        with self._lock, _in_order(streams if meeting.orders_streams else ()):
             before = self._global_randomness.before()
             calls = [call(context) for context in contexts]
             results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
@@ -247,6 +248,18 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
 def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
     """Calls `fn` with the items of `own`."""
     return fn(*check_iterable("args", own), **kwargs)
+
+
+@contextmanager
+def _in_order(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
+    """Orders the work of these streams between what this thread has started and what it will."""
+    current = {one: torch.cuda.current_stream(one.device) for one in streams}
+    others = [(one, own) for one, own in current.items() if one != own]
+    for one, own in others:
+        one.wait_stream(own)
+    yield
+    for one, own in others:
+        own.wait_stream(one)
 
 
 def check_process(extended: StrategyExtended) -> None:

@@ -71,7 +71,7 @@ def test_each_memory_has_its_own_graphs_and_stream() -> None:
         lanes = strategy.extended._captures.lanes
         assert len({lane.stream for lane in lanes.all}) == 3
         # The forward and backward pass, then Python reduces, updates, and combines the statistics.
-        assert len(recording._parts[0]._graphs) == 3
+        assert len(recording._parts[0].graphs) == 3
         assert recording.num_calls == 3
 
 
