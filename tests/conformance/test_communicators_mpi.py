@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store, TCPStore
 from unisono.communicators import connect
 from unisono.kernels import native_core
 from unisono.options import ReduceOp
-from unisono_tools.namespaces import mpirun_between, open_mpi_version
+from unisono_tools.namespaces import is_open_mpi, mpirun_between
 
 PROGRAM = Path(__file__).parent / "mpi_program.py"
 SECONDS = 150.0
@@ -63,7 +63,7 @@ def test_a_rank_that_never_ends_does_not_keep_the_job_alive(tmp_path: Path) -> N
 
 
 def test_a_dead_rank_is_named_where_mpi_lets_the_others_live(tmp_path: Path) -> None:
-    if open_mpi_version([str(MPIRUN)]) is None:
+    if not is_open_mpi([str(MPIRUN)]):
         pytest.skip("this MPI ends all processes when one of them dies")
 
     told, errors = run("killed", tmp_path, [str(MPIRUN), "--with-ft", "ulfm", "-n", "3"])

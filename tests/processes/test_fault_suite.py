@@ -25,7 +25,7 @@ from processes.ports import free_port
 from processes.training_faults import Job, train
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation
-from unisono_tools.namespaces import open_mpi_version
+from unisono_tools.namespaces import is_open_mpi
 
 AUTO, RING = CommunicationImplementation.AUTO, CommunicationImplementation.RING
 TCP = CommunicationImplementation.TCP
@@ -143,7 +143,7 @@ def test_shared_memory_inside_two_hosts_at_random_moments(
 @pytest.mark.skipif(not HAS_MPI, reason="needs mpirun and mpi4py")
 def test_mpi_at_random_moments(rng: random.Random, tmp_path: Path) -> None:
     # Nobody survives a rank that dies while MPI starts. Later on, Open MPI lets the others live.
-    lives = open_mpi_version([str(MPIRUN)]) is not None
+    lives = is_open_mpi([str(MPIRUN)])
     weights = USUAL | {Fault.KILLED_AT_START: 0.0, Fault.KILLED: 0.1 if lives else 0.0}
     drawn = [one for one in faults(rng, 0.2, weights) if weights.get(one) != 0]
     engine = Engine(AUTO, name="MPI")

@@ -13,7 +13,7 @@ import pytest
 
 from processes.ports import free_port
 from processes.programs import clean_environment, run, run_together
-from unisono_tools.namespaces import open_mpi_version
+from unisono_tools.namespaces import is_open_mpi
 
 PAGE = (Path(__file__).parents[2] / "docs" / "launchers.md").read_text()
 FOLDERS = f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}"
@@ -64,7 +64,7 @@ def test_torchrun_on_two_nodes(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["mpirun", "mpiexec"])
 def test_mpi(folder: Path, name: str) -> None:
     launcher = shutil.which(name, path=FOLDERS)
-    if launcher is None or (open_mpi_version([launcher]) is None) is (name == "mpirun"):
+    if launcher is None or is_open_mpi([launcher]) is not (name == "mpirun"):
         pytest.skip(f"there is no {name} of {'Open MPI' if name == 'mpirun' else 'MPICH'}")
     if shutil.which("openssl") is None:
         pytest.skip("there is no openssl")
