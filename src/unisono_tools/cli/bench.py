@@ -138,7 +138,7 @@ def reduce(
     "--mpi",
     metavar="PYTHON",
     default=lambda: sys.executable if find_spec("mpi4py") else None,
-    help="A Python that has mpi4py. Default: this one, if it has.",
+    help="A Python that has mpi4py; '' leaves MPI out. Default: this one, if it has.",
 )
 @click.option(
     "--mpirun",

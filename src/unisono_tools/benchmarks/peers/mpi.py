@@ -77,7 +77,7 @@ class Mpi:
                 raise BenchmarkError(
                     f"{len(arrived)} of {size} MPI processes started before the launcher ended or "
                     f"{_START_S:g} s had passed. Check its messages above, and try `--mpi` and "
-                    "`--mpirun` by hand."
+                    "`--mpirun` by hand, or leave MPI out with `--mpi ''`."
                 ) from None
             pipe = Connection(connection.detach())
             self._pipes.append(pipe)
