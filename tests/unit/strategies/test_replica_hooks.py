@@ -1,4 +1,4 @@
-"""Communication hooks with logical replicas are called per replica: all layouts have the same bits."""
+"""Communication hooks of logical replicas: a call per replica, and equal bits at all layouts."""
 
 from __future__ import annotations
 
