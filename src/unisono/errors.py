@@ -1,29 +1,4 @@
-"""What Unisono raises.
-
-    UnisonoError
-    ├── DeviceError           ValueError   a device that cannot be read, or is not here
-    ├── DestinationError      ValueError   something that names no device to reduce to
-    ├── BatchError            ValueError   a batch that is not an iterable of (value, destinations)
-    ├── ReplicaMismatchError  ValueError   replicas that hold values that do not go together
-    ├── UnsupportedError      ValueError   an operation, dtype, layout or argument that has no
-    │   │                                  meaning here
-    │   └── UnsupportedAttributeError AttributeError  an attribute of a tensor that a value lacks
-    ├── ContextError          RuntimeError something called where it has no meaning
-    ├── CaptureError          RuntimeError a step that cannot be captured, or not be replayed
-    ├── EndOfInputError       IndexError   a step that is asked of an input that has none left
-    ├── UnequalCallsError     RuntimeError replicas that do not make the same calls in one order
-    ├── ClusterError          ValueError   an environment or a spec that names no usable cluster
-    ├── TraceError            ValueError   a folder that holds no trace, or not of one run
-    ├── TuningError           ValueError   constants of the cost model that cannot be used
-    └── CommunicationError    RuntimeError workers that cannot go on together; `ranks` says which;
-        │                                  to torch a `torch.distributed.DistBackendError`
-        ├── WorkerLostError                a worker that has ended or cannot be reached
-        ├── WorkerTimeoutError TimeoutError a worker that did not come within the time given
-        ├── UnequalCollectivesError        workers that call different collectives
-        └── JobMismatchError               a worker of another job, script or world size
-
-Every message says what was asked, what was found and what to do.
-"""
+"""What Unisono raises. Every message says what was asked, what was found and what to do."""
 
 from __future__ import annotations
 

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from unisono.arguments import check_instance, check_int, check_timeout, in_words
 from unisono.errors import UnsupportedError
 
+_Member = TypeVar("_Member", bound="_Named")
 
-class ReduceOp(enum.Enum):
+
+class _Named(enum.Enum):
+    """An enumeration whose members are also read from their names."""
+
+    @classmethod
+    def read(cls: type[_Member], given: object, what: str = "reduce_op") -> _Member:
+        """Returns a member from itself or its name, in any case.
+
+        Args:
+            given: The member or its name.
+            what: What an error calls it.
+
+        Raises:
+            UnsupportedError: If it is neither.
+        """
+        if isinstance(given, cls):
+            return given
+        if isinstance(given, str) and given.upper() in cls.__members__:
+            return cls[given.upper()]
+        raise UnsupportedError(
+            f"`{what}` must be one of {cls.__name__}.{', '.join(cls.__members__)} or its name, got "
+            f"{in_words(given)}."
+        )
+
+
+class ReduceOp(_Named):
     """How the values of the replicas are combined.
 
     `SUM` and `MEAN` are the operations of `tf.distribute`; `MIN`, `MAX` and `PROD` are additions.
@@ -21,26 +47,6 @@ class ReduceOp(enum.Enum):
     MIN = "min"
     MAX = "max"
     PROD = "prod"
-
-    @staticmethod
-    def read(op: object, what: str = "reduce_op") -> ReduceOp:
-        """Returns a member from itself or its name, in any case.
-
-        Args:
-            op: The member or its name.
-            what: What an error calls it.
-
-        Raises:
-            UnsupportedError: If it is neither.
-        """
-        if isinstance(op, ReduceOp):
-            return op
-        if isinstance(op, str) and op.upper() in ReduceOp.__members__:
-            return ReduceOp[op.upper()]
-        members = ", ".join(str(member) for member in ReduceOp)
-        raise UnsupportedError(
-            f"`{what}` must be one of {members} or its name, got {in_words(op)}."
-        )
 
 
 class VariableAggregation(enum.Enum):
@@ -56,7 +62,7 @@ class VariableAggregation(enum.Enum):
     ONLY_FIRST_REPLICA = "only_first_replica"
 
 
-class CommunicationImplementation(enum.Enum):
+class CommunicationImplementation(_Named):
     """The library that runs a collective between workers.
 
     `AUTO` takes shared memory inside a host and Gloo between hosts, or MPI where an MPI launcher
@@ -76,27 +82,7 @@ class CommunicationImplementation(enum.Enum):
 
     @classmethod
     def _missing_(cls, value: object) -> CommunicationImplementation:
-        return cls.read(value)
-
-    @staticmethod
-    def read(given: object, what: str = "implementation") -> CommunicationImplementation:
-        """Returns a member from itself or its name, in any case.
-
-        Args:
-            given: The member or its name.
-            what: What an error calls it.
-
-        Raises:
-            UnsupportedError: If it is neither.
-        """
-        if isinstance(given, CommunicationImplementation):
-            return given
-        members = CommunicationImplementation.__members__
-        if isinstance(given, str) and given.upper() in members:
-            return members[given.upper()]
-        raise UnsupportedError(
-            f"`{what}` must be one of {', '.join(members)}, got {in_words(given)}."
-        )
+        return cls.read(value, "implementation")
 
 
 @dataclass(frozen=True)
@@ -119,7 +105,9 @@ class CommunicationOptions:
         checked = {
             "bytes_per_pack": check_int("bytes_per_pack", self.bytes_per_pack, least=0),
             "timeout_seconds": check_timeout("timeout_seconds", self.timeout_seconds),
-            "implementation": CommunicationImplementation.read(self.implementation),
+            "implementation": CommunicationImplementation.read(
+                self.implementation, "implementation"
+            ),
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -132,18 +120,9 @@ class CommunicationOptions:
         """
         if other is None:
             return self
-        check_options(other)
-        auto = CommunicationImplementation.AUTO
-        return replace(
-            self,
-            bytes_per_pack=other.bytes_per_pack or self.bytes_per_pack,
-            timeout_seconds=(
-                self.timeout_seconds if other.timeout_seconds is None else other.timeout_seconds
-            ),
-            implementation=(
-                self.implementation if other.implementation is auto else other.implementation
-            ),
-        )
+        given = vars(check_options(other))
+        default = vars(DEFAULT_OPTIONS)
+        return replace(self, **{name: one for name, one in given.items() if one != default[name]})
 
 
 DEFAULT_OPTIONS = CommunicationOptions()

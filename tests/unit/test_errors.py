@@ -34,8 +34,3 @@ def test_a_wrong_argument_is_a_value_error(error: type[Exception]) -> None:
 
 def test_the_base_is_of_no_kind() -> None:
     assert errors.UnisonoError.__bases__ == (Exception,)
-
-
-def test_the_tree_in_the_docstring_names_every_error() -> None:
-    assert errors.__doc__ is not None
-    assert [name for name in DEFINED if name not in errors.__doc__] == []

@@ -43,7 +43,7 @@ def test_an_implementation_is_a_member_or_its_name_in_any_case(spelling: Any) ->
 
 @pytest.mark.parametrize("wrong", ["foo", "", 3, None])
 def test_an_unknown_implementation_is_refused_and_shown(wrong: Any) -> None:
-    with pytest.raises(UnsupportedError, match=f"AUTO, RING, NCCL, TCP, got {wrong!r}"):
+    with pytest.raises(UnsupportedError, match=f"AUTO, RING, NCCL, TCP or .* got {wrong!r}"):
         CommunicationOptions(implementation=wrong)
 
 

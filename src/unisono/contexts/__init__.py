@@ -3,8 +3,8 @@
 from unisono.contexts.current import (
     Context,
     CrossReplicaContext,
-    Meeting,
     ReplicaContext,
+    Replicas,
     current_context,
     current_replica,
     entered,
@@ -13,17 +13,14 @@ from unisono.contexts.current import (
     has_strategy,
     in_cross_replica_context,
     is_default,
-    is_inside_run,
     other_strategy,
     running_replica,
     set_outside,
 )
-from unisono.contexts.replicas import Replicas
 
 __all__ = [
     "Context",
     "CrossReplicaContext",
-    "Meeting",
     "ReplicaContext",
     "Replicas",
     "current_context",
@@ -34,7 +31,6 @@ __all__ = [
     "has_strategy",
     "in_cross_replica_context",
     "is_default",
-    "is_inside_run",
     "other_strategy",
     "running_replica",
     "set_outside",

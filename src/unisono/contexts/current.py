@@ -9,15 +9,18 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from unisono.arguments import check_call, check_int
 from unisono.contexts.collectives import gather_tensors, reduce_tensors
-from unisono.contexts.replicas import Replicas
 from unisono.devices import Device
 from unisono.errors import ContextError
 from unisono.options import CommunicationOptions, ReduceOp, check_options
+from unisono.reductions import CrossDeviceOps, ReplicaLayout, Workers
 from unisono.values import as_tensor, flatten, set_replica_seen
 
 if TYPE_CHECKING:
+    from unisono.engines import ReplicaMeeting
+    from unisono.gradients import GradientReducer
     from unisono.gradients.passes import OwnPass
     from unisono.strategies import Strategy
+    from unisono.variables import Leaves, Mirrors
 
 Context: TypeAlias = "ReplicaContext | CrossReplicaContext"
 
@@ -71,19 +74,71 @@ class entered:
         del stack.entered[self._depth :]
 
 
-class Meeting(Protocol):
-    """Where the replicas of one `run` meet. `ReplicaMeeting` of `engines` implements it."""
+class SampleCounts(Protocol):
+    """How many samples each replica has in the run under way."""
 
-    # See `ReplicaMeeting`.
-    recorder: Any
-    is_apart: bool
-    orders_streams: bool
+    samples: tuple[int, ...] | None
 
-    def meet(self, *arguments: Any, **settings: Any) -> Any:
-        """See `ReplicaMeeting.meet`."""
+    @property
+    def presence(self) -> tuple[int, ...] | None:
+        """For each replica of all workers whether it has samples, 1 or 0. None if all have."""
 
-    def call_waiting(self, *arguments: Any) -> list[Any]:
-        """See `ReplicaMeeting.call_waiting`."""
+    def factors(self, op: ReduceOp) -> list[float]:
+        """Returns what the values of this worker's replicas count for. Empty if all count alike."""
+
+    def regrouped(self, results: Sequence[Any], *, are_arguments: bool = False) -> Any:
+        """Makes one structure of what the replicas of this worker have returned."""
+
+
+class Replicas(Protocol):
+    """What contexts, variables and gradients use of the strategy that runs them.
+
+    `StrategyExtended` implements it.
+    """
+
+    workers: Workers
+    layout: ReplicaLayout
+    cross_device_ops: CrossDeviceOps
+    mirrors: Mirrors
+    gradients: GradientReducer
+    current_weights: list[float]
+    # What makes runs that survive the loss of workers, if something does.
+    elastic: Any
+
+    @property
+    def counting(self) -> SampleCounts:
+        """How many samples each replica has."""
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy, for programs and messages."""
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The devices of the replicas."""
+
+    @property
+    def first_replica_id(self) -> int:
+        """The number of the first replica among those of all workers."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas on all workers."""
+
+    def adopt(self, leaves: Leaves) -> None:
+        """Trains what belongs to no module, from now on."""
+
+    def merge_call(
+        self,
+        context: ReplicaContext,
+        merge_fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Does the work of `ReplicaContext.merge_call`."""
+
+    def reduce_to(self, reduce_op: ReduceOp | str, value: Any, destinations: Any) -> Any:
+        """Reduces a value over the replicas of all workers, to devices."""
 
 
 @dataclass(frozen=True)
@@ -109,10 +164,6 @@ class ReplicaNotes:
     is_without_sync: bool = False
     num_batch_norms: int = 0
 
-    def forget(self) -> None:
-        """After the run: lets go of what refers back to the replica."""
-        self.current_pass = None
-
 
 @dataclass(frozen=True, eq=False)
 class ReplicaContext:
@@ -130,7 +181,7 @@ class ReplicaContext:
 
     replicas: Replicas = field(repr=False)
     local_id: int
-    meeting: Meeting
+    meeting: ReplicaMeeting
     weight: float = 1.0
     notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
     generators: Any = field(default=None, repr=False)
@@ -305,11 +356,6 @@ def running_replica() -> ReplicaContext | None:
     """Returns the replica that this thread runs, in whatever context it is now."""
     replicas = (one for one in reversed(stack.entered) if isinstance(one, ReplicaContext))
     return next(replicas, None)
-
-
-def is_inside_run() -> bool:
-    """Whether this thread runs a replica, in whatever context it is now."""
-    return running_replica() is not None
 
 
 def other_strategy(strategy: Any) -> Strategy | None:

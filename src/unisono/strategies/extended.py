@@ -17,7 +17,6 @@ from unisono.contexts import (
     CrossReplicaContext,
     ReplicaContext,
     entered,
-    is_inside_run,
     running_replica,
 )
 from unisono.costs import Tuning
@@ -231,7 +230,7 @@ class StrategyExtended(ExtendedMethods, HookMethods):
         It is made in a meeting of the replicas, so that none is in a backward pass.
         """
         self.mirrors.add(leaves)
-        if is_inside_run():
+        if running_replica() is not None:
             self.gradients.begin(self.current_weights)
 
     def call_for_each_replica(

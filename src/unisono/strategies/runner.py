@@ -14,7 +14,7 @@ import torch
 from torch.autograd import set_multithreading_enabled
 
 from unisono.arguments import check_iterable
-from unisono.contexts import Meeting, ReplicaContext, Replicas, entered, running_replica
+from unisono.contexts import ReplicaContext, Replicas, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
     Ambient,
@@ -110,7 +110,7 @@ class Runner:
             # They refer back to the contexts. Only the garbage collector would free the step.
             meeting.forget()
             for context in contexts:
-                context.notes.forget()
+                context.notes.current_pass = None
 
     def _run_on(
         self,
@@ -199,7 +199,7 @@ class Runner:
     ) -> list[Any]:
         """From within a `merge_call`: calls `fn` on each of the replicas that wait there."""
 
-        def call(replica_id: int, meeting: Meeting) -> Any:
+        def call(replica_id: int, meeting: ReplicaMeeting) -> Any:
             own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs))
             waiting = running_replica()
             assert waiting is not None

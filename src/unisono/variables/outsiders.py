@@ -18,7 +18,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
-from unisono.contexts import ReplicaContext, current_replica, is_inside_run
+from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
@@ -248,7 +248,7 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     owner = owner_of(optimizer)
     if context is not None and context.num_replicas_in_sync > 1:
         _check_optimizer_of_replica(optimizer, context)
-    elif owner is not None and not is_inside_run():
+    elif owner is not None and running_replica() is None:
         reduce_hidden(optimizer, owner)
     elif owner is not None:
         for parameter in parameters_of(optimizer):
