@@ -4,14 +4,11 @@ name.
 
 from typing import Any
 
-import unisono.strategies as _today
-from unisono import contexts as _contexts_today
+import unisono as _unisono
 from unisono.arguments import warn_of_older as _warn_of_older
-from unisono.contrib import contexts as _contexts
-from unisono.contrib import cross_device_ops as _device_ops
-from unisono.contrib import cross_tower_ops as _tower_ops
+from unisono.contrib import cross_device_ops as _ops
+from unisono.contrib import towers as _towers
 from unisono.contrib.cross_device_ops import AllReduceCrossDeviceOps
-from unisono.contrib.cross_tower_ops import CrossTowerOps, PerDevice
 from unisono.contrib.steps import (
     DistributeConfig,
     Monitor,
@@ -27,6 +24,7 @@ from unisono.contrib.strategies import (
     TPUStrategy,
     run_standard_tensorflow_server,
 )
+from unisono.contrib.towers import CrossTowerOps, PerDevice
 from unisono.strategies import ConfigProto
 
 __all__ = [
@@ -47,52 +45,44 @@ __all__ = [
     "run_standard_tensorflow_server",
 ]
 
-_GET_REPLICA_CONTEXT = "unisono.get_replica_context"
-_IN_CROSS_REPLICA_CONTEXT = "unisono.in_cross_replica_context"
-# Each older name, what stands for it, and what to write today.
-_OLDER_NAMES: dict[str, tuple[Any, str]] = {
-    "AllReduceCrossTowerOps": (
-        _tower_ops.AllReduceCrossTowerOps,
-        "unisono.contrib.AllReduceCrossDeviceOps",
-    ),
-    "CrossDeviceOps": (_device_ops.ContribOps, "unisono.CrossDeviceOps"),
-    "DistributionStrategy": (_today.Strategy, "unisono.Strategy"),
-    "DistributionStrategyExtended": (_today.StrategyExtended, "unisono.StrategyExtended"),
-    "OneDeviceStrategy": (_today.OneDeviceStrategy, "unisono.OneDeviceStrategy"),
+# Each older name, what to write today, and what stands for it if that is something else.
+_OLDER_NAMES: dict[str, tuple[str, Any]] = {
+    "AllReduceCrossTowerOps": ("contrib.AllReduceCrossDeviceOps", _towers.AllReduceCrossTowerOps),
+    "CrossDeviceOps": ("CrossDeviceOps", _ops.ContribOps),
+    "DistributionStrategy": ("Strategy", None),
+    "DistributionStrategyExtended": ("StrategyExtended", None),
+    "OneDeviceStrategy": ("OneDeviceStrategy", None),
     "ReductionToOneDeviceCrossDeviceOps": (
-        _device_ops.ReductionToOneDeviceCrossDeviceOps,
-        "unisono.ReductionToOneDevice",
+        "ReductionToOneDevice",
+        _ops.ReductionToOneDeviceCrossDeviceOps,
     ),
     "ReductionToOneDeviceCrossTowerOps": (
-        _tower_ops.ReductionToOneDeviceCrossTowerOps,
-        "unisono.ReductionToOneDevice",
+        "ReductionToOneDevice",
+        _towers.ReductionToOneDeviceCrossTowerOps,
     ),
-    "ReplicaContext": (_contexts_today.ReplicaContext, "unisono.ReplicaContext"),
-    "TowerContext": (_contexts.TowerContext, "unisono.ReplicaContext"),
-    "get_cross_replica_context": (_contexts.get_cross_replica_context, _IN_CROSS_REPLICA_CONTEXT),
-    "get_cross_tower_context": (_contexts.get_cross_replica_context, _IN_CROSS_REPLICA_CONTEXT),
-    "get_distribution_strategy": (_contexts_today.get_strategy, "unisono.get_strategy"),
-    "get_loss_reduction": (_contexts.get_loss_reduction, "unisono.get_strategy"),
-    "get_replica_context": (_contexts_today.get_replica_context, _GET_REPLICA_CONTEXT),
-    "get_strategy": (_contexts_today.get_strategy, "unisono.get_strategy"),
-    "get_tower_context": (_contexts.get_tower_context, _GET_REPLICA_CONTEXT),
-    "has_distribution_strategy": (_contexts_today.has_strategy, "unisono.has_strategy"),
-    "has_strategy": (_contexts_today.has_strategy, "unisono.has_strategy"),
-    "in_cross_replica_context": (
-        _contexts_today.in_cross_replica_context,
-        _IN_CROSS_REPLICA_CONTEXT,
-    ),
-    "require_replica_context": (_contexts.require_replica_context, _GET_REPLICA_CONTEXT),
-    "require_tower_context": (_contexts.require_replica_context, _GET_REPLICA_CONTEXT),
+    "ReplicaContext": ("ReplicaContext", None),
+    "TowerContext": ("ReplicaContext", _towers.TowerContext),
+    "get_cross_replica_context": ("in_cross_replica_context", _towers.get_cross_replica_context),
+    "get_cross_tower_context": ("in_cross_replica_context", _towers.get_cross_replica_context),
+    "get_distribution_strategy": ("get_strategy", None),
+    "get_loss_reduction": ("get_strategy", _towers.get_loss_reduction),
+    "get_replica_context": ("get_replica_context", None),
+    "get_strategy": ("get_strategy", None),
+    "get_tower_context": ("get_replica_context", _towers.get_tower_context),
+    "has_distribution_strategy": ("has_strategy", None),
+    "has_strategy": ("has_strategy", None),
+    "in_cross_replica_context": ("in_cross_replica_context", None),
+    "require_replica_context": ("get_replica_context", _towers.require_replica_context),
+    "require_tower_context": ("get_replica_context", _towers.require_replica_context),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in _OLDER_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    older, today = _OLDER_NAMES[name]
-    _warn_of_older(f"unisono.contrib.{name}", today)
-    return older
+    today, older = _OLDER_NAMES[name]
+    _warn_of_older(f"unisono.contrib.{name}", f"unisono.{today}")
+    return older or getattr(_unisono, today)
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ A list of device names is a destination, and a result is always a `Mirrored`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor
 
@@ -41,12 +41,21 @@ class ContribOps(CrossDeviceOps):
     overrides `reduce` and nothing for batches, a strategy reduces batches with `reduce`, too.
     """
 
-    # The methods that reduce one value, and those that reduce a batch.
-    _ONE: ClassVar[tuple[str, ...]] = ("reduce",)
-    _BATCH: ClassVar[tuple[str, ...]] = ("batch_reduce", "batch_reduce_implementation")
+    # What does the work; None if a subclass does.
+    _ops: CrossDeviceOps | None = None
 
     def in_strategy(self) -> CrossDeviceOps:
-        return InStrategy(self)
+        if self._ops is None or is_overridden(self, *_ONE, *_BATCH, *_OTHERS):
+            return InStrategy(self)
+        return self._ops
+
+    def _older_op(self, op: ReduceOp) -> Any:
+        """Returns an operation as the public methods take it."""
+        return op
+
+    def _older_value(self, value: Any) -> Any:
+        """Returns a value as the public methods take it."""
+        return value
 
     def reduce(
         self,
@@ -95,14 +104,21 @@ class ContribOps(CrossDeviceOps):
         return always_mirrored(super().broadcast(tensor, targets), targets)
 
 
-_PUBLIC = ("reduce", "batch_reduce", "broadcast")
-_IMPLEMENTATIONS = tuple(f"{name}_implementation" for name in _PUBLIC)
+# The methods that reduce one value, those that reduce a batch, and those that do neither.
+_ONE = ("reduce", "_reduce", "reduce_implementation")
+_BATCH = ("batch_reduce", "_batch_reduce", "batch_reduce_implementation")
+_OTHERS = ("broadcast", "_broadcast", "broadcast_implementation")
 
 
 def is_overridden(ops: CrossDeviceOps, *names: str) -> bool:
-    """Whether a subclass outside this package overrides one of the methods `names`."""
-    methods = (getattr(type(ops), name) for name in names)
-    return any(not method.__module__.startswith(f"{__package__}.") for method in methods)
+    """Whether a subclass of the program overrides one of the methods `names`."""
+    methods = (getattr(type(ops), name, None) for name in names)
+    return any(one and not one.__module__.startswith("unisono.") for one in methods)
+
+
+def is_one_by_one(ops: CrossDeviceOps) -> bool:
+    """Whether a subclass of the program reduces single values in its own way, but not batches."""
+    return is_overridden(ops, "reduce", "_reduce") and not is_overridden(ops, *_BATCH)
 
 
 class InStrategy(CrossDeviceOps):
@@ -125,7 +141,7 @@ class InStrategy(CrossDeviceOps):
         destinations: Destinations,
         options: CommunicationOptions,
     ) -> Result:
-        op, value = self._op(reduce_op), self._value(per_replica_value)
+        op, value = self._ops._older_op(reduce_op), self._ops._older_value(per_replica_value)
         result = self._ops.reduce(op, value, names_of(destinations))
         return self._taken("reduce", result, destinations)
 
@@ -135,15 +151,15 @@ class InStrategy(CrossDeviceOps):
         value_destination_pairs: Sequence[Pair],
         options: CommunicationOptions,
     ) -> list[Result]:
-        ops, op = self._ops, self._op(reduce_op)
-        pairs = [(self._value(value), names_of(to)) for value, to in value_destination_pairs]
-        if is_overridden(ops, *ops._ONE) and not is_overridden(ops, *ops._BATCH):
+        ops, op = self._ops, self._ops._older_op(reduce_op)
+        pairs = [(ops._older_value(value), names_of(to)) for value, to in value_destination_pairs]
+        if is_one_by_one(ops):
             results = [ops.reduce(op, value, names) for value, names in pairs]
         else:
             results = list(ops.batch_reduce(op, pairs))
         if len(results) != len(pairs):
             raise ReplicaMismatchError(
-                f"`{type(self._ops).__name__}.batch_reduce()` returned {len(results)} results for "
+                f"`{type(ops).__name__}.batch_reduce()` returned {len(results)} results for "
                 f"{len(pairs)} values. Return one result per value, in the same order."
             )
         return [
@@ -154,14 +170,6 @@ class InStrategy(CrossDeviceOps):
     def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
         result = self._ops.broadcast(tensor, names_of(destinations))
         return self._taken("broadcast", result, destinations)
-
-    def _op(self, op: ReduceOp) -> Any:
-        """Returns an operation as the methods of `ops` take it."""
-        return op
-
-    def _value(self, value: DistributedValues) -> DistributedValues:
-        """Returns a value as the methods of `ops` take it."""
-        return value
 
     def _taken(self, method: str, result: Any, destinations: Destinations) -> Result:
         """Returns what a method returned as strategies have it: one device, the tensor itself."""
@@ -183,6 +191,7 @@ class DelegatingOps(ContribOps):
     """Leaves the work to another operation."""
 
     reads_values = True
+    _ops: CrossDeviceOps
 
     def __init__(self, ops: CrossDeviceOps) -> None:
         self._ops = ops
@@ -190,11 +199,6 @@ class DelegatingOps(ContribOps):
     @property
     def is_tree_sum(self) -> bool:
         return self._ops.is_tree_sum and super().is_tree_sum
-
-    def in_strategy(self) -> CrossDeviceOps:
-        """See `CrossDeviceOps.in_strategy`: the other operation, unless a subclass adds to it."""
-        is_changed = is_overridden(self, *_PUBLIC, *_IMPLEMENTATIONS)
-        return super().in_strategy() if is_changed else self._ops
 
     def close(self) -> None:
         self._ops.close()

@@ -173,13 +173,33 @@ class OnlyReduceOf14(AllReduceCrossDeviceOps):
         return uo.Mirrored([part + 100 for part in total.values], total.devices)
 
 
-@pytest.mark.parametrize("make", [OnlyReduce, OnlyPrivateReduce, OnlyReduceOf14])
+class OnlyReduceOfTheBase(ContribCrossDeviceOps):  # type: ignore[misc]
+    def reduce(self, reduce_op: Any, per_replica_value: Any, destinations: Any) -> Any:
+        total = sum(per_replica_value.values) / (2 if reduce_op is uo.ReduceOp.MEAN else 1)
+        return self.broadcast(100 + total, destinations)
+
+
+@pytest.mark.parametrize(
+    "make", [OnlyReduce, OnlyPrivateReduce, OnlyReduceOf14, OnlyReduceOfTheBase]
+)
 def test_without_a_method_for_batches_each_value_is_reduced_by_itself(
     mirrored: Make, make: Any
 ) -> None:
     strategy = mirrored(2, cross_device_ops=make())
 
     assert used(strategy) == (103, [103, 103], [101.5, 101.5], 101.5, [7, 7])
+
+
+class OnlyImplementation(AllReduceCrossTowerOps):  # type: ignore[misc]
+    def reduce_implementation(self, reduce_op: Any, *arguments: Any) -> Any:
+        assert isinstance(reduce_op, uo.ReduceOp)
+        return super().reduce_implementation(reduce_op, *arguments)
+
+
+def test_an_implementation_in_towers_is_given_the_operation_of_today(mirrored: Make) -> None:
+    strategy = mirrored(2, cross_device_ops=OnlyImplementation())
+
+    assert used(strategy) == (3, [3, 3], [1.5, 1.5], 1.5, [7, 7])
 
 
 def test_a_batch_of_towers_is_reduced_value_by_value() -> None:

@@ -1,30 +1,32 @@
-"""The operations and values as they were spelled when a replica was a tower."""
+"""What TensorFlow 1.12 had when a replica was a tower: values, operations and contexts."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_instance
+from unisono.contexts import (
+    ReplicaContext,
+    get_replica_context,
+    get_strategy,
+    in_cross_replica_context,
+)
 from unisono.contrib.cross_device_ops import (
     AllReduceCrossDeviceOps,
     ContribOps,
-    DelegatingOps,
-    InStrategy,
     ReductionToOneDeviceCrossDeviceOps,
-    is_overridden,
+    is_one_by_one,
     names_of,
 )
-from unisono.devices import DeviceLike, resolve
-from unisono.errors import DeviceError, UnsupportedError
+from unisono.devices import Device, DeviceLike, resolve
+from unisono.errors import ContextError, DeviceError, UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
-from unisono.reductions import (
-    CrossDeviceOps,
-    always_mirrored,
-    listed_destinations,
-    listed_pairs,
-)
+from unisono.reductions import always_mirrored, listed_destinations, listed_pairs
 from unisono.values import DistributedValues, Mirrored, PerReplica
+
+if TYPE_CHECKING:
+    from unisono.strategies import Strategy
 
 
 class PerDevice(PerReplica):
@@ -66,7 +68,6 @@ _REDUCE_OPS = {
     VariableAggregation.MEAN: ReduceOp.MEAN,
 }
 _AGGREGATIONS = {op: aggregation for aggregation, op in _REDUCE_OPS.items()}
-_HOOKS = ("reduce", "batch_reduce", "broadcast", "_reduce", "_batch_reduce", "_broadcast")
 
 
 class CrossTowerOps(ContribOps):
@@ -79,12 +80,18 @@ class CrossTowerOps(ContribOps):
     whichever it overrides. Without a method for batches, values are reduced one by one.
     """
 
-    _ONE = ("reduce", "_reduce")
-    _BATCH = ("batch_reduce", "_batch_reduce", "batch_reduce_implementation")
+    def _older_op(self, op: ReduceOp) -> VariableAggregation:
+        if op not in _AGGREGATIONS:
+            known = " and ".join(map(str, _AGGREGATIONS))
+            raise UnsupportedError(
+                f"`CrossTowerOps` support {known}, not {op}. Use `CrossDeviceOps` instead."
+            )
+        return _AGGREGATIONS[op]
 
-    def in_strategy(self) -> CrossDeviceOps:
-        is_changed = is_overridden(self, *_HOOKS) or not isinstance(self, DelegatingOps)
-        return TowersInStrategy(self) if is_changed else super().in_strategy()
+    def _older_value(self, value: Any) -> Any:
+        if isinstance(value, DistributedValues) and not isinstance(value, PerDevice):
+            return PerDevice.placed(value.values, value.devices)
+        return value
 
     def reduce(  # type: ignore[override]
         self, aggregation: VariableAggregation, per_device_value: Any, destinations: Any
@@ -106,7 +113,7 @@ class CrossTowerOps(ContribOps):
         """
         _reduce_op(aggregation)
         targets = listed_destinations(destinations)
-        value = _per_device(per_device_value)
+        value = self._older_value(per_device_value)
         return always_mirrored(self._reduce(aggregation, value, names_of(targets)), targets)
 
     def batch_reduce(  # type: ignore[override]
@@ -123,7 +130,7 @@ class CrossTowerOps(ContribOps):
         """
         _reduce_op(aggregation)
         pairs = [
-            (_per_device(value), names_of(listed_destinations(to)))
+            (self._older_value(value), names_of(listed_destinations(to)))
             for value, to in listed_pairs(value_destination_pairs)
         ]
         return list(self._batch_reduce(aggregation, pairs))
@@ -151,22 +158,12 @@ class CrossTowerOps(ContribOps):
         aggregation: VariableAggregation,
         value_destination_pairs: list[tuple[PerDevice, list[str]]],
     ) -> list[Mirrored]:
-        if is_overridden(self, *self._ONE) and not isinstance(self, DelegatingOps):
+        if is_one_by_one(self) and self._ops is None:
             return [self.reduce(aggregation, value, to) for value, to in value_destination_pairs]
         return super().batch_reduce(_reduce_op(aggregation), value_destination_pairs)
 
     def _broadcast(self, tensor: Any, destinations: list[str]) -> Mirrored:
         return super().broadcast(tensor, destinations)
-
-
-class TowersInStrategy(InStrategy):
-    """Lets a strategy reduce with `CrossTowerOps`, which it calls as TensorFlow 1.12 did."""
-
-    def _op(self, op: ReduceOp) -> VariableAggregation:
-        return _aggregation(op)
-
-    def _value(self, value: DistributedValues) -> DistributedValues:
-        return _per_device(value)  # type: ignore[no-any-return]
 
 
 class AllReduceCrossTowerOps(CrossTowerOps, AllReduceCrossDeviceOps):
@@ -177,13 +174,6 @@ class ReductionToOneDeviceCrossTowerOps(CrossTowerOps, ReductionToOneDeviceCross
     """`ReductionToOneDevice` in the spelling of `CrossTowerOps`."""
 
 
-def _per_device(value: Any) -> Any:
-    """Returns a distributed value as a `PerDevice`; anything else is the value of one device."""
-    if isinstance(value, DistributedValues) and not isinstance(value, PerDevice):
-        return PerDevice.placed(value.values, value.devices)
-    return value
-
-
 def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
     if not isinstance(aggregation, VariableAggregation) or aggregation not in _REDUCE_OPS:
         known = " or ".join(map(str, _REDUCE_OPS))
@@ -191,10 +181,91 @@ def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
     return _REDUCE_OPS[aggregation]
 
 
-def _aggregation(op: ReduceOp) -> VariableAggregation:
-    if op not in _AGGREGATIONS:
-        known = " and ".join(map(str, _AGGREGATIONS))
-        raise UnsupportedError(
-            f"`CrossTowerOps` support {known}, not {op}. Use `CrossDeviceOps` instead."
+class TowerContext:
+    """The context of a replica as TensorFlow 1.12 had it: `get_tower_context()` returns one.
+
+    Args:
+        context: The context as it is today.
+    """
+
+    def __init__(self, context: ReplicaContext) -> None:
+        self._context = context
+
+    @property
+    def tower_id(self) -> int:
+        """The number of the replica among those of all workers, from 0."""
+        return self._context.replica_id_in_sync_group
+
+    @property
+    def distribution_strategy(self) -> Strategy:
+        """The strategy whose replica it is."""
+        return self._context.strategy
+
+    @property
+    def num_towers(self) -> int:
+        """The number of replicas that are kept in sync, on all workers."""
+        return self._context.num_replicas_in_sync
+
+    @property
+    def is_single_tower(self) -> bool:
+        """Whether there is one replica."""
+        return self._context.num_replicas_in_sync == 1
+
+    @property
+    def device(self) -> Device:
+        """The device of this replica."""
+        return self._context.device
+
+    def merge_call(self, merge_fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Waits until every replica makes a `merge_call`, then calls `merge_fn` once.
+
+        See `ReplicaContext.merge_call`, which takes `args` and `kwargs` as a tuple and a dict.
+
+        Args:
+            merge_fn: Called as `merge_fn(strategy, *args, **kwargs)`.
+            *args: Its arguments, of this replica.
+            **kwargs: Its keyword arguments, of this replica.
+
+        Returns:
+            This replica's components of what `merge_fn` returns.
+        """
+        return self._context.merge_call(merge_fn, args, kwargs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TowerContext) and other._context is self._context
+
+    def __hash__(self) -> int:
+        return hash(self._context)
+
+
+def get_tower_context() -> TowerContext | None:
+    """Returns the current replica's context, or None in a cross-replica context."""
+    context = get_replica_context()
+    return None if context is None else TowerContext(context)
+
+
+def get_cross_replica_context() -> Strategy | None:
+    """Returns the current strategy in a cross-replica context, or None on a replica."""
+    return get_strategy() if in_cross_replica_context() else None
+
+
+def require_replica_context(replica_ctx: ReplicaContext | TowerContext) -> None:
+    """Raises unless the running code is on the replica of `replica_ctx`.
+
+    Args:
+        replica_ctx: What `get_replica_context()` or `get_tower_context()` returned.
+
+    Raises:
+        ContextError: If it is not.
+    """
+    context = replica_ctx._context if isinstance(replica_ctx, TowerContext) else replica_ctx
+    if get_replica_context() is not context:
+        raise ContextError(
+            f"This code does not run on replica {context.replica_id_in_sync_group} of "
+            f"{context.strategy!r}. Call it in the function that you pass to `run`."
         )
-    return _AGGREGATIONS[op]
+
+
+def get_loss_reduction() -> ReduceOp:
+    """Returns how the current strategy aggregates gradients: its `reduce_gradients`."""
+    return get_strategy().extended.reduce_gradients
