@@ -8,7 +8,7 @@ import torch
 from tables import every
 
 import unisono as uo
-from unisono.cluster.rules import worker_count
+from unisono.cluster import Membership
 from unisono.contrib import AllReduceCrossDeviceOps
 from unisono.packing import SmallGroups, Spec
 
@@ -148,13 +148,14 @@ def test_a_failed_reduction_poisons_those_that_follow(make: Any) -> None:
 
 
 def test_an_evaluator_outside_of_the_cluster_is_a_key_error() -> None:
-    spec = uo.cluster_resolver.ClusterSpec({"worker": ["host0:1", "host1:1"]})
+    cluster = {"worker": ["host0:1", "host1:1"]}
+    resolver = uo.cluster_resolver.SimpleClusterResolver(cluster, task_type="evaluator", task_id=0)
 
-    assert worker_count(spec, "evaluator", 0) == 1
+    assert Membership.of(resolver).size == 1
 
 
 def test_a_negative_task_id_is_taken() -> None:
-    spec = uo.cluster_resolver.ClusterSpec({"worker": ["host0:1", "host1:1"]})
+    cluster = {"worker": ["host0:1", "host1:1"]}
 
     with pytest.raises(uo.errors.ClusterError, match="numbered 0 to 1; this process is task -1"):
-        worker_count(spec, "worker", -1)
+        uo.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=-1)

@@ -1,17 +1,22 @@
 """Who is in the job: cluster specs, resolvers for each launcher, and the first meeting."""
 
-from unisono.cluster.card import WorkerCard
 from unisono.cluster.detection import detect
-from unisono.cluster.meeting import meet, was_left
+from unisono.cluster.launchers import (
+    KubernetesClusterResolver,
+    MpiClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+    tf_config_cluster,
+)
+from unisono.cluster.meeting import WorkerCard, meet, was_left
 from unisono.cluster.membership import Membership
-from unisono.cluster.resolvers.kubernetes import KubernetesClusterResolver
-from unisono.cluster.resolvers.mpi import MpiClusterResolver
-from unisono.cluster.resolvers.resolver import ClusterResolver, Launch
-from unisono.cluster.resolvers.simple import SimpleClusterResolver
-from unisono.cluster.resolvers.slurm import SlurmClusterResolver
-from unisono.cluster.resolvers.tf_config import TFConfig, TFConfigClusterResolver
-from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
-from unisono.cluster.resolvers.union import UnionClusterResolver
+from unisono.cluster.resolver import (
+    ClusterResolver,
+    Launch,
+    SimpleClusterResolver,
+    UnionClusterResolver,
+)
+from unisono.cluster.slurm import SlurmClusterResolver
 from unisono.cluster.spec import Address, ClusterSpec
 from unisono.cluster.store import open_store
 
@@ -25,7 +30,6 @@ __all__ = [
     "MpiClusterResolver",
     "SimpleClusterResolver",
     "SlurmClusterResolver",
-    "TFConfig",
     "TFConfigClusterResolver",
     "TorchrunClusterResolver",
     "UnionClusterResolver",
@@ -33,5 +37,6 @@ __all__ = [
     "detect",
     "meet",
     "open_store",
+    "tf_config_cluster",
     "was_left",
 ]

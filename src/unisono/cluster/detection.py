@@ -21,23 +21,26 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
-from unisono.cluster.resolvers.kubernetes import NUM_WORKERS, KubernetesClusterResolver
-from unisono.cluster.resolvers.mpi import MpiClusterResolver
-from unisono.cluster.resolvers.resolver import ClusterResolver
-from unisono.cluster.resolvers.slurm import SlurmClusterResolver
-from unisono.cluster.resolvers.tf_config import TF_CONFIG, TFConfigClusterResolver
-from unisono.cluster.resolvers.torchrun import TorchrunClusterResolver
+from unisono.cluster.launchers import (
+    NUM_WORKERS,
+    TF_CONFIG,
+    KubernetesClusterResolver,
+    MpiClusterResolver,
+    TFConfigClusterResolver,
+    TorchrunClusterResolver,
+)
+from unisono.cluster.resolver import ClusterResolver
+from unisono.cluster.slurm import SlurmClusterResolver
 
 _logger = logging.getLogger("unisono")
 
 
-@dataclass(frozen=True)
-class _Launcher:
+class _Launcher(NamedTuple):
     name: str
+    resolver: Callable[..., ClusterResolver]
     variables: tuple[str, ...]
-    resolve: Callable[[Mapping[str, str]], ClusterResolver]
     needs: str | None = None
 
     def answers(self, environ: Mapping[str, str]) -> bool:
@@ -47,25 +50,12 @@ class _Launcher:
 
 
 _ORDER = (
-    _Launcher("TF_CONFIG", (TF_CONFIG,), lambda e: TFConfigClusterResolver(environ=e)),
-    _Launcher(
-        "torchrun", ("RANK", "TORCHELASTIC_RUN_ID"), lambda e: TorchrunClusterResolver(environ=e)
-    ),
-    _Launcher(
-        "mpirun",
-        ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID"),
-        lambda e: MpiClusterResolver(environ=e),
-    ),
-    _Launcher(
-        "srun", ("SLURM_PROCID",), lambda e: SlurmClusterResolver(environ=e), "SLURM_STEP_ID"
-    ),
-    _Launcher("PMI", ("PMI_RANK", "PMIX_RANK"), lambda e: MpiClusterResolver(environ=e)),
-    _Launcher(
-        "Kubernetes",
-        ("JOB_COMPLETION_INDEX",),
-        lambda e: KubernetesClusterResolver(environ=e),
-        NUM_WORKERS,
-    ),
+    _Launcher("TF_CONFIG", TFConfigClusterResolver, (TF_CONFIG,)),
+    _Launcher("torchrun", TorchrunClusterResolver, ("RANK", "TORCHELASTIC_RUN_ID")),
+    _Launcher("mpirun", MpiClusterResolver, ("OMPI_COMM_WORLD_RANK", "MPI_LOCALRANKID")),
+    _Launcher("srun", SlurmClusterResolver, ("SLURM_PROCID",), "SLURM_STEP_ID"),
+    _Launcher("PMI", MpiClusterResolver, ("PMI_RANK", "PMIX_RANK")),
+    _Launcher("Kubernetes", KubernetesClusterResolver, ("JOB_COMPLETION_INDEX",), NUM_WORKERS),
 )
 
 
@@ -84,7 +74,7 @@ def detect(environ: Mapping[str, str] | None = None) -> ClusterResolver | None:
         _warn_of_workers_that_run_alone(environ)
         return None
     chosen, *ignored = found
-    resolver = chosen.resolve(environ)
+    resolver = chosen.resolver(environ=environ)
     if ignored:
         others = ", ".join(launcher.name for launcher in ignored)
         _logger.info("Found a cluster from %s; ignored: %s.", chosen.name, others)

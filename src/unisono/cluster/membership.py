@@ -4,61 +4,53 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from unisono.cluster import rules
-from unisono.cluster.resolvers.resolver import ClusterResolver
-from unisono.cluster.spec import Address, ClusterSpec
+from unisono.cluster.resolver import ClusterResolver, Launch
+from unisono.cluster.spec import Address, ClusterSpec, count, rank_of
 
 
-@dataclass(frozen=True)
-class Membership:
-    """The same ranks for every launcher: the chief first, then the workers."""
+@dataclass(frozen=True, kw_only=True)
+class Membership(Launch):
+    """What the launcher says, and the same ranks for every one: the chief first, then workers."""
 
     rank: int
     size: int
-    coordinator_host: str
-    coordinator_port: int
-    job: str
-    restart_count: int
-    uses_existing_store: bool
-    local_rank: int
-    local_size: int
+    coordinator: Address
+    coordinator_rank: int = 0
     task_type: str | None
     task_id: int | None
     spec: ClusterSpec
-    coordinator_rank: int = 0
-    gpus: tuple[int, ...] | None = None
 
     @staticmethod
     def of(resolver: ClusterResolver) -> Membership:
         """Returns the place that the cluster and the task of a resolver give."""
         spec, task = resolver.cluster_spec(), (resolver.task_type, resolver.task_id)
-        size = rules.worker_count(spec, *task)
-        launch = resolver.launch()
-        first = Address("", 0)
-        if size > 1:
-            first = Address.parse(spec.task_address(rules.leading_job(spec), 0))
+        rank = rank_of(spec, *task)
+        is_in_row = bool(spec) and resolver.task_type != "evaluator"
+        size = count(spec, "chief") + count(spec, "worker") if is_in_row else 1
+        launch = vars(resolver.launch())
+        first = spec.task_address(_leading_job(spec), 0) if size > 1 else None
         return Membership(
-            rank=rules.id_in_cluster(spec, *task),
+            **launch | {"uses_existing_store": launch["uses_existing_store"] and size > 1},
+            rank=rank,
             size=size,
-            coordinator_host=first.host,
-            coordinator_port=first.port,
-            job=launch.job,
-            restart_count=launch.restart_count,
-            uses_existing_store=launch.uses_existing_store and size > 1,
-            local_rank=launch.local_rank,
-            local_size=launch.local_size,
+            coordinator=Address("", 0) if first is None else Address.parse(first),
             task_type=resolver.task_type,
             task_id=resolver.task_id,
             spec=spec,
-            gpus=launch.gpus,
         )
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes checkpoints and summaries."""
-        return rules.is_chief(self.spec, self.task_type, self.task_id)
+        return self.rank == 0
 
     @property
-    def coordinator(self) -> str:
-        """The address of the store, as it is written."""
-        return str(Address(self.coordinator_host, self.coordinator_port))
+    def leader(self) -> str:
+        """The device name of the first task in the row, or "" for a process that is alone."""
+        if not self.spec or self.task_type == "evaluator":
+            return ""
+        return f"/job:{_leading_job(self.spec)}/replica:0/task:0"
+
+
+def _leading_job(spec: ClusterSpec) -> str:
+    return "chief" if "chief" in spec.jobs else "worker"

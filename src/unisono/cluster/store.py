@@ -63,15 +63,15 @@ class _Door:
         self._name = f"unisono/{membership.job}/{membership.restart_count}"
         self._key = job_key(self._name)
         self._keys = encryption()
-        self._host = membership.coordinator_host
+        self._host, self._port = membership.coordinator.host, membership.coordinator.port
         group = _store_of_default_group()
         at = None if group is None else coordinator_address(group)
-        self._group = group if at and at[1] == membership.coordinator_port else None
+        self._group = group if at and at[1] == self._port else None
         # The port of rank 0 may be that of another store, where rank 0 says where its own is.
         self._uses_other = membership.uses_existing_store or self._group is not None
 
     def serve(self) -> JobStore:
-        listener = self._listener(0 if self._uses_other else self._membership.coordinator_port)
+        listener = self._listener(0 if self._uses_other else self._port)
         store = serve_store(self._host, listener, self._key, self._keys)
         if self._uses_other:
             try:
@@ -104,7 +104,7 @@ class _Door:
         at = self._membership.coordinator
         if error.errno == errno.EADDRINUSE:
             why = (
-                f"port {self._membership.coordinator_port} is already in use on this host. End the "
+                f"port {self._port} is already in use on this host. End the "
                 "program that uses it, or give this job another port."
             )
         elif told:
@@ -124,7 +124,7 @@ class _Door:
         rank = self._membership.rank
         while True:
             try:
-                address = self._host, self._port()
+                address = self._host, self._store_port()
                 return store_at(address, call(address, self._key, rank, self._keys, self._deadline))
             except RefusedError:
                 raise self._refused() from None
@@ -133,15 +133,14 @@ class _Door:
                     raise self._unreachable(str(error)) from None
             time.sleep(_PAUSE_SECONDS)
 
-    def _port(self) -> int:
+    def _store_port(self) -> int:
         if not self._uses_other:
-            return self._membership.coordinator_port
+            return self._port
         return int(self._of_other(lambda store: store.get(self._name)) or 0)
 
     def _of_other(self, ask: Callable[[Store], bytes | None]) -> bytes | None:
         left = max(self._deadline - time.monotonic(), _PAUSE_SECONDS)
-        at = self._host, self._membership.coordinator_port
-        return in_thread(lambda: ask(self._group or tcp_store(*at, left)), left)
+        return in_thread(lambda: ask(self._group or tcp_store(self._host, self._port, left)), left)
 
     def _refused(self) -> JobMismatchError:
         rank = self._membership.rank

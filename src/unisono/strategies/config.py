@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unisono.cluster import ClusterSpec
-from unisono.cluster.rules import id_in_cluster
+from unisono.cluster.spec import rank_of
 from unisono.devices import Device, resolve
 from unisono.errors import ClusterError
 
@@ -50,7 +50,7 @@ class ConfigProto:
         if not self.collective_group_leader:
             return 0
         task_type, task_id, _ = _parse(self.collective_group_leader)
-        return id_in_cluster(spec, task_type, task_id)
+        return rank_of(spec, task_type, task_id)
 
     def visible(
         self, devices: tuple[Device, ...], task_type: str, task_id: int

@@ -59,7 +59,7 @@ class Joined:
 
 # One process may join a job several times: it keeps one store all the while. By the address of the
 # store, and by how often the job was restarted.
-_stores: dict[tuple[str, int], Joined] = {}
+_stores: dict[tuple[Address, int], Joined] = {}
 _lock = threading.Lock()
 _elastic: list[weakref.ref[ElasticJob]] = []
 _log = logging.getLogger("unisono")
@@ -155,7 +155,8 @@ def join_elastic(
 def _first_door(membership: Membership, communicator: Communicator) -> tuple[JobStore, bool]:
     """Returns the store at which the others find this worker later, and whether it is the job's."""
     is_alone = membership.size == 1
-    at = None if is_alone else (membership.coordinator_host, membership.coordinator_port)
+    first = membership.coordinator
+    at = None if is_alone else (first.host, first.port)
     addresses = _said_by_all(communicator, address_towards(at))
     if not is_alone and membership.rank == membership.coordinator_rank:
         return _stores[membership.coordinator, membership.restart_count].store, True
@@ -315,12 +316,7 @@ def led_by(membership: Membership, rank: int) -> Membership:
         return membership
     chiefs = membership.spec.job_tasks("chief") if "chief" in membership.spec.jobs else []
     address = Address.parse([*chiefs, *membership.spec.job_tasks("worker")][rank])
-    return replace(
-        membership,
-        coordinator_rank=rank,
-        coordinator_host=address.host,
-        coordinator_port=address.port,
-    )
+    return replace(membership, coordinator_rank=rank, coordinator=address)
 
 
 def local_devices(membership: Membership) -> tuple[Device, ...]:

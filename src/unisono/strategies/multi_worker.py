@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from unisono.arguments import check_bool, check_int
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
 from unisono.cluster.elastic import ElasticMembers
-from unisono.cluster.rules import collective_leader
 from unisono.devices import Device, DeviceLike, replica_devices, spread
 from unisono.errors import ClusterError, DeviceError, UnsupportedError
 from unisono.options import (
@@ -240,10 +239,9 @@ class MultiWorkerMirroredStrategy(Strategy):
         changed = super().update_config_proto(config_proto)
         membership = self._worker.membership
         if isinstance(changed, ConfigProto) and membership.task_type is not None:
-            task = (membership.task_type, membership.task_id)
             if not changed.collective_group_leader:
-                changed.collective_group_leader = collective_leader(membership.spec, *task)
-            changed.device_filters = [f"/job:{task[0]}/task:{task[1]}"]
+                changed.collective_group_leader = membership.leader
+            changed.device_filters = [f"/job:{membership.task_type}/task:{membership.task_id}"]
             if changed.timeout_seconds is None:
                 changed.timeout_seconds = self._worker.options.timeout_seconds
         return changed

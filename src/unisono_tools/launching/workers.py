@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from unisono.cluster import Address, TFConfig
+from unisono.cluster import Address, tf_config_cluster
 from unisono.cluster.elastic.finding import JOIN, LAUNCHER
 from unisono.communicators import JOB_TOKEN
 from unisono.devices import this_machine
@@ -88,7 +88,7 @@ def _tasks(
                 "give the number of workers, for example -n 4."
             )
         return []
-    tasks = local_tasks(TFConfig.read(text).spec, all_local=all_local)
+    tasks = local_tasks(tf_config_cluster(text), all_local=all_local)
     if num_workers not in (None, len(tasks)):
         raise ClusterError(
             f"TF_CONFIG has {len(tasks)} tasks on this host, but -n asks for {num_workers} "
@@ -198,7 +198,7 @@ def _are_all(tasks: Sequence[LocalTask]) -> bool:
     """Whether no task of the cluster, if there is one, runs on another host."""
     if not tasks:
         return True
-    spec = TFConfig.read(tasks[0].tf_config).spec
+    spec = tf_config_cluster(tasks[0].tf_config)
     return sum(map(spec.num_tasks, spec.jobs)) == len(tasks)
 
 

@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 
 from unisono.cluster import ClusterSpec
-from unisono.cluster.rules import validate
+from unisono.cluster.spec import rank_of, validate
 from unisono.errors import ClusterError
 
 CLUSTER: dict[str, list[str | None]] = {
     "chief": ["c:1"],
     "worker": ["a:1", "b:1", "[::1]:1"],
 }
+
+
+WORKERS = ClusterSpec({"worker": ["a:1", "b:1", "c:1"]})
+ALONE = ClusterSpec({})
 
 
 def test_a_spec_tells_its_jobs_and_tasks() -> None:
@@ -120,3 +124,31 @@ def test_a_job_with_missing_tasks_does_not_train() -> None:
 
     with pytest.raises(ClusterError, match="has only the tasks 1"):
         validate(spec, "worker", 1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "task_type", "task_id", "message"),
+    [
+        (WORKERS, None, None, "task type is None and the task id None"),
+        (WORKERS, "worker", None, "task id None"),
+        (WORKERS, None, 0, "task type is None"),
+        (ALONE, "worker", 0, "only the jobs none"),
+        (WORKERS, "chief", 0, "is a 'chief', but the cluster has only the jobs worker"),
+        (WORKERS, "captain", 0, "one of chief, worker, evaluator, ps; got 'captain'"),
+        (WORKERS, "worker", 3, "numbered 0 to 2; this process is task 3"),
+        # TensorFlow takes negative ids.
+        (WORKERS, "worker", -1, "numbered 0 to 2; this process is task -1"),
+        (WORKERS, "evaluator", 1, "numbered 0 to 0; this process is task 1"),
+        (WORKERS, "worker", True, "whole number; got True"),
+        (WORKERS, "worker", "0", "whole number; got '0'"),
+        (ClusterSpec({"boss": ["a:1"]}), "boss", 0, "also has boss"),
+        (ClusterSpec({"chief": ["a:1", "b:1"]}), "chief", 0, "at most one chief"),
+        (ClusterSpec({"evaluator": ["a:1", "b:1"]}), "evaluator", 0, "at most one evaluator"),
+    ],
+)
+def test_a_task_that_cannot_be_is_refused(
+    spec: ClusterSpec, task_type: str | None, task_id: int | None, message: str
+) -> None:
+    for rule in (validate, rank_of):
+        with pytest.raises(ClusterError, match=message):
+            rule(spec, task_type, task_id)

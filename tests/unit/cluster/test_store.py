@@ -85,10 +85,10 @@ def test_a_job_without_a_token_says_what_that_means(
 def test_the_store_listens_at_the_address_of_rank_0_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = workers()
     with served(first), pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", first.coordinator_port), timeout=SECONDS)
+        socket.create_connection(("127.0.0.2", first.coordinator.port), timeout=SECONDS)
     monkeypatch.setenv("UNISONO_LISTEN", "0.0.0.0")
     with served(first):
-        socket.create_connection(("127.0.0.2", first.coordinator_port), timeout=SECONDS).close()
+        socket.create_connection(("127.0.0.2", first.coordinator.port), timeout=SECONDS).close()
         open_store(second, SECONDS)
 
 
@@ -96,7 +96,7 @@ def test_an_address_of_another_host_is_listened_for_everywhere() -> None:
     # As where a service or a container's host has the address, and hands connections on.
     first, _ = workers("192.0.2.1")
     with served(first):
-        socket.create_connection(("127.0.0.1", first.coordinator_port), timeout=SECONDS).close()
+        socket.create_connection(("127.0.0.1", first.coordinator.port), timeout=SECONDS).close()
 
 
 @pytest.mark.parametrize("told", ["192.0.2.1", "no.such.host.invalid"])
@@ -107,7 +107,7 @@ def test_a_wrong_address_to_listen_at_is_told(told: str, monkeypatch: pytest.Mon
 
 
 def connect_to_silence(membership: Membership, seconds: float) -> None:
-    address = membership.coordinator_host, membership.coordinator_port
+    address = membership.coordinator.host, membership.coordinator.port
     try:
         with socket.create_server(address):
             open_store(membership, seconds)
@@ -138,11 +138,11 @@ def test_a_worker_that_waits_hears_ctrl_c(change: Callable[[Membership], Members
 
 def test_the_port_of_torchs_default_group_is_shared() -> None:
     first, second = workers()
-    store = TCPStore("127.0.0.1", first.coordinator_port, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", first.coordinator.port, is_master=True, wait_for_workers=False)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         with served(first) as own:
-            assert own.port != first.coordinator_port
+            assert own.port != first.coordinator.port
             assert open_store(second, SECONDS).port == own.port
     finally:
         distributed.destroy_process_group()
@@ -150,7 +150,7 @@ def test_the_port_of_torchs_default_group_is_shared() -> None:
 
 def test_where_a_launcher_keeps_a_store_rank_0_says_there_where_its_own_is() -> None:
     first, second = map(of_a_launcher, workers())
-    launcher = TCPStore("127.0.0.1", first.coordinator_port, is_master=True, wait_for_workers=False)
+    launcher = TCPStore("127.0.0.1", first.coordinator.port, is_master=True, wait_for_workers=False)
     with served(first) as store:
         other = open_store(second, SECONDS)
         assert other.port == store.port != launcher.port

@@ -7,9 +7,9 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from unisono.cluster.card import WorkerCard, differences
 from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.elastic.generation import Generation, Position, Standing
+from unisono.cluster.meeting import WorkerCard, differences
 
 
 @dataclass(frozen=True)

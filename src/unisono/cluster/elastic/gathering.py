@@ -18,10 +18,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unisono.cluster.card import WorkerCard
 from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, Doors
 from unisono.cluster.elastic.generation import Generation, Position, Standing
+from unisono.cluster.meeting import WorkerCard
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.errors import (
     CommunicationError,

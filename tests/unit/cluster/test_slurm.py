@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from unisono.cluster import Launch, Membership
-from unisono.cluster.resolvers.slurm_lists import expand_counts, expand_hosts
+from unisono.cluster.slurm import expand_counts, expand_hosts
 from unisono.cluster.spec import derived_port
 from unisono.cluster_resolver import SlurmClusterResolver
 from unisono.errors import ClusterError

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
 
-from unisono.cluster.environment import LauncherVariables, coordinator_address
-from unisono.cluster.resolvers.resolver import KnownCluster, Launch
-from unisono.cluster.resolvers.slurm_lists import expand_counts, expand_hosts
-from unisono.cluster.rules import JOBS
-from unisono.cluster.spec import Address, ClusterSpec, derived_port
+from unisono.cluster.launchers import LauncherVariables
+from unisono.cluster.resolver import KnownCluster, Launch
+from unisono.cluster.spec import JOBS, Address, ClusterSpec, derived_port
 from unisono.devices.machine import this_machine
 from unisono.errors import ClusterError
 
 _HOSTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 _TASKS = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
 _TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
+# A comma that is not inside brackets.
+_COMMA = re.compile(r",(?![^\[]*\])")
+_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 
 
 class SlurmClusterResolver(KnownCluster):
@@ -60,40 +62,36 @@ class SlurmClusterResolver(KnownCluster):
         step_id = variables.find("SLURM_STEP_ID", "SLURM_STEPID") or "0"
         job = f"slurm-{job_id}.{step_id}"
         hosts = expand_hosts(variables.text(*_HOSTS))
-        first = coordinator_address(variables, job, hosts[0], port_base)
+        first = variables.coordinator(job, hosts[0], port_base)
         assert first is not None
         placement = _hosts_by_rank(variables, hosts, size, tasks_per_node)
-        shares = SharedGpus(gpus_per_node, gpus_per_task, _most_tasks(placement, size))
-        named = named_tasks(jobs, size)
+        named = _named_tasks(jobs, size)
         super().__init__(*named[rank], rpc_layer=rpc_layer, environment="slurm")
-        self._spec = spec_of(named, _addresses(first, placement, job, port_base))
-        self._local_rank = local_rank = variables.number_or(0, "SLURM_LOCALID")
-        self._shares, self._auto_set_gpu = shares, auto_set_gpu
+        tasks: dict[str, list[str | None]] = {}
+        addresses = _addresses(first, placement, job, port_base)
+        for (name, _), address in zip(named, addresses, strict=True):
+            tasks.setdefault(name, []).append(address)
+        self._spec = ClusterSpec(tasks)
+        local_rank, gpus = variables.number_or(0, "SLURM_LOCALID"), None
+        is_share_given = gpus_per_node is not None or gpus_per_task is not None
+        if is_share_given or not auto_set_gpu:
+            most_tasks = size if None in placement else max(Counter(placement).values())
+            share = _gpus_per_task(gpus_per_node, gpus_per_task, most_tasks)
+            before = share * local_rank if auto_set_gpu else 0
+            gpus = tuple(range(before, before + share))
+            self._num_accelerators = {"GPU": share} if is_share_given else None
         host = placement[rank]
         self._launch = Launch(
             job,
             local_rank=local_rank,
             local_size=local_rank + 1 if host is None else placement.count(host),
             restart_count=variables.number_or(0, "SLURM_RESTART_COUNT"),
+            gpus=gpus,
         )
 
     def get_task_info(self) -> tuple[str | None, int | None]:
         """Returns the job of this process and its number there."""
         return self.task_type, self.task_id
-
-    def num_accelerators(
-        self, task_type: str | None = None, task_id: int | None = None
-    ) -> dict[str, int]:
-        """See `ClusterResolver.num_accelerators`; a number given at the start holds for all."""
-        if not self._shares.are_given:
-            return super().num_accelerators(task_type, task_id)
-        return {"GPU": self._shares.per_task}
-
-    def launch(self) -> Launch:
-        launch = super().launch()
-        if self._auto_set_gpu and not self._shares.are_given:
-            return launch
-        return replace(launch, gpus=self._shares.of(self._local_rank * self._auto_set_gpu))
 
 
 def _hosts_by_rank(
@@ -133,11 +131,6 @@ def _counts(hosts: list[str], tasks_per_node: int | Mapping[str, int]) -> list[i
     return [int(tasks_per_node[host]) for host in hosts]
 
 
-def _most_tasks(placement: list[str | None], size: int) -> int:
-    """The number of tasks of the host with the most, as far as is known."""
-    return size if None in placement else max(Counter(placement).values())
-
-
 def _addresses(
     first: Address, placement: list[str | None], job: str, port_base: int | None
 ) -> list[str | None]:
@@ -152,7 +145,7 @@ def _addresses(
     return [str(first), *others]
 
 
-def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
+def _named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, int]]:
     """Returns the job and the number of each of `size` tasks, by rank."""
     counts = {"worker": size} if jobs is None else dict(jobs)
     if sum(counts.values()) != size:
@@ -168,45 +161,68 @@ def named_tasks(jobs: Mapping[str, int] | None, size: int) -> list[tuple[str, in
     return [(job, index) for job in sorted(counts) for index in range(counts[job])]
 
 
-def spec_of(named: Sequence[tuple[str, int]], addresses: Sequence[str | None]) -> ClusterSpec:
-    """Returns the cluster of tasks with their addresses, both by rank."""
-    tasks: dict[str, list[str | None]] = {}
-    for (job, _), address in zip(named, addresses, strict=True):
-        tasks.setdefault(job, []).append(address)
-    return ClusterSpec(tasks)
+def _gpus_per_task(gpus_per_node: int | None, gpus_per_task: int | None, most_tasks: int) -> int:
+    """Returns how many GPUs each task uses, of a host with the most tasks."""
+    per_node = len(this_machine().gpus) if gpus_per_node is None else gpus_per_node
+    per_task = per_node // most_tasks if gpus_per_task is None else gpus_per_task
+    if per_task * most_tasks > per_node:
+        raise ClusterError(
+            f"{most_tasks} tasks per host with {per_task} GPUs each need more GPUs than the "
+            f"{per_node} of a host. Lower `gpus_per_task`, or start fewer tasks per host."
+        )
+    return per_task
 
 
-@dataclass(frozen=True)
-class SharedGpus:
-    """How the tasks of a host share its GPUs."""
+# The short forms in which SLURM writes lists of hosts and of counts. `scontrol show hostnames`
+# expands hosts, too, but containers of a job often have no `scontrol`, and it knows no counts.
 
-    gpus_per_node: int | None
-    gpus_per_task: int | None
-    most_tasks: int
 
-    def __post_init__(self) -> None:
-        if self.are_given and self.per_task * self.most_tasks > self._per_node:
+def expand_hosts(text: str) -> list[str]:
+    """Returns the hosts of `node[01-03,7],login`: node01, node02, node03, node7, login."""
+    hosts = [host for part in _COMMA.split(text.strip()) for host in _expand(part, text)]
+    if not all(hosts):
+        raise _unreadable_hosts(text)
+    return hosts
+
+
+def expand_counts(text: str) -> list[int]:
+    """Returns the counts of `2(x3),1`: 2, 2, 2, 1."""
+    counts: list[int] = []
+    for part in text.split(","):
+        match = _COUNT.fullmatch(part.strip())
+        if match is None:
             raise ClusterError(
-                f"{self.most_tasks} tasks per host with {self.per_task} GPUs each need more GPUs "
-                f"than the {self._per_node} of a host. Lower `gpus_per_task`, or start fewer tasks "
-                "per host."
+                f"Cannot read {part!r} in the tasks per node {text!r}. Write them as SLURM does, "
+                "for example '2(x3),1'."
             )
+        counts += [int(match[1])] * int(match[2] or 1)
+    return counts
 
-    @property
-    def are_given(self) -> bool:
-        """Whether the program itself says how they are shared."""
-        return self.gpus_per_node is not None or self.gpus_per_task is not None
 
-    @property
-    def _per_node(self) -> int:
-        return len(this_machine().gpus) if self.gpus_per_node is None else self.gpus_per_node
+def _expand(part: str, text: str) -> list[str]:
+    """Expands the first pair of brackets, and then those that follow it."""
+    before, bracket, rest = part.partition("[")
+    if not bracket:
+        if "]" in part:
+            raise _unreadable_hosts(text)
+        return [part]
+    inside, bracket, after = rest.partition("]")
+    if not bracket:
+        raise _unreadable_hosts(text)
+    numbers = [number for piece in inside.split(",") for number in _numbers(piece, text)]
+    return [before + number + end for number in numbers for end in _expand(after, text)]
 
-    @property
-    def per_task(self) -> int:
-        """How many GPUs each task uses."""
-        even = self._per_node // self.most_tasks
-        return even if self.gpus_per_task is None else self.gpus_per_task
 
-    def of(self, local_rank: int) -> tuple[int, ...]:
-        """Returns the GPUs of one of the tasks of a host."""
-        return tuple(range(local_rank * self.per_task, (local_rank + 1) * self.per_task))
+def _numbers(piece: str, text: str) -> list[str]:
+    match = _RANGE.fullmatch(piece)
+    if match is None or int(match[2] or match[1]) < int(match[1]):
+        raise _unreadable_hosts(text)
+    first, last = match[1], match[2] or match[1]
+    return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
+
+
+def _unreadable_hosts(text: str) -> ClusterError:
+    return ClusterError(
+        f"Cannot read the list of hosts {text!r}. Write it as SLURM does, for example "
+        "'node[01-03,7],login'."
+    )

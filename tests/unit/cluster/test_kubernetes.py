@@ -13,7 +13,7 @@ from unisono.cluster import Launch
 from unisono.cluster_resolver import KubernetesClusterResolver
 from unisono.errors import ClusterError
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 # The schemas of Kubernetes 1.37 for jobs and services, without their texts, and without those of
 # parts that the manifest does not use, and that of JobSet v1alpha2. No field is allowed that they
 # do not name.

@@ -1,3 +1,0 @@
-"""Who tells a process which cluster it belongs to: one resolver for each launcher."""
-
-__all__: list[str] = []
