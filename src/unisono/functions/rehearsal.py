@@ -67,7 +67,7 @@ class Rehearsal:
         """Within the block, notes what a replay could not do again."""
         if not mirrors.is_single:
             mirrors.refresh()
-        clones = [clone for _, clone in mirrors.clones_of([0])] if mirrors.clones[0] else []
+        clones = [clone for _, clone in mirrors.clones_of([0])]
         state = ModuleState()
         state.number(mirrors.modules() + clones)
         variables, drawn = outer.values(), _host_randomness()

@@ -295,10 +295,10 @@ class ExtendedMethods:
 
         Everything else is its own container.
         """
-        for container in (variable_of(value), self.mirrors.primary_of(value)):
-            if container is not None:
-                return container
-        return value
+        variable, owner = variable_of(value), self.mirrors.owners.get(id(value))
+        if variable is None:
+            return value if owner is None else owner.primary
+        return variable
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Whether `v` is a variable that was made under this strategy."""

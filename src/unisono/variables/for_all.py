@@ -119,7 +119,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
                 context.replicas.gradients.begin(context.replicas.current_weights)
         return results
 
-    own = _of_program(mirrors, (args, kwargs))
+    own = pytree.tree_map(mirrors.of_program, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
     fn = _method_of_program(mirrors, fn)
     result: T = context.meeting.meet(context.local_id, f"once({name})", own, work, in_python=True)
@@ -151,25 +151,11 @@ def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:
     """Replaces a method that is bound to what a replica has of a module."""
     bound = inspect.unwrap(fn)
     owner = getattr(bound, "__self__", None)
-    primary = mirrors.module_of(owner) if isinstance(owner, nn.Module) else None
-    if primary is None:
+    primary = mirrors.of_program(owner) if isinstance(owner, nn.Module) else owner
+    if primary is owner:
         return fn
     # Looked up when it is called, which no replica does.
     return lambda *args, **kwargs: getattr(primary, bound.__name__)(*args, **kwargs)
-
-
-def _of_program(mirrors: Any, structure: Any) -> Any:
-    """Replaces what a replica has of modules and parameters by what the program has."""
-
-    def replaced(leaf: Any) -> Any:
-        primary = None
-        if isinstance(leaf, nn.Module):
-            primary = mirrors.module_of(leaf)
-        elif isinstance(leaf, nn.Parameter):
-            primary = mirrors.primary_of(leaf)
-        return leaf if primary is None else primary
-
-    return pytree.tree_map(replaced, structure)
 
 
 @computed_once

@@ -193,14 +193,16 @@ def _clone(module: Any) -> Any:
     context = current_replica()
     if context is None:
         return None
-    clone = context.replicas.mirrors.clones[context.local_id].get(id(module))
-    if clone is None and mirror_of(module) is not None:
+    mirror = context.replicas.mirrors.mirrors.get(id(module))
+    if mirror is not None:
+        return mirror.replicas[context.local_id]
+    if mirror_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
             "so its replicas would share the parameters. Make it in the scope of the strategy that "
             "runs the step."
         )
-    return clone
+    return None
 
 
 class Captured(nn.Parameter):
@@ -229,9 +231,9 @@ class Captured(nn.Parameter):
         kwargs = kwargs or {}
         context = current_replica()
         if context is not None:
-            own = context.replicas.mirrors.stand_ins[context.local_id]
+            owners = context.replicas.mirrors.owners
             try:
-                args, kwargs = _with_leaves((args, kwargs), own)
+                args, kwargs = _with_leaves((args, kwargs), owners, context.local_id)
             except KeyError:
                 # A parameter of another strategy has no leaf here.
                 pass
@@ -241,14 +243,14 @@ class Captured(nn.Parameter):
             return func(*args, **kwargs)
 
 
-def _with_leaves(value: Any, own: dict[int, nn.Parameter]) -> Any:
+def _with_leaves(value: Any, owners: dict[int, Leaves], replica_id: int) -> Any:
     kind = type(value)
     if kind is Captured:
-        return own[id(value)]
+        return owners[id(value)].leaves[replica_id]
     if kind is tuple or kind is list:
-        return kind(_with_leaves(one, own) for one in value)
+        return kind(_with_leaves(one, owners, replica_id) for one in value)
     if kind is dict:
-        return {name: _with_leaves(one, own) for name, one in value.items()}
+        return {name: _with_leaves(one, owners, replica_id) for name, one in value.items()}
     return value
 
 

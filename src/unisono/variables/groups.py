@@ -152,8 +152,7 @@ class SeenState(defaultdict[Any, Any]):
         mirrors = self._mirrors()
         if mirrors is None or not isinstance(key, Tensor) or current_replica() is None:
             return key
-        primary = mirrors.primary_of(key)
-        return key if primary is None else primary
+        return mirrors.of_program(key)
 
     def __missing__(self, key: Any) -> Any:
         primary = self._key(key)

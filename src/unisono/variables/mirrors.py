@@ -52,7 +52,7 @@ class Mirrors:
         self.shared = SharedTensors(workers)
         self.synchronizes = synchronize_batch_norm
         # By the identity of a primary, in the order of making.
-        self._mirrors: dict[int, Mirror] = {}
+        self.mirrors: dict[int, Mirror] = {}
         # The parameters, buffers and submodules of all primaries as the clones were given them.
         self._tables = Contents()
         # What has another class during a run: modules, and objects that do their work once.
@@ -74,9 +74,6 @@ class Mirrors:
         # Changes whenever there are other leaves than before, and which there were then.
         self.generation = 0
         self._of_generation: list[Leaves] = []
-        # By the identity of a parameter or a leaf, whose it is, in one generation.
-        self._owners: dict[int, Leaves] = {}
-        self._owners_generation = -1
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
@@ -96,17 +93,15 @@ class Mirrors:
     def _lay_out(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         self.memories = memories
         self.places = places
-        self._attributes = Attributes(len(places), self._stand_in)
+        self._attributes = Attributes(len(places), self.stand_in)
         self.buffers = Buffers(places, self.workers)
         self.metrics = Metrics(places, self.workers)
-        # For each replica, by the identity of a primary parameter or a leaf, its leaf.
-        self.stand_ins: list[dict[int, nn.Parameter]] = [{} for _ in places]
-        # For each replica, by the identity of a primary module, its clone.
-        self.clones: list[dict[int, nn.Module]] = [{} for _ in places]
+        # By the identity of a primary parameter or of one of its leaves.
+        self.owners: dict[int, Leaves] = {}
 
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
-        for mirror in self._mirrors.values():
+        for mirror in self.mirrors.values():
             self._attributes.check_given(mirror.replicas, mirror.given)
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
         if hidden is not None:
@@ -122,7 +117,7 @@ class Mirrors:
                 if one.is_shown:
                     self.showing.add(id(one.primary))
         self._leaves, self._of_generation, self._free = {}, [], []
-        for mirror in self._mirrors.values():
+        for mirror in self.mirrors.values():
             mirror.replicas, mirror.given = [], {}
         self._lay_out(memories, places)
         self.is_stale = True
@@ -137,14 +132,14 @@ class Mirrors:
         let_data_be_watched()
         identity = id(module)
         mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
-        self._mirrors[identity] = mirror
+        self.mirrors[identity] = mirror
         remember(module, mirror)
         self.fronts.add(module, Redirect)
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
         """Called when a primary is freed: frees its parameters and submodules, too."""
-        self._mirrors.pop(identity, None)
+        self.mirrors.pop(identity, None)
         if not self.workers.are_many:
             # Workers collect garbage at different times, but must rebuild in the same run.
             self._tables.note([])
@@ -170,8 +165,7 @@ class Mirrors:
         """Adds the leaves of what belongs to no module; they stay as long as they are current."""
         self._free.append(leaves)
         self._leaves[id(leaves.primary)] = leaves
-        for stand_ins, leaf in zip(self.stand_ins, leaves.leaves, strict=True):
-            stand_ins[id(leaves.primary)] = stand_ins[id(leaf)] = leaf
+        self.owners.update(_identities(leaves))
         self._of_generation.append(leaves)
         self.generation += 1
 
@@ -182,24 +176,14 @@ class Mirrors:
         parameters = (raw(module)["_parameters"].values() for module in self.primaries())
         return any(parameter is own for owned in parameters for own in owned)
 
-    def owner_of_leaf(self, leaf: object) -> Leaves | None:
-        """Returns the parameter that a replica has `leaf` of, or that `leaf` is itself."""
-        if self._owners_generation != self.generation:
-            self._owners = {
-                id(own): one for one in self._leaves.values() for own in (one.primary, *one.leaves)
-            }
-            self._owners_generation = self.generation
-        return self._owners.get(id(leaf))
-
-    def primary_of(self, leaf: object) -> nn.Parameter | None:
-        """Returns the parameter that a replica has `leaf` of, if there is one."""
-        owners = (one for one in self._leaves.values() if any(leaf is own for own in one.leaves))
-        return next((one.primary for one in owners), None)
-
-    def module_of(self, clone: nn.Module) -> nn.Module | None:
-        """Returns the module that a replica has `clone` of, if there is one."""
-        found = (m for m in self._mirrors.values() if any(clone is own for own in m.replicas))
-        return next((mirror.primary() for mirror in found), None)
+    def of_program(self, part: Any) -> Any:
+        """Returns what the program has of a module or parameter that a replica has."""
+        if isinstance(part, nn.Module):
+            found = (m for m in self.mirrors.values() if any(part is own for own in m.replicas))
+            primary = next((mirror.primary() for mirror in found), None)
+            return part if primary is None else primary
+        owner = self.owners.get(id(part)) if isinstance(part, Tensor) else None
+        return part if owner is None else owner.primary
 
     @property
     def all_leaves(self) -> list[Leaves]:
@@ -250,12 +234,12 @@ class Mirrors:
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
         for module in self.primaries():
-            replicas = self._mirrors[id(module)].replicas
+            replicas = self.mirrors[id(module)].replicas
             yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def primaries(self) -> list[nn.Module]:
         """Returns the modules, in the order of making."""
-        found = (mirror.primary() for mirror in list(self._mirrors.values()))
+        found = (mirror.primary() for mirror in list(self.mirrors.values()))
         return [module for module in found if module is not None]
 
     def modules(self) -> list[nn.Module]:
@@ -299,7 +283,7 @@ class Mirrors:
                 if parameter is not None and id(parameter) not in self._leaves:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
         for module in primaries:
-            mirror = self._mirrors[id(module)]
+            mirror = self.mirrors[id(module)]
             cls = plain_class(type(module))
             cls = synchronized(cls) if self.synchronizes else cls
             while len(mirror.replicas) < len(self.memories):
@@ -309,26 +293,18 @@ class Mirrors:
                 object.__setattr__(clone, "__class__", cls)
         self._attributes.begin()
         for module in primaries:
-            mirror = self._mirrors[id(module)]
+            mirror = self.mirrors[id(module)]
             mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
         self._attributes.end()
         self._tables.note(tables_of(primaries))
-        pairs = [(module, self._mirrors[id(module)].replicas) for module in primaries]
+        pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
         if self._of_generation != self.all_leaves:
             # Not for `model.eval()`, which one worker may call alone: packs are made together.
             self.generation, self._checked = self.generation + 1, {}
             self._of_generation = self.all_leaves
-        for i, stand_ins in enumerate(self.stand_ins):
-            # Replicas that run have it already.
-            stand_ins.clear()
-            for one in self._leaves.values():
-                stand_ins[id(one.primary)] = stand_ins[id(one.leaves[i])] = one.leaves[i]
-        self.clones = [
-            {id(module): self._mirrors[id(module)].replicas[i] for module in primaries}
-            for i in range(len(self.places))
-        ]
+        self.owners = _identities(*self._leaves.values())
         self.parts.note()
         if self._captured.is_up:
             self._captured.put_up(self._leaves.values())
@@ -357,13 +333,13 @@ class Mirrors:
             made.give_gradient()
         return made
 
-    def _stand_in(self, value: Any, replica_id: int) -> Any:
+    def stand_in(self, value: Any, replica_id: int) -> Any:
         """Returns what a replica sees in place of a module, a parameter or a method of a module."""
         if isinstance(value, nn.Module):
-            mirror = self._mirrors.get(id(value))
+            mirror = self.mirrors.get(id(value))
             return value if mirror is None else mirror.replicas[replica_id]
         if isinstance(value, types.MethodType):
-            mirror = self._mirrors.get(id(value.__self__))
+            mirror = self.mirrors.get(id(value.__self__))
             if mirror is None:
                 return value
             return types.MethodType(value.__func__, mirror.replicas[replica_id])
@@ -377,7 +353,6 @@ class Mirrors:
             for leaf in leaves.leaves if leaves is not None else ():
                 clear(leaf, set_to_none=set_to_none)
 
-    def spread(self, parameters: Iterable[Tensor]) -> None:
-        """After an update of the primaries: copies them to the memories that have their own."""
-        found = (self._leaves.get(id(parameter)) for parameter in parameters)
-        spread([leaves for leaves in found if leaves is not None])
+
+def _identities(*owners: Leaves) -> dict[int, Leaves]:
+    return {id(own): one for one in owners for own in (one.primary, *one.leaves)}

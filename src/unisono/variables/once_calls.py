@@ -353,7 +353,7 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            _mirrors_of(optimizer).spread(parameters_of(optimizer))
+            spread(_leaves(optimizer))
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas

@@ -89,9 +89,9 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
     if mirrors.is_checked and not _made_outside.are_trained(mirrors):
         return
     mirrors.is_being_checked = True
-    own = mirrors.stand_ins[context.local_id]
     for leaf in _leaves_below(root.grad_fn for root in roots):
-        if own.get(id(leaf)) is leaf:
+        owner = mirrors.owners.get(id(leaf))
+        if owner is not None and owner.leaves[context.local_id] is leaf:
             continue
         if not isinstance(leaf, nn.Parameter):
             _claim(
@@ -164,12 +164,7 @@ class MadeOutside:
         versions = self._version, mirrors.generation
         of_others = self._of_others.get(mirrors)
         if of_others is None or of_others[0] != versions:
-            own = mirrors.stand_ins
-            found = [
-                known
-                for known in list(self._known)
-                if not any(id(known()) in stand_ins for stand_ins in own)
-            ]
+            found = [known for known in list(self._known) if id(known()) not in mirrors.owners]
             of_others = self._of_others[mirrors] = versions, found
         # Asked every time: they can be frozen, and unfrozen.
         return any((one := known()) is not None and one.requires_grad for known in of_others[1])

@@ -78,8 +78,8 @@ def _wrapped(clip: Any) -> Callable[..., Any]:
             return clip(parameters, *args, **kwargs)
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         replica_id = context.local_id
-        found = map(context.replicas.mirrors.owner_of_leaf, listed)
-        owners = [one for one in found if one is not None]
+        known = context.replicas.mirrors.owners
+        owners = [known[id(one)] for one in listed if id(one) in known]
         reduced = [
             one
             for one in owners

@@ -179,13 +179,11 @@ def let_data_be_watched() -> None:
 
 
 def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
-    primary = mirrors.primary_of(parameter)
-    if primary is None and mirrors.leaves_of(parameter) is not None:
-        primary = parameter
-    if primary is not None and not mirrors.is_single:
+    owner = mirrors.owners.get(id(parameter))
+    if owner is not None and not mirrors.is_single:
         raise ContextError(
-            f"`data` of {name_of(mirrors, primary)} was assigned on a replica, but all replicas "
-            f"share the parameter. {_REMEDY}"
+            f"`data` of {name_of(mirrors, owner.primary)} was assigned on a replica, but all "
+            f"replicas share the parameter. {_REMEDY}"
         )
 
 
@@ -202,7 +200,7 @@ class Parts:
 
     def note(self) -> None:
         """Notes what the clones were given."""
-        replica_ids = range(len(self._mirrors.clones))
+        replica_ids = range(len(self._mirrors.places))
         clones = [clone for _, clone in self._mirrors.clones_of(replica_ids)]
         self._given.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
 
@@ -235,7 +233,7 @@ class Parts:
 
     def _changed(self) -> str:
         """Names the first parameter or submodule that is another than it was."""
-        for i in range(len(self._mirrors.clones)):
+        for i in range(len(self._mirrors.places)):
             for module, clone in self._mirrors.clones_of([i]):
                 for table in TABLES_OF_OWN:
                     found, before = raw(clone)[table], raw(module)[table]
@@ -248,7 +246,7 @@ class Parts:
 def _other(found: dict[str, Any], before: dict[str, Any], mirrors: Mirrors, i: int) -> str | None:
     for name in [*found, *before]:
         given = before.get(name)
-        own = mirrors.stand_ins[i].get(id(given), mirrors.clones[i].get(id(given), given))
+        own = mirrors.stand_in(given, i)
         if found.get(name) is not own or (name in found) != (name in before):
             return name
     return None

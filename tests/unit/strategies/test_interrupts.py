@@ -97,7 +97,7 @@ def trained(
         (Fronts, "put_up"),
         (Fronts, "take_down"),
         (GradientReducer, "_make_packs"),
-        (Mirrors, "owner_of_leaf"),
+        (Mirrors, "_leaves_for"),
         (Parts, "note"),
         (Statistics, "give"),
         (Watch, "_add_copies"),
