@@ -16,26 +16,26 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from unisono.errors import UnequalCollectivesError, UnsupportedError, add_note
+from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.variables.attributes import are_same, raw
 from unisono.variables.leaves import fit_for_training
 from unisono.variables.statistics import (
+    Flat,
     LooseBuffer,
-    Restructured,
-    Statistics,
     Written,
+    bring_together,
+    combined_of,
     is_like,
-    mean_of,
 )
 
 Named = dict[str, Tensor | None]
@@ -44,9 +44,18 @@ Named = dict[str, Tensor | None]
 _MOST_FLOATS = 1 << 14
 _MOST_OTHERS = 64
 _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_PERSISTENCE = "_non_persistent_buffers_set"
 
 
 _NOTHING = Written([], [], [], are_flats=False)
+
+
+class _Tracked(NamedTuple):
+    """A module, its buffers, and the attributes of its clones."""
+
+    module: weakref.ref[nn.Module]
+    buffers: Named
+    clones: list[dict[str, Any]]
 
 
 class Buffers:
@@ -56,10 +65,9 @@ class Buffers:
         self._places = places
         self._workers = workers
         self._is_on_host = all(place.type == "cpu" for place in places)
-        self._modules: list[weakref.ref[nn.Module]] = []
+        self._tracked: list[_Tracked] = []
+        # The buffers of the primaries and, for each replica, of its clones.
         self._primaries: list[Named] = []
-        # For each replica, the attributes of its clones and their buffers.
-        self._attributes: list[list[dict[str, Any]]] = [[] for _ in places]
         self._clones: list[list[Named]] = [[] for _ in places]
         # What the primaries had when the layout was made, and the replicas have in its place.
         self._names: list[str] = []
@@ -70,7 +78,7 @@ class Buffers:
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
         self._versions: list[list[int]] = []
-        self._flats = Statistics(places, workers)
+        self._flats: dict[torch.dtype, Flat] = {}
         self._loose: dict[int, LooseBuffer] = {}
         # The modules, by their place, that own vectors of floats.
         self._owners_of_vectors: list[int] = []
@@ -83,17 +91,14 @@ class Buffers:
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
         """Says which modules there are, each with its clones."""
-        pairs = list(modules)
-        before = [*self._primaries, *chain(*self._clones)]
-        primaries = [raw(module)["_buffers"] for module, _ in pairs]
-        attributes = [[raw(own[i]) for _, own in pairs] for i in range(len(self._places))]
-        clones = [[one["_buffers"] for one in own] for own in attributes]
-        now = [*primaries, *chain(*clones)]
-        if not are_same(now, before):
+        tracked = [
+            _Tracked(weakref.ref(module), raw(module)["_buffers"], list(map(raw, clones)))
+            for module, clones in modules
+        ]
+        if not are_same(_tables(tracked), _tables(self._tracked)):
             # Before the rest, because Ctrl-C may come between.
             self._is_laid_out = False
-        self._modules = [weakref.ref(module) for module, _ in pairs]
-        self._primaries, self._attributes, self._clones = primaries, attributes, clones
+        self._tracked = tracked
 
     def give(self) -> None:
         """Before a run: gives the replicas what the primaries have."""
@@ -108,7 +113,8 @@ class Buffers:
             self._is_replayed = False
             if is_new:
                 self._lay_out()
-            self._flats.give()
+            for flat in self._flats.values():
+                flat.give()
             given = [one.give(self._places, is_forced=is_forced) for one in self._loose.values()]
             if is_new or was_open or any(given):
                 self._install()
@@ -142,9 +148,23 @@ class Buffers:
             return
         try:
             with fit_for_training(), span("reduce", "buffers"):
-                self._bring(weights, written)
+                for given, found in written.replaced:
+                    given.copy_(found.detach())
+                if written.are_flats:
+                    bring_together(list(self._flats.values()), weights, self._workers)
+                for one in written.loose:
+                    one.bring_together(weights, self._workers)
+                self._bring_others(weights, written.others)
         except UnequalCollectivesError as error:
-            add_note(error, self._explanation(written.others, written.loose))
+            names = [self._name_of(one.primary) for one in written.loose]
+            names += [name for _, name in written.others]
+            large = f" Of the large ones this worker wrote {', '.join(names)}." if names else ""
+            add_note(
+                error,
+                "Raised when the buffers that the replicas wrote were brought together, at the end "
+                f"of `run`.{large} Every worker must make the same runs, and write the same large "
+                "buffers in them.",
+            )
             raise
 
     def end(self, weights: Sequence[float], recorder: Any = None) -> None:
@@ -161,24 +181,39 @@ class Buffers:
         """After a replay, whose writes torch has not counted: the next run gives all buffers."""
         self._is_open, self._is_replayed = False, True
 
-    def _bring(self, weights: Sequence[float], written: Written) -> None:
-        for given, found in written.replaced:
-            given.copy_(found.detach())
-        if written.are_flats:
-            self._flats.bring_together(weights)
-        for one in written.loose:
-            if one.primary.is_floating_point() and one.primary.layout is torch.strided:
-                combined = mean_of(one.parts, weights, self._workers)
-            else:
-                combined = self._workers.of_chief(one.parts[0])
-            with torch.inference_mode(mode=one.primary.is_inference()):
-                if one.primary.shape != combined.shape:
-                    one.primary.resize_(combined.shape)
-                one.primary.copy_(combined)
-        if written.others:
-            modules = [module() for module in self._modules]
-            tables = self._primaries, self._attributes
-            Restructured(modules, *tables, written.others).settle(weights, self._workers)
+    def _bring_others(self, weights: Sequence[float], keys: Sequence[tuple[int, str]]) -> None:
+        """Gives the primaries buffers of another kind, and takes away those that are gone."""
+        if not keys:
+            return
+        tracked = [self._tracked[module] for module, _ in keys]
+        found = [
+            [own["_buffers"].get(name) for own in one.clones]
+            for one, (_, name) in zip(tracked, keys, strict=True)
+        ]
+        self._check_others(keys, [list(map(_kind, parts)) for parts in found])
+        for one, (_, name), parts in zip(tracked, keys, found, strict=True):
+            if name not in one.clones[0]["_buffers"]:
+                one.buffers.pop(name, None)
+                continue
+            tensors = [part.detach() for part in _tensors(parts)]
+            combined = combined_of(tensors, weights, self._workers).clone() if tensors else None
+            one.buffers[name] = combined
+            target = one.module()
+            if target is not None:
+                is_kept = name not in one.clones[0][_PERSISTENCE]
+                names: set[str] = raw(target)[_PERSISTENCE]
+                (names.discard if is_kept else names.add)(name)
+
+    def _check_others(self, keys: Sequence[tuple[int, str]], kinds: list[list[str]]) -> None:
+        """Raises unless all replicas of all workers have the same buffers."""
+        everybody = self._workers.gather_objects(list(zip(keys, kinds, strict=True)))
+        for entries in zip(*everybody, strict=False):
+            listed = [kind for _, own in entries for kind in own]
+            if len({key for key, _ in entries}) > 1 or len(set(listed)) > 1:
+                module, name = entries[0][0]
+                raise _mismatch(f"{type(self._tracked[module].module()).__name__}.{name}", listed)
+        if len(set(map(len, everybody))) > 1:
+            raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
 
     def _are_none(self) -> bool:
         """Whether neither modules nor clones have a buffer, which is quick to check."""
@@ -193,42 +228,35 @@ class Buffers:
             and are_same(tensors, self._tensors)
             and list(chain.from_iterable(self._primaries)) == self._names
             and [tensor.data_ptr() for tensor in _tensors(tensors)] == self._addresses
-            and all(module() is not None for module in self._modules)
+            and all(one.module() is not None for one in self._tracked)
         )
 
-    def _forget_ended(self) -> None:
-        """Removes modules that no longer exist."""
-        left = [i for i, module in enumerate(self._modules) if module() is not None]
-        if len(left) < len(self._modules):
-            self._modules = [self._modules[i] for i in left]
-            self._primaries = [self._primaries[i] for i in left]
-            self._attributes = [[own[i] for i in left] for own in self._attributes]
-            self._clones = [[own[i] for i in left] for own in self._clones]
-
     def _lay_out(self) -> None:
-        self._forget_ended()
+        self._tracked = [one for one in self._tracked if one.module() is not None]
+        self._primaries = [one.buffers for one in self._tracked]
+        self._clones = [
+            [one.clones[i]["_buffers"] for one in self._tracked] for i in range(len(self._places))
+        ]
         self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         self._names = list(chain.from_iterable(self._primaries))
         self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
         self._shapes = [tensor.shape for tensor in _tensors(self._tensors)]
         # A buffer that several modules have is one for each replica, too.
-        distinct = {id(tensor): tensor for tensor in _tensors(self._tensors)}
         owners: dict[int, list[int]] = {}
         for i, own in enumerate(self._primaries):
             for tensor in _tensors(own.values()):
                 owners.setdefault(id(tensor), []).append(i)
-        modules = [module() for module in self._modules]
         self._loose = {}
-        flat: dict[int, Tensor] = {}
-        for key, one in distinct.items():
-            kinds = [modules[i] for i in owners[key]]
-            is_resized = any(map(_resizes_buffers, kinds))
-            is_of_norm = all(isinstance(kind, _NormBase) for kind in kinds)
+        small: dict[torch.dtype, list[Tensor]] = {}
+        for key, one in {id(tensor): tensor for tensor in _tensors(self._tensors)}.items():
+            modules = [self._tracked[i].module() for i in owners[key]]
+            is_resized = any(map(_resizes_buffers, modules))
+            is_of_norm = all(isinstance(module, _NormBase) for module in modules)
             if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
-                flat[key] = one
+                small.setdefault(one.dtype, []).append(one)
             else:
                 self._loose[key] = LooseBuffer(one, is_resized or one.numel() < 2, owners[key])
-        self._flats.lay_out(flat)
+        self._flats = {dtype: Flat(own, self._places) for dtype, own in small.items()}
         self._owners_of_vectors = [
             i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
         ]
@@ -261,7 +289,10 @@ class Buffers:
 
     def _part(self, primary: Tensor, replica_id: int) -> Tensor:
         loose = self._loose.get(id(primary))
-        return self._flats.part(primary, replica_id) if loose is None else loose.parts[replica_id]
+        if loose is not None:
+            return loose.parts[replica_id]
+        flat = self._flats[primary.dtype]
+        return flat.view_of(flat.parts[replica_id], primary)
 
     def _take_in(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, str]]]:
         """Returns the buffers that replicas have replaced; see `Written`."""
@@ -277,43 +308,34 @@ class Buffers:
 
     def _take_replaced(
         self, replica_id: int, replaced: list[tuple[Tensor, Tensor]]
-    ) -> Iterable[tuple[int, str]]:
-        place = 0
-        for module, (primary, clone) in enumerate(
-            zip(self._primaries, self._clones[replica_id], strict=True)
-        ):
+    ) -> Iterator[tuple[int, str]]:
+        own = iter(self._given[replica_id])
+        pairs = zip(self._primaries, self._clones[replica_id], strict=True)
+        for module, (primary, clone) in enumerate(pairs):
             yield from ((module, name) for name in clone if name not in primary)
             for name, before in primary.items():
-                given = self._given[replica_id][place]
-                found = clone.get(name)
+                given, found = next(own), clone.get(name)
                 if found is given and name in clone and is_like(found, before):
-                    pass
-                elif (
-                    before is not None
-                    and found is not None
-                    and found is given
-                    and id(before) not in self._loose
-                ):
+                    continue
+                is_loose = id(before) in self._loose
+                if found is given and found is not None and before is not None and not is_loose:
                     # A flat buffer, which has another size than before.
                     raise UnsupportedError(
                         f"The buffer {self._name_of(before)} was resized in place during a step, "
                         f"from {tuple(before.shape)} to {tuple(found.shape)}. Assign a new tensor "
                         "instead: `module.name = tensor`."
                     )
-                elif before is None or given is None or not is_like(found, before):
-                    yield module, name
-                elif sum(one is before for one in self._tensors) > 1:
-                    # It was one buffer of several modules, and is no longer.
+                # One buffer of several modules is no longer one.
+                is_shared = sum(one is before for one in self._tensors) > 1
+                if given is None or found is None or is_shared or not is_like(found, before):
                     yield module, name
                 else:
-                    assert found is not None
                     replaced.append((given, found))
                     clone[name] = given
-                place += 1
 
     def _is_written(self) -> bool:
         """Whether small buffers may have been written; on many workers, all find the same."""
-        if not self._flats.flats:
+        if not self._flats:
             return False
         if self._versions != self._count_writes():
             return True
@@ -321,23 +343,14 @@ class Buffers:
         is_unseen = self._workers.are_many or not self._is_on_host
         if is_unseen and self._train(self._owners_of_vectors):
             return True
-        return self._is_on_host and self._flats.differ()
+        return self._is_on_host and any(flat.differs() for flat in self._flats.values())
 
     def _train(self, modules: Iterable[int]) -> bool:
         """Whether one of some modules, given by their places, is in training mode."""
-        return any(self._attributes[0][i].get("training", True) for i in modules)
+        return any(self._tracked[i].clones[0].get("training", True) for i in modules)
 
     def _count_writes(self) -> list[list[int]]:
         return [[tensor._version for tensor in own] for own in self._small]
-
-    def _explanation(self, others: list[tuple[int, str]], loose: list[LooseBuffer]) -> str:
-        names = [self._name_of(one.primary) for one in loose] + [name for _, name in others]
-        written = f" Of the large ones this worker wrote {', '.join(names)}." if names else ""
-        return (
-            "Raised when the buffers that the replicas wrote were brought together, at the end of "
-            f"`run`.{written} Every worker must make the same runs, and write the same large "
-            "buffers in them."
-        )
 
     def _name_of(self, buffer: Tensor) -> str:
         names = zip(self._names, self._tensors, strict=True)
@@ -355,3 +368,26 @@ def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:
 
 def _is_vector(buffer: Tensor | None) -> bool:
     return buffer is not None and buffer.dim() == 1 and buffer.is_floating_point()
+
+
+def _tables(tracked: Iterable[_Tracked]) -> list[Named]:
+    return [
+        table
+        for one in tracked
+        for table in (one.buffers, *(own["_buffers"] for own in one.clones))
+    ]
+
+
+def _kind(buffer: Tensor | None) -> str:
+    if buffer is None:
+        return "none"
+    return f"{str(buffer.dtype).removeprefix('torch.')} of shape {tuple(buffer.shape)}"
+
+
+def _mismatch(what: str, kinds: Sequence[str]) -> ReplicaMismatchError:
+    found = ", ".join(f"{kind} on replica {i}" for i, kind in enumerate(kinds))
+    return ReplicaMismatchError(
+        f"The step set the buffer {what} to different values on the replicas: {found}. All "
+        "replicas share a buffer after `run`. Keep the state of one replica, such as a cache, in a "
+        "plain attribute: `self.cache = ...` without `register_buffer`."
+    )

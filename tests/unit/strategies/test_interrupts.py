@@ -19,7 +19,7 @@ from unisono.variables.attributes import Attributes
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import CapturedParameters, Fronts
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.statistics import Statistics
+from unisono.variables.statistics import Flat
 from unisono.variables.written import Parts, Watch
 
 MOST_CALLS = 8
@@ -99,7 +99,7 @@ def trained(
         (GradientReducer, "_make_packs"),
         (Mirrors, "_leaves_for"),
         (Parts, "note"),
-        (Statistics, "give"),
+        (Flat, "give"),
         (Watch, "_add_copies"),
         (Watch, "stamp"),
         (drawing, "__exit__"),
