@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
-from unisono.variables.batch_norm import synchronized
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import CapturedParameters, Fronts, Redirect, plain_class
 from unisono.variables.groups import GroupCopies
@@ -30,6 +29,7 @@ from unisono.variables.metrics import Metrics
 from unisono.variables.mirror import Mirror, bare_clone, mirror_of, name_of, remember
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
+from unisono.variables.torch_calls import synchronized
 from unisono.variables.written import Parts, Watch, let_data_be_watched
 
 T = TypeVar("T")

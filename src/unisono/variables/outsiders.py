@@ -24,6 +24,7 @@ from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
+from unisono.variables.torch_calls import is_of_another
 from unisono.variables.trained import variable_of
 from unisono.variables.updates import watch_updates
 
@@ -93,36 +94,16 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
         owner = mirrors.owners.get(id(leaf))
         if owner is not None and owner.leaves[context.local_id] is leaf:
             continue
-        if not isinstance(leaf, nn.Parameter):
-            _claim(
-                context,
-                leaf,
+        if isinstance(leaf, nn.Parameter):
+            if _is_outsider(leaf, context):
+                raise ContextError(_message(_owner_of(leaf), leaf, context))
+        elif is_of_another(leaf, context):
+            raise ContextError(
                 f"A tensor of shape {tuple(leaf.shape)} with `requires_grad=True` belongs to no "
                 f"model of {context.strategy!r}, so all replicas would add their gradients to it "
                 "at once. Make it a parameter of a model in `strategy.scope()`, or a "
-                "`unisono.Variable`. Make a tensor that belongs to one replica in the step.",
+                "`unisono.Variable`. Make a tensor that belongs to one replica in the step."
             )
-        elif _is_outsider(leaf, context):
-            raise ContextError(_message(_owner_of(leaf), leaf, context))
-
-
-def check_statistics(context: ReplicaContext, running: Tensor) -> None:
-    """Refuses running statistics that two replicas write to, such as those of a frozen model."""
-    _claim(
-        context,
-        running,
-        f"A batch normalization that belongs to no model of {context.strategy!r} is in training "
-        "mode, so all replicas would write to its running statistics at once. Call `eval()` on its "
-        "model, or bring the model in with `strategy.mirror(model)`.",
-    )
-
-
-def _claim(context: ReplicaContext, tensor: Tensor, problem: str) -> None:
-    """Notes that a replica uses a tensor as its own; raises if another does, too."""
-    claimed = context.replicas.mirrors.claimed
-    user, _ = claimed.setdefault(id(tensor), (context.local_id, tensor))
-    if user != context.local_id and variable_of(tensor) is None:
-        raise ContextError(problem)
 
 
 def _is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
