@@ -13,7 +13,6 @@ from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
 from unisono.variables.leaves import Leaves
-from unisono.variables.mirror import name_of
 from unisono.variables.mirrors import Mirrors
 
 
@@ -67,7 +66,7 @@ class OwnGradients:
         return [all(torch.equal(row, own[i]) for own in rest) for i, row in enumerate(first)]
 
     def _check(self, one: Leaves) -> None:
-        name = name_of(self.mirrors, one.primary)
+        name = self.mirrors.name_of(one.primary)
         if self.op is not ReduceOp.MEAN and _is_same_object(one):
             raise UnsupportedError(
                 f"The replicas changed the gradient of {name} in different ways after `backward()` "

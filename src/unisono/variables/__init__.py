@@ -5,12 +5,11 @@ from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
 from unisono.variables.kept import KeptVariables
-from unisono.variables.leaves import Leaves, Mark
+from unisono.variables.leaves import Leaves, Mark, variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.snapshot import Snapshot, undone
-from unisono.variables.trained import variable_of
 from unisono.variables.updates import Settings, watch_updates
 from unisono.variables.variable import Variable
 from unisono.variables.writes import Component

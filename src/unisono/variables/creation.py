@@ -14,11 +14,12 @@ from torch.nn.modules import module as registration
 from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
+from unisono.errors import UnsupportedError
 from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import average_once
+from unisono.variables.front import mirror_of
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
-from unisono.variables.mirror import mirror_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import (
@@ -27,6 +28,7 @@ from unisono.variables.outsiders import (
     note_maker,
     refuse_outsiders,
 )
+from unisono.variables.policy import HasPolicy
 from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
 
 
@@ -119,6 +121,38 @@ def _watch_attributes() -> None:
 
     nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
     nn.Module.__delattr__ = __delattr__  # type: ignore[method-assign]
+
+
+@computed_once
+def let_optimizers_take_variables() -> None:
+    """Makes optimizers take a variable wherever they take a parameter."""
+    add_param_group = Optimizer.add_param_group
+
+    @functools.wraps(add_param_group)
+    def wrapped(self: Optimizer, param_group: dict[str, Any]) -> None:
+        params = param_group.get("params") if isinstance(param_group, dict) else None
+        if params is not None and not isinstance(params, (Tensor, set)):
+            given = [params] if isinstance(params, HasPolicy) else params
+            param_group["params"] = [_parameter(one) for one in given]
+        add_param_group(self, param_group)
+
+    Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
+
+
+def _parameter(given: Any) -> Any:
+    """Returns what an optimizer works on: of a variable its first component."""
+    if isinstance(given, tuple):
+        return tuple(map(_parameter, given))
+    if not isinstance(given, HasPolicy):
+        return given
+    variable: Any = given
+    if given.is_on_read:
+        raise UnsupportedError(
+            f"An optimizer makes one update for all replicas, but {variable.name!r} is ON_READ: "
+            "each replica writes its own component. Make the variable with ON_WRITE, or assign to "
+            "it in the step."
+        )
+    return variable.values[0]
 
 
 def _wrap_zero_grad(cls: Any) -> None:

@@ -1,4 +1,4 @@
-"""Subclasses that objects have while replicas run.
+"""What a strategy knows about a module, and subclasses that objects have while replicas run.
 
 In the thread of a replica, a module is the clone of that replica, and its parameters are leaves of
 the replica. A parameter that the step kept from before the run, such as a variable of a closure, is
@@ -14,7 +14,8 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import optimizer
@@ -24,10 +25,45 @@ from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function_of_subclasses
 from unisono.variables.leaves import Leaves
-from unisono.variables.mirror import mirror_of
+
+if TYPE_CHECKING:
+    from unisono.variables.mirrors import Mirrors
 
 _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
+
+
+# By the identity of a primary. The strategy keeps the mirror, and not the module: what a module
+# keeps is saved and copied with it.
+_mirrors: dict[int, weakref.ref[Mirror]] = {}
+
+
+@dataclass(eq=False)
+class Mirror:
+    """What a strategy knows about a primary module."""
+
+    owner: Mirrors
+    primary: weakref.ref[nn.Module]
+    replicas: list[nn.Module] = field(default_factory=list)
+    # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
+    given: dict[str, tuple[int, Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        identity = id(self.primary())
+        _mirrors[identity] = weakref.ref(self, lambda _: _mirrors.pop(identity, None))
+
+    def forget(self, name: str) -> None:
+        """Lets the clones get an attribute again, even if its value has not changed."""
+        # Equal to no attribute.
+        self.given[name] = (0, None)
+        self.owner.is_stale = True
+
+
+def mirror_of(module: object) -> Mirror | None:
+    """Returns the mirror of a module, if it is a primary."""
+    found = _mirrors.get(id(module))
+    mirror = None if found is None else found()
+    return mirror if mirror is not None and mirror.primary() is module else None
 
 
 class Front:

@@ -16,8 +16,7 @@ from torch import Tensor
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
 from unisono.reductions import ReplicaLayout
-from unisono.variables.leaves import fit_for_training
-from unisono.variables.trained import VariableLeaves, remember
+from unisono.variables.leaves import VariableLeaves, fit_for_training, remember
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:

@@ -1,20 +1,26 @@
-"""A parameter once, and a leaf of it for every replica."""
+"""What is trained: a parameter or a variable once, and a leaf of it for every replica."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.kernels import in_memory_order
 from unisono.packing import PackLayout, Spec
 from unisono.torch_private import set_grad_enabled
 
+if TYPE_CHECKING:
+    from unisono.variables.variable import Variable
+
 # A copy of so many bytes takes the GPU longer than it takes the host to start it.
 _MOST_BYTES_PACKED = 1 << 18
+# The variables of components.
+_variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -199,6 +205,47 @@ class Leaves:
             if memory not in seen:
                 seen.add(memory)
                 yield leaf
+
+
+class VariableLeaves(Leaves):
+    """The components of a variable, which are leaves already; the first is the primary."""
+
+    __slots__ = ("_variable",)
+
+    is_watched = False
+
+    def __init__(
+        self, variable: object, components: Sequence[nn.Parameter], owner_of: tuple[int, ...]
+    ) -> None:
+        super().__init__(components[0], components, owner_of)
+        self._variable = weakref.ref(variable)
+
+    def is_current(self) -> bool:
+        """Whether there still is the variable."""
+        return self._variable() is not None
+
+    def watched(self) -> list[Tensor]:
+        """Returns nothing: replicas write to variables by `assign`, which says what that means."""
+        return []
+
+    def is_behind(self) -> bool:
+        """Returns False: components may differ until the next update."""
+        return False
+
+    def take_over(self) -> None:
+        """Takes over nothing; see `is_behind`."""
+
+
+def remember(variable: Variable) -> None:
+    """Registers the components of a variable."""
+    for component in variable.values:
+        _variables[component] = weakref.ref(variable)
+
+
+def variable_of(component: object) -> Variable | None:
+    """Returns the variable of this component, if there is one."""
+    found = _variables.get(component) if isinstance(component, Tensor) else None
+    return None if found is None else found()
 
 
 def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:

@@ -22,11 +22,17 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import CapturedParameters, Fronts, Redirect, plain_class
+from unisono.variables.front import (
+    CapturedParameters,
+    Fronts,
+    Mirror,
+    Redirect,
+    mirror_of,
+    plain_class,
+)
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
-from unisono.variables.mirror import Mirror, bare_clone, mirror_of, name_of, remember
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.torch_calls import synchronized
@@ -106,7 +112,7 @@ class Mirrors:
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
         if hidden is not None:
             raise UnsupportedError(
-                f"A gradient of {name_of(self, hidden.primary)} was not reduced in its run, so no "
+                f"A gradient of {self.name_of(hidden.primary)} was not reduced in its run, so no "
                 "other worker can take over the replica that has it. Leave `no_sync()` before the "
                 "last backward pass of a run."
             )
@@ -131,9 +137,8 @@ class Mirrors:
             )
         let_data_be_watched()
         identity = id(module)
-        mirror = Mirror(self, weakref.ref(module, lambda _: self._forget(identity)))
-        self.mirrors[identity] = mirror
-        remember(module, mirror)
+        primary = weakref.ref(module, lambda _: self._forget(identity))
+        self.mirrors[identity] = Mirror(self, primary)
         self.fronts.add(module, Redirect)
         self.is_stale = True
 
@@ -184,6 +189,16 @@ class Mirrors:
             return part if primary is None else primary
         owner = self.owners.get(id(part)) if isinstance(part, Tensor) else None
         return part if owner is None else owner.primary
+
+    def name_of(self, parameter: Tensor) -> str:
+        """Returns the name of a primary parameter in its model, such as `encoder.weight` of Net."""
+        modules = self.primaries()
+        parts = {id(part) for module in modules for part in raw(module)["_modules"].values()}
+        for module in modules:
+            if id(module) not in parts:
+                for name in _paths(module, parameter, set()):
+                    return f"`{name}` of {type(module).__name__}"
+        return f"a parameter of shape {tuple(parameter.shape)}"
 
     @property
     def all_leaves(self) -> list[Leaves]:
@@ -287,7 +302,9 @@ class Mirrors:
             cls = plain_class(type(module))
             cls = synchronized(cls) if self.synchronizes else cls
             while len(mirror.replicas) < len(self.memories):
-                mirror.replicas.append(bare_clone(cls))
+                clone: nn.Module = object.__new__(cls)
+                clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
+                mirror.replicas.append(clone)
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
                 object.__setattr__(clone, "__class__", cls)
@@ -352,6 +369,14 @@ class Mirrors:
             leaves = self._leaves.get(id(parameter))
             for leaf in leaves.leaves if leaves is not None else ():
                 clear(leaf, set_to_none=set_to_none)
+
+
+def _paths(module: nn.Module, parameter: Tensor, seen: set[int]) -> Iterator[str]:
+    seen.add(id(module))
+    yield from (name for name, own in raw(module)["_parameters"].items() if own is parameter)
+    for name, part in raw(module)["_modules"].items():
+        if isinstance(part, nn.Module) and id(part) not in seen:
+            yield from (f"{name}.{path}" for path in _paths(part, parameter, seen))
 
 
 def _identities(*owners: Leaves) -> dict[int, Leaves]:

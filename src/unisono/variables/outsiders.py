@@ -22,10 +22,10 @@ from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.variables.attributes import raw
+from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
 from unisono.variables.torch_calls import is_of_another
-from unisono.variables.trained import variable_of
 from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter or module in a step.

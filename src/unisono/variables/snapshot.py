@@ -16,10 +16,9 @@ from torch.optim import Optimizer
 from unisono.torch_private import copy_each
 from unisono.variables.attributes import raw
 from unisono.variables.front import Front
-from unisono.variables.leaves import Leaves, fit_for_training
+from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
 from unisono.variables.metrics import is_clone, is_metric
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.trained import VariableLeaves
 
 _CONTAINERS = (list, dict, set)
 _SEQUENCES = (list, tuple, set, deque)

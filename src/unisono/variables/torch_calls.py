@@ -18,8 +18,7 @@ from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError, UnsupportedError
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once
-from unisono.variables.leaves import Mark
-from unisono.variables.trained import variable_of
+from unisono.variables.leaves import Mark, variable_of
 
 # What clips gradients in torch. Older versions have fewer.
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")

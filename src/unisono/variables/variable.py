@@ -27,6 +27,8 @@ from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
 from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.variables.creation import let_optimizers_take_variables
+from unisono.variables.leaves import VariableLeaves, remember
 from unisono.variables.policy import (
     HasPolicy,
     VariablePolicy,
@@ -34,7 +36,6 @@ from unisono.variables.policy import (
     check_shape,
     refuse_arguments,
 )
-from unisono.variables.trained import VariableLeaves, let_optimizers_take_variables, remember
 from unisono.variables.writes import (
     NUMBERS,
     Assignable,

@@ -21,7 +21,6 @@ from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, spread
-from unisono.variables.mirror import name_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -95,7 +94,7 @@ class Watch:
         """Watches a copy of a parameter, if that is one of this strategy."""
         mirrors = self.mirrors()
         if mirrors is not None and not mirrors.is_single and mirrors.owns(parameter):
-            name = f"a copy of {name_of(mirrors, parameter)}"
+            name = f"a copy of {mirrors.name_of(parameter)}"
             with self._lock:
                 self._copies.append((weakref.ref(copy), name))
                 self._generation = -1
@@ -118,7 +117,7 @@ class Watch:
             if owner is None:
                 names += [name for copy, name in self._copies if copy() is tensor]
             else:
-                names.append(name_of(mirrors, owner.primary))
+                names.append(mirrors.name_of(owner.primary))
         names = list(dict.fromkeys(names))
         others = len(names) - 1
         more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
@@ -182,7 +181,7 @@ def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
     owner = mirrors.owners.get(id(parameter))
     if owner is not None and not mirrors.is_single:
         raise ContextError(
-            f"`data` of {name_of(mirrors, owner.primary)} was assigned on a replica, but all "
+            f"`data` of {mirrors.name_of(owner.primary)} was assigned on a replica, but all "
             f"replicas share the parameter. {_REMEDY}"
         )
 
@@ -223,7 +222,7 @@ class Parts:
                 for leaf in one.leaves:
                     leaf.requires_grad_(one.primary.requires_grad)
                 raise ContextError(
-                    f"The parameter {name_of(self._mirrors, one.primary)} is trained on some "
+                    f"The parameter {self._mirrors.name_of(one.primary)} is trained on some "
                     "replicas and frozen on others after a step. Call `requires_grad_()` on all "
                     "replicas, or outside `run`."
                 )
