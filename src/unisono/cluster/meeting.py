@@ -101,10 +101,6 @@ class WorkerCard:
         """Returns the card as it lies in a store."""
         return json.dumps(asdict(self))
 
-    def agrees_with(self, other: WorkerCard) -> bool:
-        """Returns whether all that must be equal is."""
-        return all(getattr(self, fact) == getattr(other, fact) for fact in _FACTS)
-
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process_id} on {self.host})"
 
@@ -192,7 +188,7 @@ class _Meeting:
     def _compare_with_rank_0(self) -> None:
         if not self._has_come("card/0"):
             self._leave(self._absence(self._missing()))
-        self._fits = self._card.agrees_with(self._read("card/0"))
+        self._fits = not differences([self._read("card/0"), self._card])[0]
         if self._fits:
             self._store.set(f"fits/{self._card.rank}", "")
             self._store.add("fits", 1)

@@ -103,8 +103,14 @@ class ClusterResolver(ABC):
     def launch(self) -> Launch:
         """Returns what is known beyond the spec; by default that which the spec itself tells."""
         spec = self.cluster_spec()
-        here, neighbors = (self.task_type, self.task_id), _tasks_by_host(spec)
-        tasks = next((tasks for tasks in neighbors.values() if here in tasks), [here])
+        hosts: dict[tuple[str | None, int | None], str] = {
+            (job, task_id): Address.parse(address).host
+            for job in sorted(spec.jobs, key=JOBS.index)
+            for task_id, address in enumerate(spec.job_tasks(job))
+            if address is not None
+        }
+        here = (self.task_type, self.task_id)
+        tasks = [task for task, host in hosts.items() if host == hosts.get(here)] or [here]
         cluster = json.dumps(spec.as_dict(), sort_keys=True)
         job = f"cluster-{hashlib.sha256(cluster.encode()).hexdigest()[:16]}"
         return Launch(job, local_rank=tasks.index(here), local_size=len(tasks))
@@ -273,12 +279,3 @@ def _check_task(task_type: str | None, task_id: int | None, rpc_layer: str | Non
     check_optional("rpc_layer", rpc_layer, str, "a text, such as 'grpc', or None")
     if task_id is not None:
         check_int("task_id", task_id)
-
-
-def _tasks_by_host(spec: ClusterSpec) -> dict[str, list[tuple[str | None, int | None]]]:
-    hosts: dict[str, list[tuple[str | None, int | None]]] = {}
-    for job in sorted(spec.jobs, key=JOBS.index):
-        for task_id, address in enumerate(spec.job_tasks(job)):
-            if address is not None:
-                hosts.setdefault(Address.parse(address).host, []).append((job, task_id))
-    return hosts

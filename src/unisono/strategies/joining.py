@@ -19,10 +19,10 @@ from torch.distributed import DistError
 
 from unisono.cluster import Address, Membership, WorkerCard, meet, open_store, was_left
 from unisono.cluster.elastic import ElasticMembers
-from unisono.cluster.elastic.choice import Rules
 from unisono.cluster.elastic.doors import PURPOSE, Contact
 from unisono.cluster.elastic.finding import open_door, running_job
 from unisono.cluster.elastic.gathering import Attendee
+from unisono.cluster.elastic.generation import Rules
 from unisono.cluster.elastic.members import Connect
 from unisono.communicators import (
     DEFAULT_TIMEOUT_SECONDS,

@@ -21,10 +21,9 @@ from torch.distributed import DistStoreError
 
 from unisono.cluster import ClusterSpec, Membership, SimpleClusterResolver, WorkerCard
 from unisono.cluster.elastic import ElasticMembers, finding, gathering, share_state
-from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
-from unisono.cluster.elastic.generation import Generation, Standing
+from unisono.cluster.elastic.generation import Choice, Generation, Rules, Standing, Vote, misfit
 from unisono.communicators import JobStore
 from unisono.communicators.job_store import local_store
 from unisono.costs import Link, Tuning

@@ -18,9 +18,16 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from unisono.cluster.elastic.choice import Choice, Rules, Vote, misfit
 from unisono.cluster.elastic.doors import Contact, Doors
-from unisono.cluster.elastic.generation import Generation, Position, Standing
+from unisono.cluster.elastic.generation import (
+    Choice,
+    Generation,
+    Position,
+    Rules,
+    Standing,
+    Vote,
+    misfit,
+)
 from unisono.cluster.meeting import WorkerCard
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.errors import (

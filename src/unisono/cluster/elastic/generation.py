@@ -1,12 +1,14 @@
-"""Who trains together, and which of them may go on together when some are lost."""
+"""Who trains together, what workers say when they meet, and which of them may go on together."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeAlias
 
 from unisono.cluster.elastic.doors import Contact
+from unisono.cluster.meeting import WorkerCard, differences
 
 # How far a worker has come. Positions are compared as tuples.
 Position: TypeAlias = tuple[int, ...]
@@ -109,3 +111,152 @@ class Standing(NamedTuple):
             if one.number > last.number
         }
         return Standing(last, tuple(later.values()))
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The limits of an elastic job, the same on all workers.
+
+    Attributes:
+        min_workers: With fewer, nobody goes on.
+        max_workers: No more are let in.
+        timeout_seconds: How long to wait for workers that may still come.
+    """
+
+    min_workers: int
+    max_workers: int
+    timeout_seconds: float
+
+
+class Vote(NamedTuple):
+    """What a worker says.
+
+    Attributes:
+        contact: Where it can be reached.
+        attempt: Which of its votes this is.
+        standing: The generations that it knows of; None for a worker that wants to join.
+        position: How far it has come; None if it has no state.
+        dead: Processes of workers that it knows to be dead, or to have left.
+        card: What it says of itself.
+    """
+
+    contact: Contact
+    attempt: int
+    standing: Standing | None
+    position: Position | None
+    dead: list[str]
+    card: WorkerCard
+
+    def to_text(self) -> str:
+        """Returns the vote as it lies in a store."""
+        standing = None if self.standing is None else self.standing.to_texts()
+        return json.dumps([*self[:2], standing, *self[3:5], self.card.to_text()])
+
+    @staticmethod
+    def from_text(text: bytes) -> Vote:
+        """Reads what `to_text` has written."""
+        contact, attempt, standing, position, dead, card = json.loads(text)
+        return Vote(
+            Contact(*contact),
+            attempt,
+            None if standing is None else Standing.from_texts(standing),
+            None if position is None else tuple(position),
+            dead,
+            WorkerCard.from_text(card),
+        )
+
+
+class Choice:
+    """The next generation, as far as the workers that have come tell.
+
+    Args:
+        rules: The limits of the job.
+        votes: What they say; the first one is of the worker that holds the meeting.
+        dead: Processes of workers that this worker knows to be dead, or to have left.
+        admits: Whether workers that want to join are let in.
+    """
+
+    def __init__(
+        self, rules: Rules, votes: Sequence[Vote], dead: Collection[str], *, admits: bool
+    ) -> None:
+        standings = [vote.standing for vote in votes if vote.standing is not None]
+        self._rules = rules
+        self._votes = votes
+        self._standing = standings[0].together_with(standings[1:])
+        self._dead = set(dead).union(*(vote.dead for vote in votes))
+        self._contacts = self._standing.contacts
+        # A worker that wants to join may have got several numbers, and keeps the lowest.
+        numbers = {one.process: n for n, one in reversed(self._contacts.items())}
+        members = {
+            numbers[one.contact.process]: one for one in votes if one.contact.process in numbers
+        }
+        self._members = dict(sorted(members.items()))
+        newcomers = [
+            one
+            for one in votes
+            if one.contact.process not in numbers and not one.contact.has_ended()
+        ]
+        room = max(0, rules.max_workers - len(self._members)) if admits else 0
+        first = max(one.next_number for one in self._standing.generations)
+        self._newcomers = dict(enumerate(newcomers[:room], first))
+
+    def processes(self) -> set[str]:
+        """Returns who has come."""
+        return {vote.contact.process for vote in self._votes}
+
+    def missing(self) -> set[int]:
+        """Returns who has not, and may live."""
+        settled = self.processes() | self._dead
+        return {number for number, one in self._contacts.items() if one.process not in settled}
+
+    def lacks(self) -> str | None:
+        """Returns why these workers may not go on, in words."""
+        present, num_workers = self.processes(), len(self._members) + len(self._newcomers)
+        here, missing = _words(self._members), _words(self.missing())
+        told = f"workers {here} are here, workers {missing} do not answer"
+        if not all(one.may_go_on(present, self._dead) for one in self._standing.generations):
+            return (
+                f"An elastic job was cut in two: {told}, and may train on elsewhere. To go on, it "
+                f"takes more than half of the last {len(self._standing.last.contacts)} workers, or "
+                "half with the lowest number. Start the job again from its last checkpoint, and "
+                "check the network between the hosts."
+            )
+        if num_workers < self._rules.min_workers:
+            return (
+                f"An elastic job needs at least {self._rules.min_workers} workers "
+                f"(`min_workers`), and {num_workers} are left: {told}. Start more workers, or "
+                "lower `min_workers`."
+            )
+        if all(vote.position is None for vote in self._members.values()):
+            return (
+                f"Nobody who is left has the state of the job: {told}, and all who had it are "
+                "lost. Start the job again from its last checkpoint."
+            )
+        return None
+
+    def generation(self) -> Generation:
+        """Returns the next generation."""
+        generations = self._standing.generations
+        workers = {**self._members, **self._newcomers}
+        return Generation(
+            1 + max(one.number for one in generations),
+            {number: vote.contact for number, vote in workers.items()},
+            {number: vote.position for number, vote in workers.items()},
+            max(one.next_number for one in generations) + len(self._newcomers),
+            {vote.contact.process: vote.attempt for vote in workers.values()},
+        )
+
+
+def misfit(own: WorkerCard, other: WorkerCard) -> str | None:
+    """Returns why a worker that wants to join does not belong to this job, if it does not."""
+    sentences, _ = differences([own, replace(other, size=own.size)])
+    if not sentences:
+        return None
+    return (
+        f"A worker that wants to join a running job differs from it in {'; '.join(sentences)}. "
+        "Start it with the same script, versions and `num_replicas`."
+    )
+
+
+def _words(numbers: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(numbers))) or "none"

@@ -1,8 +1,10 @@
-"""The workers of an elastic job, from the view of one of them."""
+"""The workers of an elastic job, from the view of one of them: it is let in, meets, and leaves."""
 
 from __future__ import annotations
 
+import json
 import logging
+import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -14,8 +16,7 @@ from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.elastic.finding import publish
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Position
-from unisono.cluster.elastic.knocking import let_in
-from unisono.communicators import Communicator
+from unisono.communicators import STORE_ERRORS, Communicator, Countdown, JobStore
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # Connects a rank of so many through a store, in so many seconds, given the generation's number.
@@ -24,6 +25,10 @@ Connect: TypeAlias = Callable[[Store, int, int, float, int], Communicator]
 _CONNECT_SECONDS = 30.0
 # Workers may be lost again while they connect, but this must end.
 _MAX_ATTEMPTS = 10
+# Between two visits of a worker that wants to be let in, and between two knocks: the workers may
+# have met meanwhile without letting anybody in.
+_PAUSE_SECONDS = 0.02
+_AGAIN_SECONDS = 2.0
 _log = logging.getLogger("unisono")
 
 
@@ -112,7 +117,7 @@ class ElasticMembers:
             JobMismatchError: If it does not belong to the job.
         """
         start = time.monotonic()
-        agreed, before = let_in(self._me, running)
+        agreed, before = _let_in(self._me, running)
         if agreed is not None:
             self.met = self._settled(agreed, None, before, start)
         return agreed is not None
@@ -250,3 +255,65 @@ def _met(
         tuple(one for one in members if one not in before),
         seconds,
     )
+
+
+def _let_in(me: Attendee, running: Generation) -> tuple[Agreed | None, tuple[int, ...]]:
+    """Knocks until the workers of a job let this one in.
+
+    Returns:
+        What they have agreed on, or None if the job has ended, and who its workers were before.
+    """
+    known: Generation | None = running
+    left, knocked = Countdown(me.rules.timeout_seconds), dict[tuple[str, int], float]()
+    while known is not None:
+        newest, agreed = _visited(me, known, knocked)
+        if agreed is not None:
+            return agreed, tuple(known.contacts)
+        if left.is_over():
+            raise WorkerTimeoutError(
+                f"This worker has asked for {me.rules.timeout_seconds:g} s to join an elastic job "
+                f"of {len(known.contacts)} workers, which did not let it in. They let workers in "
+                f"between two steps, at most {me.rules.max_workers} in all, one per replica. Check "
+                "that their program lets workers in, or raise `timeout_seconds`."
+            )
+        known = newest
+        time.sleep(_PAUSE_SECONDS)
+    return None, ()
+
+
+def _visited(
+    me: Attendee, known: Generation, knocked: dict[tuple[str, int], float]
+) -> tuple[Generation | None, Agreed | None]:
+    """Goes to the lowest worker that answers: comes to its meeting, or knocks.
+
+    Returns the newest generation, None if no worker is in one any more, and what came of a meeting.
+    """
+    is_alive = False
+    for contact in known.contacts.values():
+        if contact.has_ended():
+            continue
+        is_alive = True
+        found = me.doors.look(contact, ["open", "generation", "room"])
+        if found is None or found[1][1] is None:
+            continue
+        store, (token, text, room) = found
+        newest = Generation.from_text(text or b"")
+        if newest.number > known.number:
+            return newest, None
+        if token is not None:
+            return known, Gathering(me, None, known=known).attend(store, token.decode())
+        last = knocked.get((contact.process, known.number), -math.inf)
+        if int(room or 0) > 0 and time.monotonic() - last > _AGAIN_SECONDS:
+            knocked[contact.process, known.number] = time.monotonic()
+            _knock(me, store)
+        return known, None
+    return known if is_alive else None, None
+
+
+def _knock(me: Attendee, store: JobStore) -> None:
+    try:
+        number = store.add("knocks", 1)
+        store.set(f"knock/{number}", json.dumps(me.contact))
+    except STORE_ERRORS:
+        # It has ended since it answered; the next one is asked.
+        pass
