@@ -6,8 +6,6 @@ If a worker is lost, the others put the parts together.
 
 from __future__ import annotations
 
-import json
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +15,7 @@ from torch import Tensor
 from unisono.communicators import Communicator
 from unisono.errors import UnsupportedError
 from unisono.reductions import Workers
-from unisono.reductions.wire import Reader, Writer
+from unisono.reductions.wire import num_bytes, read, write
 
 # By the number of a replica, what its hook keeps; see `unisono.hooks.contents`.
 Contents = dict[int, Any]
@@ -49,23 +47,18 @@ def told(
 ) -> Kept:
     """Gives other workers what the replicas of this worker keep. All workers call it.
 
-    Args:
-        communicator: Connects the workers.
-        numbers: Their numbers, by rank.
-        ranges: Their replicas.
-        own: What those of this worker keep.
+    `numbers` are the workers, by rank, and `ranges` their replicas.
     """
-    data: list[Tensor] = []
-    written = json.dumps([_text(content, data) for content in own.values()]).encode()
-    rows = communicator.all_gather(torch.frombuffer(bytearray(written), dtype=torch.uint8))
-    texts = [json.loads(row.numpy().tobytes()) for row in rows]
+    written = [write(content) for content in own.values()]
+    texts = Workers(communicator).gather_objects([text for text, _ in written])
+    data = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in written)])
     size, rank = communicator.size, communicator.rank
-    most = max(sum(map(_num_bytes, of_worker)) for of_worker in texts)
+    most = max(sum(map(num_bytes, of_worker)) for of_worker in texts)
     parts = [torch.empty(0, dtype=torch.uint8)] * size
     if size > 1 and most > 0:
         room = -(-most // (size - 1))
         padded = torch.zeros((size - 1) * room, dtype=torch.uint8)
-        torch.cat([padded[:0], *data], out=padded[: sum(map(len, data))])
+        padded[: len(data)] = data
         given = list(padded.split(room))
         # A worker need not give itself a part.
         given.insert(rank, torch.zeros_like(given[0]))
@@ -78,18 +71,9 @@ def told(
 def exchanged(
     communicator: Communicator, numbers: Sequence[int], kept: Kept | None
 ) -> Contents | None:
-    """Returns what the hooks of all replicas keep. All workers call it.
+    """Returns what the hooks of all replicas keep, or None if that is nothing. All workers call it.
 
-    Args:
-        communicator: Connects the workers.
-        numbers: Their numbers, by rank.
-        kept: What this one has; None if that is nothing.
-
-    Returns:
-        None if no hook keeps something yet.
-
-    Raises:
-        UnsupportedError: If several workers were lost at once.
+    `kept` is what this worker has. Raises if several workers were lost at once.
     """
     mine: Any = None
     if kept is not None:
@@ -117,35 +101,6 @@ def exchanged(
             )
         data = torch.cat([parts[other] for other in others]) if missing else torch.empty(0)
         for replica in missing:
-            num_bytes = _num_bytes(texts[replica])
-            found[replica] = _read(texts[replica], data[:num_bytes])
-            data = data[num_bytes:]
+            found[replica] = read(texts[replica], data)
+            data = data[num_bytes(texts[replica]) :]
     return found or None
-
-
-def _text(content: Any, data: list[Tensor]) -> str:
-    """Returns what a replica keeps as JSON, and adds the bytes of its tensors to `data`."""
-    writer = Writer()
-    written = writer.write(content)
-    kinds = [(str(one.dtype).removeprefix("torch."), *one.shape) for one in writer.tensors]
-    flat = [one.detach().cpu().contiguous().view(-1) for one in writer.tensors]
-    data += [one.view(torch.uint8) for one in flat]
-    return json.dumps([written, kinds])
-
-
-def _num_bytes(text: str) -> int:
-    _, kinds = json.loads(text)
-    return sum(getattr(torch, name).itemsize * math.prod(shape) for name, *shape in kinds)
-
-
-def _read(text: str, data: Tensor) -> Any:
-    """Returns what a replica keeps, of which this is the text, and these are the bytes."""
-    written, kinds = json.loads(text)
-    tensors = []
-    for name, *shape in kinds:
-        dtype = getattr(torch, name)
-        num_bytes = dtype.itemsize * math.prod(shape)
-        # Copied, for the alignment of the tensor.
-        tensors.append(data[:num_bytes].clone().view(dtype).view(shape))
-        data = data[num_bytes:]
-    return Reader(tensors).read(written)

@@ -34,10 +34,18 @@ from unisono.gradients.accumulation import (
     seal,
 )
 from unisono.gradients.own_gradients import OwnGradients
-from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, gradients_of, grouped
+from unisono.gradients.packs import (
+    HookedPack,
+    LocalPack,
+    Pack,
+    Reduction,
+    SparsePack,
+    WorkerPack,
+    gradients_of,
+    grouped,
+)
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
 from unisono.gradients.replica_hooks import ReplicaHooks
-from unisono.gradients.worker_packs import HookedPack, ReplicaPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import Spec, by_dtype
@@ -191,8 +199,6 @@ class GradientReducer:
         if self._hook is None:
             return WorkerPack(*given)
         is_last = number + 1 == len(groups)
-        if isinstance(self._hook, ReplicaHooks):
-            return ReplicaPack(*given, self._hook, index=number, is_last=is_last)
         return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _hook_pack(self, pack: int, number: int) -> None:

@@ -153,8 +153,8 @@ class AcrossWorkers(CrossDeviceOps):
         return self._reduce(op, [list(tensors)], [0])[0]
 
     def gather_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns a tensor of each replica of all workers, in host memory."""
-        return [one for own in self._workers.gather_lists(tensors) for one in own]
+        """Returns a tensor of each replica of all workers."""
+        return [one for own in self._workers.gather_objects(list(tensors)) for one in own]
 
     def combine_here(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
         """Lets a user's own reduction combine a value of this worker's replicas."""

@@ -1,4 +1,4 @@
-"""Python objects as JSON and tensors, to be sent to other workers.
+"""Python objects as JSON and the bytes of their tensors, to be sent to other workers.
 
 Unlike a pickle, what arrives cannot run code. Supported are plain values, lists, tuples, dicts,
 arrays, tensors, and records: named tuples, dataclasses, attrs classes, enumerations, and subclasses
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import json
+import math
 import sys
 from collections import OrderedDict, UserDict, defaultdict, deque
 from collections.abc import Sequence
@@ -27,14 +29,42 @@ _SEQUENCES: dict[str, Any] = {
 }
 
 
-class Writer:
+_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
+
+
+def write(thing: Any) -> tuple[str, Tensor]:
+    """Returns an object as text, and the bytes of its tensors."""
+    writer = _Writer()
+    written = writer.write(thing)
+    kinds = [(str(one.dtype).removeprefix("torch."), *one.shape) for one in writer.tensors]
+    flat = [one.cpu().contiguous().flatten().view(torch.uint8) for one in writer.tensors]
+    return json.dumps([written, kinds]), torch.cat([torch.empty(0, dtype=torch.uint8), *flat])
+
+
+def num_bytes(text: str) -> int:
+    """Returns how many bytes the tensors of a written object have."""
+    return sum(_DTYPES[name].itemsize * math.prod(shape) for name, *shape in json.loads(text)[1])
+
+
+def read(text: str, data: Tensor) -> Any:
+    """Returns the object that `write` has turned into `text` and `data`."""
+    written, kinds = json.loads(text)
+    tensors = []
+    for name, *shape in kinds:
+        size = _DTYPES[name].itemsize * math.prod(shape)
+        # Copied, for the alignment of the tensor.
+        tensors.append(data[:size].clone().view(_DTYPES[name]).view(shape))
+        data = data[size:]
+    return _Reader(tensors).read(written)
+
+
+class _Writer:
     """Turns objects into JSON values, and collects their tensors."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
 
     def write(self, thing: Any) -> Any:
-        """Returns `thing` as a JSON value."""
         kind = type(thing)
         if kind in _PLAIN:
             return thing
@@ -93,14 +123,13 @@ class Writer:
         return ["record", *_path(kind), self.write(content), self.write(state)]
 
 
-class Reader:
-    """Turns back what a `Writer` has written."""
+class _Reader:
+    """Turns back what a `_Writer` has written."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
 
     def read(self, written: Any) -> Any:
-        """Returns the object."""
         if not isinstance(written, list):
             return written
         match written:

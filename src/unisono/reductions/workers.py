@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,12 +13,11 @@ from unisono.communicators import Communicator
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_gather
 from unisono.reductions.layouts import ReplicaLayout
-from unisono.reductions.wire import Reader, Writer
+from unisono.reductions.wire import num_bytes, read, write
 from unisono.values import is_sparse
 
 # Small and rare, so it goes through host memory, which every communicator supports.
 _HOST = torch.device("cpu")
-_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
 
 
 class Workers:
@@ -100,46 +98,24 @@ class Workers:
         first = sum(other.shape[axis] for other in gathered[: self.communicator.rank])
         return (torch.cat(gathered, dim=axis) if len(gathered) > 1 else here), first
 
-    def gather_lists(self, tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Returns the lists of tensors of all workers, in host memory."""
-        kinds = [(str(tensor.dtype).removeprefix("torch."), *tensor.shape) for tensor in tensors]
-        header = torch.frombuffer(bytearray(json.dumps(kinds).encode()), dtype=torch.uint8)
-        packs = [one.detach().to(_HOST).contiguous().flatten().view(torch.uint8) for one in tensors]
-        headers = [json.loads(one.numpy().tobytes()) for one in self.gather(header)]
-        if not any(headers):
-            return [[] for _ in headers]
-        packs = self.gather(torch.cat([header[:0], *packs]))
-        return [_taken_apart(pack, kinds) for pack, kinds in zip(packs, headers, strict=True)]
-
     def gather_objects(self, thing: Any) -> list[Any]:
-        """Returns the objects of all workers, which `wire` must support."""
+        """Returns the objects of all workers, which `wire` must support. Tensors are on the host.
+
+        A single worker gets its own object.
+        """
         if not self.are_many:
             return [thing]
-        writer, refusal, written = Writer(), "", None
+        refusal = ""
         try:
-            written = writer.write(thing)
+            text, data = write(thing)
         except UnsupportedError as error:
-            refusal, writer = str(error), Writer()
-        text = json.dumps([refusal, written]).encode()
-        said = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        told = [
-            (json.loads(first.numpy().tobytes()), Reader(tensors))
-            for first, *tensors in self.gather_lists([said, *writer.tensors])
-        ]
-        for rank, ((refused, _), _) in enumerate(told):
+            refusal, (text, data) = str(error), write(None)
+        own = torch.frombuffer(bytearray(json.dumps([refusal, text]).encode()), dtype=torch.uint8)
+        told = [json.loads(one.numpy().tobytes()) for one in self.gather(own)]
+        for rank, (refused, _) in enumerate(told):
             if refused:
                 raise UnsupportedError(f"Worker {rank} cannot go on. {refused}")
-        return [reader.read(one) for (_, one), reader in told]
-
-
-def _taken_apart(pack: Tensor, kinds: Sequence[Sequence[Any]]) -> list[Tensor]:
-    """Returns the tensors of these dtypes and shapes whose bytes are in `pack`."""
-    dtypes = [_DTYPES[name] for name, *_ in kinds]
-    sizes = [
-        math.prod(kind[1:]) * dtype.itemsize for kind, dtype in zip(kinds, dtypes, strict=True)
-    ]
-    # Copied, for the alignment of the tensor.
-    return [
-        part.clone().view(dtype).view(kind[1:])
-        for part, kind, dtype in zip(pack.split(sizes), kinds, dtypes, strict=True)
-    ]
+        texts = [text for _, text in told]
+        has_tensors = any(map(num_bytes, texts))
+        gathered = self.gather(data) if has_tensors else [data] * len(texts)
+        return [read(text, data) for text, data in zip(texts, gathered, strict=True)]

@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 import unisono
 from unisono.errors import UnsupportedError
 from unisono.input.sources.random_state import random_state, set_random_state
-from unisono.reductions.wire import Reader, Writer
+from unisono.reductions.wire import read, write
 
 
 class Named(NamedTuple):
@@ -69,9 +69,7 @@ class Noisy(dict[str, Any]):
 
 def sent(thing: Any) -> Any:
     """What arrives elsewhere."""
-    writer = Writer()
-    text = json.dumps(writer.write(thing))
-    return Reader(writer.tensors).read(json.loads(text))
+    return read(*write(thing))
 
 
 def frozen(x: Any) -> Frozen:
@@ -194,7 +192,7 @@ def test_what_could_run_code_is_not_sent(thing: Any) -> None:
 )
 def test_what_a_stranger_writes_runs_nothing(written: Any) -> None:
     with pytest.raises((UnsupportedError, KeyError)):
-        Reader([]).read(written)
+        read(json.dumps([written, []]), torch.empty(0))
 
 
 def test_nothing_in_the_package_reads_pickles() -> None:
