@@ -19,7 +19,7 @@ from unisono.kernels import reduce_into, tree_reduce, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
-from unisono.reductions.layouts import Terms
+from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables import Leaves

@@ -17,16 +17,14 @@ from unisono.reductions.cross_device_ops import (
     mirrored,
 )
 from unisono.reductions.destinations import Destinations, destinations_of, listed_destinations
-from unisono.reductions.layouts import ReplicaLayout, dealt
 from unisono.reductions.nccl import NcclAllReduce
-from unisono.reductions.one_device import AccumulationFn, ReductionToOneDevice
-from unisono.reductions.scheduled import Ends
+from unisono.reductions.scheduled import AccumulationFn, Ends, ReductionToOneDevice
 from unisono.reductions.selection import (
     choose_cross_device_ops,
     predicted_cost,
     select_cross_device_ops,
 )
-from unisono.reductions.workers import Workers
+from unisono.reductions.workers import ReplicaLayout, Workers, dealt
 
 __all__ = [
     "AccumulationFn",

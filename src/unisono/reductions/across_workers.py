@@ -13,10 +13,9 @@ from unisono.devices import Device, this_machine
 from unisono.kernels import check_replicas, divide, result_dtype, undivided, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
-from unisono.reductions.layouts import Terms
-from unisono.reductions.workers import Workers
+from unisono.reductions.workers import Terms, Workers
 from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
 
 # Large enough that there are few collectives, small enough to be gone from no cache in between.
@@ -52,10 +51,7 @@ class AcrossWorkers(CrossDeviceOps):
         return self.batch_reduce_implementation(reduce_op, pairs, options)[0]
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Result]:
         values = [self._read(reduce_op, value) for value, _ in value_destination_pairs]
         results: dict[int, Tensor] = {}
@@ -166,10 +162,7 @@ class AcrossWorkers(CrossDeviceOps):
         return self._local.wants_all_gradients
 
     def reduce_gradients_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Result]:
         values = [list(value.values) for value, _ in value_destination_pairs]
         totals = self.combine_gradients(reduce_op, values)
@@ -200,7 +193,7 @@ class AcrossWorkers(CrossDeviceOps):
         """Combines replicas of this worker without rounding to a narrow dtype."""
         return list(map(_only, self._local.batch_reduce(undivided(op), self._pairs(values))))
 
-    def _pairs(self, values: Sequence[Sequence[Tensor]]) -> list[Pair]:
+    def _pairs(self, values: Sequence[Sequence[Tensor]]) -> Pairs:
         devices = self._devices[: len(values[0])] if values else ()
         target = Destinations(self._devices[:1])
         return [(PerReplica.placed(tuple(own), devices), target) for own in values]

@@ -12,7 +12,7 @@ from unisono.errors import UnsupportedError
 from unisono.kernels import in_memory_order
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import BytesPerPack, NoPacking, NumPacks, PackingRule, PackLayout, Spec
-from unisono.reductions.scheduled import Ends, ScheduledOps
+from unisono.reductions.scheduled import Batch, Ends, ScheduledOps
 
 
 class AllReduce(ScheduledOps):
@@ -42,11 +42,7 @@ class AllReduce(ScheduledOps):
         return super().schedule(ends, places, turn)
 
     def reduce_dense(
-        self,
-        op: ReduceOp,
-        batch: Sequence[tuple[Tensor, ...]],
-        ends: Ends,
-        options: CommunicationOptions,
+        self, op: ReduceOp, batch: Batch, ends: Ends, options: CommunicationOptions
     ) -> list[tuple[Tensor, ...]]:
         if not is_all_reduce(ends) or self.route(ends).plan.num_copies == 0:
             return super().reduce_dense(op, batch, ends, options)
@@ -79,9 +75,7 @@ class AllReduce(ScheduledOps):
         packs = list(zip(*by_replica, strict=True))
         return list(zip(*self.reduce_packs(op, packs, ends), strict=True))
 
-    def reduce_packs(
-        self, op: ReduceOp, packs: Sequence[tuple[Tensor, ...]], ends: Ends
-    ) -> list[tuple[Tensor, ...]]:
+    def reduce_packs(self, op: ReduceOp, packs: Batch, ends: Ends) -> list[tuple[Tensor, ...]]:
         """Reduces packs, one tensor per replica in each, and returns one per destination."""
         routes = [self.route(ends, turn % len(ends.sources)) for turn in range(len(packs))]
         return [

@@ -26,6 +26,7 @@ from unisono.values import (
 
 Result: TypeAlias = "Tensor | Mirrored"
 Pair: TypeAlias = "tuple[DistributedValues, Destinations]"
+Pairs: TypeAlias = Sequence[Pair]
 
 
 class CrossDeviceOps:
@@ -234,10 +235,7 @@ class CrossDeviceOps:
         )
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Result]:
         """Does the work of `batch_reduce`. By default, it reduces one value after another.
 
@@ -255,10 +253,7 @@ class CrossDeviceOps:
         ]
 
     def reduce_gradients_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Result]:
         """Reduces all gradients of a backward pass, if it is overridden.
 

@@ -1,25 +1,27 @@
-"""The base of all built-in reductions: they follow a schedule."""
+"""The base of all built-in reductions, which follow a schedule, and the simplest of them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
 from unisono.costs import Line, Link, schedule_line
-from unisono.devices import Device, Machine, this_machine
-from unisono.kernels import check_replicas, reduce_fused, reduce_into
+from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
+from unisono.errors import UnsupportedError
+from unisono.kernels import check_replicas, divide, reduce_fused, reduce_into
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.reductions.cross_device_ops import CrossDeviceOps, Pair, Result, mirrored
+from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
-from unisono.values import DistributedValues, Mirrored, as_tensor, concatenate, is_sparse
+from unisono.values import DistributedValues, as_tensor, concatenate, is_sparse
 
-# A placeholder for a result that is not there yet.
-NOT_YET: Any = None
+# Values, one tensor per replica in each.
+Batch: TypeAlias = Sequence[tuple[Tensor, ...]]
+AccumulationFn: TypeAlias = Callable[[list[Tensor]], Tensor]
 
 
 class Ends(NamedTuple):
@@ -74,25 +76,19 @@ class ScheduledOps(CrossDeviceOps):
         return mirrored(result, destinations)
 
     def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
+        self, reduce_op: ReduceOp, value_destination_pairs: Pairs, options: CommunicationOptions
     ) -> list[Result]:
         if type(self).reduce_implementation is not ScheduledOps.reduce_implementation:
             # A subclass that reduces one value in its own way means batches too.
             return super().batch_reduce_implementation(reduce_op, value_destination_pairs, options)
-        results: list[Result] = [NOT_YET] * len(value_destination_pairs)
+        results: dict[int, Result] = {}
         for ends, indices in _by_ends(value_destination_pairs).items():
             batch = [value_destination_pairs[index][0].values for index in indices]
             written = self._reduce_group(reduce_op, indices, batch, ends, options)
-            if len(ends.destinations) == 1:
-                for index, (tensor,) in zip(indices, written, strict=True):
-                    results[index] = tensor
-            else:
-                for index, tensors in zip(indices, written, strict=True):
-                    results[index] = Mirrored.placed(tensors, ends.destinations)
-        return results
+            targets = Destinations(ends.destinations)
+            for index, tensors in zip(indices, written, strict=True):
+                results[index] = mirrored(tensors, targets)
+        return [results[index] for index in range(len(value_destination_pairs))]
 
     def route(self, ends: Ends, turn: int = 0) -> Route:
         """Returns the route between `ends`, which is cached."""
@@ -161,34 +157,33 @@ class ScheduledOps(CrossDeviceOps):
             results.update(zip(dense, reduced, strict=True))
         return list(results.values())  # type: ignore[arg-type]
 
+    def is_one_sum(self, ends: Ends) -> bool:
+        """Whether all that it does is one sum inside one memory, which the kernels know."""
+        return self.route(ends).plan.is_one_sum
+
     def reduce_plain(
         self, op: ReduceOp, batch: Sequence[tuple[Any, ...]], ends: Ends
     ) -> list[tuple[Tensor, ...] | None]:
         """Reduces the values that the native core supports, and returns None for the others."""
-        plan = self.route(ends).plan
-        if not plan.is_one_sum:
+        if not self.is_one_sum(ends):
             return [None] * len(batch)
-        return reduce_fused(op, batch, [len(plan.outputs)] * len(batch))
+        return reduce_fused(op, batch, [len(ends.destinations)] * len(batch))
 
     def reduce_in_place(
         self, reduce_op: ReduceOp, batch: Sequence[Sequence[Tensor]], devices: tuple[Device, ...]
     ) -> bool:
-        plan = self.route(Ends(devices, devices)).plan
-        return self.reads_values and plan.is_one_sum and reduce_into(reduce_op, batch, batch)
+        is_one_sum = self.reads_values and self.is_one_sum(Ends(devices, devices))
+        return is_one_sum and reduce_into(reduce_op, batch, batch)
 
     def reduce_dense(
-        self,
-        op: ReduceOp,
-        batch: Sequence[tuple[Tensor, ...]],
-        ends: Ends,
-        options: CommunicationOptions,
+        self, op: ReduceOp, batch: Batch, ends: Ends, options: CommunicationOptions
     ) -> list[tuple[Tensor, ...]]:
         """Reduces dense tensors that fit together, and returns one tensor per destination."""
         route = self.route(ends)
         return run(route.plan, op, batch, route.places)
 
 
-def _by_ends(pairs: Sequence[Pair]) -> dict[Ends, list[int]]:
+def _by_ends(pairs: Pairs) -> dict[Ends, list[int]]:
     """Groups the places of pairs that come from and go to the same devices."""
     groups: dict[Ends, list[int]] = {}
     ends = Ends((), ())
@@ -208,3 +203,59 @@ def _reduce_sparse(op: ReduceOp, tensors: Sequence[Tensor], route: Route) -> tup
     total = concatenate(op, here)
     first, *others = route.outputs
     return (total.to(first), *(total.to(output, copy=True) for output in others))
+
+
+class ReductionToOneDevice(ScheduledOps):
+    """Copies values to one device to reduce them there, then copies the result to the destinations.
+
+    Replicas that share a memory, such as the CPU devices of a host, copy nothing: all values of a
+    batch are reduced where they are, in one pass.
+
+    Args:
+        reduce_to_device: The device to reduce on. None means the first destination.
+        accumulation_fn: Combines a list of tensors, in replica order and all on the device to
+            reduce on, into one tensor. It must not change them. None adds them (or takes the
+            minimum, maximum or product). A mean divides its result by the number of replicas. It is
+            not used for sparse tensors, which are concatenated.
+    """
+
+    def __init__(
+        self,
+        reduce_to_device: DeviceLike | None = None,
+        accumulation_fn: AccumulationFn | None = None,
+    ) -> None:
+        super().__init__()
+        self._reduce_to = None if reduce_to_device is None else resolve(reduce_to_device)
+        self._accumulate = accumulation_fn
+
+    @property
+    def is_tree_sum(self) -> bool:
+        return self._accumulate is None and super().is_tree_sum
+
+    def root(self, ends: Ends) -> Device:
+        return self._reduce_to or ends.destinations[0]
+
+    def is_one_sum(self, ends: Ends) -> bool:
+        return self._accumulate is None and super().is_one_sum(ends)
+
+    def reduce_dense(
+        self, op: ReduceOp, batch: Batch, ends: Ends, options: CommunicationOptions
+    ) -> list[tuple[Tensor, ...]]:
+        is_alone = len(ends.sources) == 1 and ends.sources == ends.destinations
+        if self._accumulate is None or is_alone:
+            return super().reduce_dense(op, batch, ends, options)
+        return [self._reduce_with(self._accumulate, op, tensors, ends) for tensors in batch]
+
+    def _reduce_with(
+        self, accumulate: AccumulationFn, op: ReduceOp, tensors: Sequence[Tensor], ends: Ends
+    ) -> tuple[Tensor, ...]:
+        if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+            raise UnsupportedError(
+                f"With an `accumulation_fn` the operation is {ReduceOp.SUM} (what it returns) or "
+                f"{ReduceOp.MEAN} (divided by the number of replicas), got {op}."
+            )
+        route = self.route(ends)
+        total = accumulate([tensor.detach().to(route.root) for tensor in tensors])
+        if op is ReduceOp.MEAN:
+            total = divide(total, len(tensors), total.dtype)
+        return tuple(total.detach().to(output, copy=True) for output in route.outputs)

@@ -13,8 +13,7 @@ from unisono.devices import Device, DeviceLike, near_groups, resolve, this_machi
 from unisono.reductions.all_reduce import HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import CrossDeviceOps
 from unisono.reductions.nccl import NcclAllReduce
-from unisono.reductions.one_device import ReductionToOneDevice
-from unisono.reductions.scheduled import Ends, ScheduledOps
+from unisono.reductions.scheduled import Ends, ReductionToOneDevice, ScheduledOps
 
 _logger = logging.getLogger(__name__)
 

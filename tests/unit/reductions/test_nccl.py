@@ -8,8 +8,8 @@ import torch
 
 import unisono as uo
 from unisono.errors import CommunicationError
-from unisono.reductions import nccl, nccl_group
-from unisono.reductions.nccl_group import NcclGroup
+from unisono.reductions import nccl
+from unisono.reductions.nccl import NcclGroup
 
 SUM = uo.ReduceOp.SUM
 
@@ -135,7 +135,7 @@ def test_a_missing_library_is_an_error_with_words(monkeypatch: pytest.MonkeyPatc
         raise OSError(f"{name}: cannot open shared object file")
 
     monkeypatch.setattr(ctypes, "CDLL", missing)
-    nccl_group._library.cache_clear()
+    nccl._library.cache_clear()
 
     with pytest.raises(CommunicationError, match=r"NCCL library cannot .*libnccl\.so\.2"):
         NcclGroup([0, 1])
@@ -148,7 +148,7 @@ def test_where_nccl_fails_the_log_says_so_once(
         raise OSError("no such file")
 
     monkeypatch.setattr(ctypes, "CDLL", failing)
-    nccl_group._library.cache_clear()
+    nccl._library.cache_clear()
     # CPU replicas with memories of their own stand in for GPUs, up to the point where NCCL begins.
     monkeypatch.setattr(nccl, "_why_not", lambda op, pack: None)
     ops, value = uo.NcclAllReduce(), powers()
