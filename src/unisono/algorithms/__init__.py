@@ -1,22 +1,31 @@
 """Algorithms as data: who sends what to whom, their plans, and the code that runs them."""
 
-from unisono.algorithms.messages import (
+from unisono.algorithms.rounds import (
     Node,
+    Round,
+    Rounds,
+    Send,
     Turn,
     are_siblings,
     children,
+    doubling,
+    exchange,
     merged,
+    one_step,
     turns_of,
 )
-from unisono.algorithms.plan import Combine, Copy, Plan, make_plan, run
-from unisono.algorithms.rounds import Round, Rounds, Send, doubling, exchange, one_step
 from unisono.algorithms.schedule import (
+    Combine,
+    Copy,
     Gather,
+    Plan,
     Schedule,
     Spread,
+    make_plan,
     num_steps,
     num_transfers,
     one_device,
+    run,
     two_level,
 )
 

@@ -1,16 +1,33 @@
-"""Who sends what to whom: an algorithm as data.
+"""Who sends what to whom between the devices of a process: an algorithm as data, and its plan.
 
 A schedule speaks of *places*. Places 0 to P - 1 are the replicas' devices; further places are
 devices that hold no value yet, such as a separate destination.
 
     Gather(root, members)   the root receives all that the members hold, to combine it
     Spread(root, members)   the root's result is copied to the members
+
+A plan is a schedule on given memories, as copies between them and sums inside them. A place that
+gathers values keeps them as *terms* of the one tree that orders every sum (see
+`unisono.kernels.tree`). It combines terms only when they leave for another memory, or when all are
+there. So every schedule gives the same bits, places that share a memory exchange nothing, and a
+schedule inside one memory is a single sum. `run` does a plan on tensors, and only this code moves
+values between memories.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from unisono.algorithms.rounds import are_siblings
+from unisono.kernels import divide, reduce_batch, undivided, wide_dtype
+from unisono.options import ReduceOp
+from unisono.tracing import span
 
 
 class Gather(NamedTuple):
@@ -96,3 +113,241 @@ def two_level(groups: Sequence[Sequence[int]], *, turn: int = 0) -> Schedule:
         *((Gather(first, other_roots), Spread(first, other_roots)) if other_roots else ()),
         *(Spread(root, members) for root, members in inside if members),
     )
+
+
+class Copy(NamedTuple):
+    """Copies a buffer to the memory of `place`, as another buffer."""
+
+    source: int
+    target: int
+    place: int
+
+
+class Combine(NamedTuple):
+    """Combines buffers of one memory, and writes the result to each target.
+
+    Attributes:
+        is_result: Whether this is the reduction's result, and not a part of it.
+        is_whole: Whether the sources are the replicas' own values, all of them.
+    """
+
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    is_result: bool
+    is_whole: bool
+
+
+Step: TypeAlias = Copy | Combine
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Steps over buffers; buffer i < `num_replicas` is the value of replica i.
+
+    Attributes:
+        num_replicas: The number of values that are combined.
+        steps: What to do, in order.
+        outputs: The buffer that each destination gets.
+    """
+
+    num_replicas: int
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+
+    @functools.cached_property
+    def num_copies(self) -> int:
+        """The number of tensors copied between memories."""
+        return sum(isinstance(step, Copy) for step in self.steps)
+
+    @functools.cached_property
+    def is_one_sum(self) -> bool:
+        """Whether the plan is one sum of all values inside one memory."""
+        return len(self.steps) == 1 and isinstance(self.steps[0], Combine)
+
+
+class _Term(NamedTuple):
+    """A node of the tree: the sum of replicas `start` to `stop`, in a buffer or still in parts."""
+
+    start: int
+    stop: int
+    buffer: int | None
+    parts: tuple[_Term, ...] = ()
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(
+    schedule: Schedule,
+    num_replicas: int,
+    memories: tuple[Hashable, ...],
+    destinations: tuple[int, ...],
+) -> Plan:
+    """Turns a schedule into sums and copies.
+
+    Args:
+        schedule: Who sends what to whom.
+        num_replicas: How many values are combined; they are at the first places.
+        memories: The memory of each place. Inside one memory nothing is copied.
+        destinations: The places that get the result.
+    """
+    return _Planner(num_replicas, memories).plan(schedule, destinations)
+
+
+@dataclass
+class _Planner:
+    num_replicas: int
+    memories: tuple[Hashable, ...]
+    steps: list[Step] = field(default_factory=list)
+    num_buffers: int = 0
+
+    def plan(self, schedule: Schedule, destinations: tuple[int, ...]) -> Plan:
+        leaves = [_Term(i, i + 1, self._new_buffer()) for i in range(self.num_replicas)]
+        held = {place: [leaf] for place, leaf in enumerate(leaves)}
+        results: dict[Hashable, int] = {}
+        for move in schedule:
+            if isinstance(move, Gather):
+                self._gather(held, move)
+                continue
+            self._finish(held, move.root, results)
+            for member in move.members:
+                self._copy_result(results, move.root, member)
+        if len(held) == 1:
+            self._finish(held, next(iter(held)), results)
+        return Plan(self.num_replicas, *self._with_outputs(destinations, results))
+
+    def _new_buffer(self) -> int:
+        self.num_buffers += 1
+        return self.num_buffers - 1
+
+    def _copy(self, source: int, place: int) -> int:
+        target = self._new_buffer()
+        self.steps.append(Copy(source, target, place))
+        return target
+
+    def _gather(self, held: dict[int, list[_Term]], move: Gather) -> None:
+        """Brings the members' terms to the root, grouped by memory."""
+        by_memory: dict[Hashable, list[_Term]] = {}
+        for member in move.members:
+            by_memory.setdefault(self.memories[member], []).extend(held.pop(member, []))
+        at_root = held.setdefault(move.root, [])
+        for memory, terms in by_memory.items():
+            at_root += self._carried(terms, memory, move.root)
+
+    def _carried(self, terms: list[_Term], memory: Hashable, root: int) -> list[_Term]:
+        """Brings terms from `memory` to `root`, combined first if they must be copied."""
+        if memory == self.memories[root]:
+            return terms
+        combined = [self._combine(term) for term in self._merged(terms)]
+        return [_Term(start, stop, self._copy(buffer, root)) for start, stop, buffer in combined]
+
+    def _finish(
+        self, held: dict[int, list[_Term]], root: int, results: dict[Hashable, int]
+    ) -> None:
+        if root in held and not results:
+            (total,) = self._merged(held[root])
+            _, _, results[self.memories[root]] = self._combine(total)
+
+    def _copy_result(self, results: dict[Hashable, int], root: int, member: int) -> None:
+        if self.memories[member] not in results:
+            source = results[self.memories[root]]
+            results[self.memories[member]] = self._copy(source, member)
+
+    def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
+        """Merges terms into as few nodes of the tree as possible."""
+        nodes: list[_Term] = []
+        for term in sorted(terms):
+            nodes.append(term)
+            while len(nodes) > 1 and are_siblings(nodes[-2][:2], nodes[-1][:2], self.num_replicas):
+                right, left = nodes.pop(), nodes.pop()
+                nodes.append(_Term(left.start, right.stop, None, (left, right)))
+        return nodes
+
+    def _combine(self, term: _Term) -> tuple[int, int, int]:
+        """Adds the steps that put `term` into one buffer."""
+        # The value of a single replica must still be combined, to become a result.
+        if term.buffer is not None and (self.num_replicas > 1 or term.buffer > 0):
+            return term.start, term.stop, term.buffer
+        leaves = _leaves(term)
+        is_whole = len(leaves) == term.stop - term.start
+        parts = leaves if is_whole else [self._combine(part)[2] for part in term.parts]
+        target = self._new_buffer()
+        is_result = term.stop - term.start == self.num_replicas
+        self.steps.append(Combine(tuple(parts), (target,), is_result, is_whole))
+        return term.start, term.stop, target
+
+    def _with_outputs(
+        self, destinations: tuple[int, ...], results: dict[Hashable, int]
+    ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+        """Gives each destination its own buffer, so that changing one does not change another."""
+        taken: set[int] = set()
+        outputs = []
+        for place in destinations:
+            buffer = results[self.memories[place]]
+            outputs.append(self._twin(buffer, place) if buffer in taken else buffer)
+            taken.add(buffer)
+        return tuple(self.steps), tuple(outputs)
+
+    def _twin(self, buffer: int, place: int) -> int:
+        """Returns another buffer with the same content: written by the same sum, or copied."""
+        for i, step in enumerate(self.steps):
+            if isinstance(step, Combine) and buffer in step.targets:
+                target = self._new_buffer()
+                self.steps[i] = step._replace(targets=(*step.targets, target))
+                return target
+        return self._copy(buffer, place)
+
+
+def _leaves(term: _Term) -> list[int]:
+    if term.buffer is not None:
+        return [term.buffer]
+    return [leaf for part in term.parts for leaf in _leaves(part)]
+
+
+def run(
+    plan: Plan, op: ReduceOp, batch: Sequence[Sequence[Tensor]], places: Sequence[torch.device]
+) -> list[tuple[Tensor, ...]]:
+    """Reduces each item of `batch`, one tensor per replica, and returns one per destination.
+
+    The inputs are not changed, and every returned tensor has its own memory.
+    """
+    if not batch:
+        return []
+    if plan.is_one_sum:
+        return reduce_batch(op, batch, [len(plan.outputs)] * len(batch))
+    held: dict[int, Sequence[Tensor]] = dict(enumerate(zip(*batch, strict=True)))
+    dtypes = [item[0].dtype for item in batch]
+    for step in plan.steps:
+        if isinstance(step, Copy):
+            with span("copy", "copy", held[step.source], to=places[step.place]):
+                held[step.target] = _copied(held[step.source], places[step.place])
+        else:
+            items = list(zip(*(held[source] for source in step.sources), strict=True))
+            written = _combined(step, op, items, dtypes, plan.num_replicas)
+            held.update(zip(step.targets, zip(*written, strict=True), strict=True))
+    return list(zip(*(held[output] for output in plan.outputs), strict=True))
+
+
+def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
+    # Between GPUs without peer access, CUDA copies through host memory.
+    return [tensor.detach().to(device, copy=True) for tensor in tensors]
+
+
+def _combined(
+    step: Combine,
+    op: ReduceOp,
+    items: Sequence[tuple[Tensor, ...]],
+    dtypes: Sequence[torch.dtype],
+    num_replicas: int,
+) -> list[tuple[Tensor, ...]]:
+    """Combines values or partial results; partial results stay wide, and are not divided."""
+    if step.is_result and step.is_whole:
+        return reduce_batch(op, items, [len(step.targets)] * len(items))
+    part_op = undivided(op)
+    wide = [tuple(part.to(wide_dtype(part.dtype)) for part in parts) for parts in items]
+    totals = reduce_batch(part_op, wide, [1] * len(items))
+    if not step.is_result:
+        return totals
+    results = [
+        divide(total, num_replicas, dtype) if op is ReduceOp.MEAN else total.to(dtype)
+        for (total,), dtype in zip(totals, dtypes, strict=True)
+    ]
+    return [(result, *(result.clone() for _ in step.targets[1:])) for result in results]

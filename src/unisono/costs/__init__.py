@@ -1,18 +1,22 @@
 """The cost of algorithms: constants of links, predicted times, and the tuning file."""
 
-from unisono.costs.links import Cluster, Line, Link
-from unisono.costs.packs import BYTES_PER_PACK, best_bytes_per_pack
-from unisono.costs.schedules import schedule_line, schedule_seconds
-from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning, tuning_path
-from unisono.costs.workers import (
+from unisono.costs.model import (
+    BYTES_PER_PACK,
     SMALL_BYTES,
     USUAL_LINK,
+    Cluster,
+    Line,
+    Link,
+    best_bytes_per_pack,
     by_host,
     cost_line,
     fastest_flat,
     first_bytes_for_parts,
     rounds_of,
+    schedule_line,
+    schedule_seconds,
 )
+from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning, tuning_path
 
 __all__ = [
     "BYTES_PER_PACK",

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from unisono.costs.links import Link
-from unisono.costs.packs import BYTES_PER_PACK
+from unisono.costs.model import BYTES_PER_PACK, Link
 from unisono.errors import TuningError
 from unisono.system import processor
 

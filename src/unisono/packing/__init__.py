@@ -1,12 +1,15 @@
 """Packs many tensors into few flat buffers."""
 
-from unisono.packing.layout import PackLayout, Segment, Spec, by_dtype
-from unisono.packing.rules import (
+from unisono.packing.packs import (
     BytesPerPack,
     NoPacking,
     NumPacks,
     PackingRule,
+    PackLayout,
+    Segment,
     SmallGroups,
+    Spec,
+    by_dtype,
     group_by_bytes,
     group_small,
     split_evenly,

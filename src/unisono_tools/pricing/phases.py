@@ -1,7 +1,7 @@
 """The algorithms between workers as phases of rounds, also those that Unisono does not run.
 
 Flat algorithms treat all ranks alike. The others sum inside each host first. The module
-`unisono.costs.workers` explains them.
+`unisono.costs.model` explains them.
 """
 
 from __future__ import annotations

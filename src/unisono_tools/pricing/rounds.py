@@ -18,7 +18,6 @@ from unisono.algorithms import Round, Rounds, Send
 from unisono.costs import Cluster, Line
 
 Ranks: TypeAlias = npt.NDArray[np.int64]
-_FAR_BYTES = 1 << 40
 
 
 class Phase(NamedTuple):
@@ -74,13 +73,12 @@ def seconds_of(phases: tuple[Phase, ...], cluster: Cluster, num_bytes: float) ->
 
 def line_of(phases: tuple[Phase, ...], cluster: Cluster) -> Line:
     """Returns the cost of `phases` on a `cluster` as a line, from an empty tensor to a huge one."""
-    latency = seconds_of(phases, cluster, 0)
-    return Line(latency, (seconds_of(phases, cluster, _FAR_BYTES) - latency) / _FAR_BYTES)
+    return Line.through(functools.partial(seconds_of, phases, cluster))
 
 
 def num_steps(phases: Sequence[Phase]) -> int:
     """Returns how many rounds follow each other."""
-    return sum(phase.rounds.num_steps for phase in phases)
+    return sum(one.times for phase in phases for one in phase.rounds.rounds)
 
 
 def busiest_share(phases: tuple[Phase, ...], ranks_per_host: int, *, between: bool) -> float:

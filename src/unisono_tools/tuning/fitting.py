@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from unisono.costs.links import Link
+from unisono.costs.model import Link
 from unisono.errors import TuningError
 from unisono_tools.pricing.rounds import Phase, loads_of
 

@@ -7,7 +7,7 @@ from statistics import median
 from typing import NamedTuple
 
 from unisono.costs import USUAL_LINK, fastest_flat
-from unisono.costs.links import Cluster, Link
+from unisono.costs.model import Cluster, Link
 from unisono.costs.tuning import Run
 from unisono_tools.pricing import Phase, phases_of, seconds_of
 from unisono_tools.tuning.fitting import Sample, fit_link, fit_memory, least_sum_rate, never_less

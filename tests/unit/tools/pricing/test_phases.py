@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from unisono.costs import Cluster, Link, by_host, cost_line
-from unisono.costs.workers import seconds
+from unisono.costs.model import seconds
 from unisono_tools.pricing import line_of, phases_of, seconds_of
 
 FAST, SLOW = Link(3e-6, 5e9, 7e-7), Link(60e-6, 1e8, 9e-6)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unisono.costs import Cluster, Link
-from unisono.costs.links import OVERHEAD_SHARE
+from unisono.costs.model import OVERHEAD_SHARE
 from unisono.errors import TuningError
 from unisono_tools.pricing import phases_of, seconds_of
 from unisono_tools.tuning.fitting import Sample, fit_link, fit_memory, least_sum_rate
