@@ -210,7 +210,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
         shutil.rmtree(history.folder, ignore_errors=True)
     assert expected["samples"] == history.program.samples(), f"{history}: other samples"
     done = {worker: one.found for worker, one in results.items() if one.found is not None}
-    assert done or history.is_harsh, f"{history}: nobody is left"
+    assert done or history.is_harsh or history.may_lose_states, f"{history}: nobody is left"
     assert not saved or history.is_harsh, f"{history}: there are checkpoints: {saved}"
     odd = [one.why for one in results.values() if one.why.startswith("it has left with")]
     assert not odd, f"{history}: {odd}"

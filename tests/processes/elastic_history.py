@@ -9,7 +9,7 @@ import uuid
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from processes.elastic_programs import POINTS, POINTS_OF_UPDATES, Program
+from processes.elastic_programs import HOOKS_WITH_STATE, POINTS, POINTS_OF_UPDATES, Program
 from unisono.experimental import CommunicationImplementation
 
 MOST_WORKERS = 6
@@ -80,6 +80,12 @@ class History:
         kept = {self.places[one] for one in range(self.num_workers) if one not in killed}
         is_host_lost = self.are_apart and kept < set(self.places[: self.num_workers])
         return is_host_lost or any(one.lasting >= HARSH_SECONDS / 3 for one in self.events)
+
+    @property
+    def may_lose_states(self) -> bool:
+        """Whether workers may be lost at once that had what a hook keeps for their replicas."""
+        num_killed = len([one for one in self.events if one.kind == "kill"])
+        return self.program.hook in HOOKS_WITH_STATE and (self.is_harsh or num_killed > 1)
 
     @property
     def has_preemptions(self) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -55,6 +56,9 @@ EXTRAS = (
     "average of the weights",
     "all-reduce before the update",
 )
+# What reduces gradients. The last two keep errors of each replica for its next step.
+HOOKS_WITH_STATE = ("compress", "PowerSGD")
+HOOKS = ("none", "none", "bfloat16", *HOOKS_WITH_STATE)
 
 
 class Attention(nn.Module):
@@ -110,14 +114,17 @@ class Program:
     num_epochs: int
     # Whether hooks of the optimizer say where it is. Updates without hooks take other ways.
     watches_updates: bool = False
+    # The communication hook.
+    hook: str = "none"
 
     @staticmethod
     def drawn(rng: random.Random, num_replicas: int) -> Program:
         """Draws one."""
         batch_size = num_replicas * rng.randint(2, 4) + rng.randrange(3)
         num_whole = rng.randint(2, 4)
+        seed = rng.randrange(1 << 30)
         return Program(
-            seed=rng.randrange(1 << 30),
+            seed=seed,
             num_replicas=num_replicas,
             model=rng.choice(MODELS),
             optimizer=rng.choice(sorted(_OPTIMIZERS)),
@@ -130,6 +137,7 @@ class Program:
             num_samples=num_whole * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
             batch_size=batch_size,
             num_epochs=2,
+            hook=random.Random(seed).choice(HOOKS),
         )
 
     @property
@@ -172,6 +180,20 @@ def tell_of_updates(strategy: uo.Strategy, at: At) -> None:
     vars(postponed)["make"] = told
 
 
+def register_hook(strategy: uo.Strategy, name: str) -> None:
+    """Registers one of `HOOKS`."""
+    assert isinstance(strategy, uo.MultiWorkerMirroredStrategy)
+    if name == "bfloat16":
+        strategy.register_comm_hook(strategy.process_group, default_hooks.bf16_compress_hook)
+    elif name == "compress":
+        strategy.register_comm_hook(None, uo.hooks.Compress(error_feedback=True))
+    elif name == "PowerSGD":
+        state = powerSGD_hook.PowerSGDState(
+            strategy.process_group, matrix_approximation_rank=1, start_powerSGD_iter=2
+        )
+        strategy.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+
 class Training:
     """A program that is under way on one worker.
 
@@ -187,6 +209,8 @@ class Training:
     ) -> None:
         self._strategy, self._program, self._at = strategy, program, at
         torch.manual_seed(program.seed)
+        if program.hook != "none":
+            register_hook(strategy, program.hook)
         with strategy.scope():
             self.model = _model(program.model)
             self.optimizer = _OPTIMIZERS[program.optimizer](self.model.parameters())

@@ -22,7 +22,7 @@ from processes.injections import left_over
 from processes.leftovers import Holdings
 from processes.namespaces import apart, enter
 from unisono.cluster.elastic import share_state as share_with_those_who_join
-from unisono.errors import CommunicationError, JobMismatchError
+from unisono.errors import CommunicationError, JobMismatchError, UnsupportedError
 from unisono.experimental import CommunicationOptions
 from unisono.strategies import elastic_job
 
@@ -36,6 +36,7 @@ _NOTHING_BUT_THE_STORE = _NOTHING._replace(ports=1)
 # What libraries keep that a job is the first to use, beyond what the first job did, and what it
 # takes to serve others. A worker that joins another job first does that later.
 _SOME = Holdings(descriptors=20, threads=6, segments=0, ports=0)
+_BYTES_PER_PACK = 1 << 10
 # How long workers wait for one that is to come.
 _USUAL_PATIENCE, _HARSH_PATIENCE = 30.0, 3.0
 
@@ -118,7 +119,9 @@ class _Fate:
 
 def undisturbed(desk: Desk, program: Program) -> dict[str, Any]:
     """What a job finds that has one worker, and loses nobody."""
-    strategy = _strategy(["127.0.0.1:1"], 0, program, CommunicationOptions(), elastic=False)
+    # PowerSGD draws random numbers for each pack.
+    options = CommunicationOptions(_BYTES_PER_PACK)
+    strategy = _strategy(["127.0.0.1:1"], 0, program, options, elastic=False)
     try:
         return Training(strategy, program, lambda _: None).train(lambda _: None)
     finally:
@@ -155,7 +158,7 @@ def _end_of(
 ) -> tuple[dict[str, Any] | None, str]:
     """Returns what a worker finds, or why it has not come to the end."""
     torch.manual_seed(worker)
-    options = CommunicationOptions(1 << 10, history.timeout_seconds, history.implementation)
+    options = CommunicationOptions(_BYTES_PER_PACK, history.timeout_seconds, history.implementation)
     folder = str(history.folder) if history.has_preemptions else None
     try:
         strategy = _strategy(addresses, worker, history.program, options, elastic=True)
@@ -176,6 +179,10 @@ def _end_of(
         if not history.is_harsh or isinstance(error, JobMismatchError):
             raise
         return None, f"{type(error).__name__}: {error}"
+    except UnsupportedError as error:
+        if not history.may_lose_states or "Several workers were lost at once" not in str(error):
+            raise
+        return None, str(error)
 
 
 @contextmanager
