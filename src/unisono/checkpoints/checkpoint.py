@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,8 @@ from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.sources.random_state import random_state, set_random_state
 from unisono.reductions import Workers
+from unisono.reductions.wire import read, write
+from unisono.strategies.hooking import newest_hook
 from unisono.strategies.joining import elastic_job, newest_workers
 from unisono.values import flatten, map_leaves
 from unisono.variables import Variable
@@ -25,13 +28,15 @@ from unisono.variables import Variable
 # How the names of files end that are being written.
 UNFINISHED = ".unfinished"
 _KEYS = {"objects", "random", "total_run_calls"}
+_log = logging.getLogger("unisono")
 
 
 class Checkpoint:
     """Objects that are saved and restored together.
 
-    A checkpoint also holds the states of the random generators of torch, Python and NumPy, and the
-    number of steps that a `PreemptionCheckpointHandler` has run. A training that is restored from
+    A checkpoint also holds the states of the random generators of torch, Python and NumPy, what a
+    communication hook keeps, and the number of steps that a `PreemptionCheckpointHandler` has run.
+    A training that is restored from
     it in the middle of an epoch ends with the same bits, also with another number of workers, as
     long as the number of replicas is the same.
 
@@ -89,12 +94,13 @@ class Checkpoint:
             path: What `save` has written.
 
         Raises:
-            UnsupportedError: If the file does not hold a checkpoint of these objects, or that of
-                another number of workers whose random generators differed.
+            UnsupportedError: If the file does not hold a checkpoint of these objects, that of
+                another number of workers whose random generators differed, or what a communication
+                hook kept for another number of replicas or workers.
         """
         # No code from the file runs.
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if not isinstance(state, Mapping) or set(state) != _KEYS:
+        if not isinstance(state, Mapping) or set(state) - {"hooks"} != _KEYS:
             raise UnsupportedError(
                 f"{path} does not hold a checkpoint: it has {in_words(state)}. Restore a file that "
                 "`Checkpoint.save` has written."
@@ -105,7 +111,10 @@ class Checkpoint:
                 f"{path} holds {sorted(saved)}, but this checkpoint has {sorted(self._objects)}. "
                 "Make the checkpoint with the same names."
             )
+        hooks = state.get("hooks")
+        _check_hooks(hooks)
         self._load(state, _own(state["random"], these_workers()))
+        _load_hooks(hooks)
 
     def _load(self, state: Mapping[str, Any], random: dict[str, Any]) -> None:
         saved = state["objects"]
@@ -122,7 +131,7 @@ class Checkpoint:
 
     def state(self, workers: Workers) -> dict[str, Any]:
         """Returns what to write. All workers call it."""
-        return self.state_of([*_of_all(workers)])
+        return {**self.state_of([*_of_all(workers)]), "hooks": _hooks_of_all(workers)}
 
     def state_of(self, random: list[dict[str, Any]] | None = None) -> dict[str, Any]:
         """Returns the state as this worker has it, with the random generators of workers."""
@@ -195,6 +204,40 @@ def _own(states: Sequence[dict[str, Any]], workers: Workers) -> dict[str, Any]:
             "with the same number on all workers before you save."
         )
     return states[0] if len(states) == 1 else states[workers.communicator.rank]
+
+
+def _hooks_of_all(workers: Workers) -> dict[str, Any] | None:
+    """Returns what the communication hook keeps for each replica, or for each worker."""
+    hook = newest_hook()
+    if hook is None:
+        return None
+    own: dict[int, Any] | None = None
+    try:
+        own = hook.contents()
+    except UnsupportedError as error:
+        _log.warning("The checkpoint does not hold what the communication hook keeps. %s", error)
+    found: dict[int, Any] = {}
+    for one in workers.gather_objects(own):
+        if one is None:
+            return None
+        found |= one
+    contents = [write(found[number]) for number in sorted(found)]
+    return {"kept_for": hook.kept_for, "contents": contents}
+
+
+def _check_hooks(saved: Mapping[str, Any] | None) -> None:
+    hook = newest_hook()
+    if saved is not None and hook is not None and saved["kept_for"] != hook.kept_for:
+        raise UnsupportedError(
+            f"The checkpoint holds what a communication hook kept for {saved['kept_for']}, but now "
+            f"it is called for {hook.kept_for}. Resume with {saved['kept_for']}."
+        )
+
+
+def _load_hooks(saved: Mapping[str, Any] | None) -> None:
+    hook = newest_hook()
+    if saved is not None and hook is not None:
+        hook.load({number: read(*one) for number, one in enumerate(saved["contents"])})
 
 
 def write_file(state: Any, path: Path) -> None:

@@ -94,12 +94,14 @@ def exchanged(
     for number, parts in lost.items():
         missing = [replica for replica in range(*replicas[number]) if replica not in found]
         others = [other for other in replicas if other != number]
-        if missing and not set(others) <= parts.keys():
+        total = sum(num_bytes(texts[replica]) for replica in missing)
+        if total and not set(others) <= parts.keys():
             raise UnsupportedError(
                 "Several workers were lost at once, and only they had what the communication hook "
                 f"keeps for replica {missing[0]}. Start again from a checkpoint."
             )
-        data = torch.cat([parts[other] for other in others]) if missing else torch.empty(0)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        data = torch.cat([parts[other] for other in others]) if total else nothing
         for replica in missing:
             found[replica] = read(texts[replica], data)
             data = data[num_bytes(texts[replica]) :]

@@ -294,14 +294,28 @@ class HookedPack(WorkerPack):
 
     @torch.no_grad()
     def _reduce(self) -> None:
-        """Lets the hook reduce the gradients; which of them are new the hook does not see."""
+        """Lets the hook reduce what is new on any worker.
+
+        As in DDP, the hook sees zeros for all other gradients. These are from earlier passes, and
+        stay as they are.
+        """
+        self._ops.communicator.all_reduce(ReduceOp.SUM, [self._is_used])
+        are_used = self._is_used.tolist()
+        if not any(are_used):
+            return
+        old = [number for number, is_used in enumerate(are_used) if not is_used]
+        kept = [self._views[0][number].clone() for number in old]
+        for views in self._views:
+            for number in old:
+                views[number].zero_()
         flats = [term[: self._num_used_at] for term in self._terms]
         result, flat = self._mean(flats), flats[0]
         if result.data_ptr() != flat.data_ptr() or result.dtype != flat.dtype:
             flat.copy_(result.reshape(-1))
         if self._op is not ReduceOp.MEAN:
             flat.mul_(self._ops.num_replicas)
-        self._ops.communicator.all_reduce(ReduceOp.SUM, [self._is_used])
+        for number, gradient in zip(old, kept, strict=True):
+            self._views[0][number].copy_(gradient)
 
     def _mean(self, flats: list[Tensor]) -> Tensor:
         parameters = [one.primary for one in self.members]

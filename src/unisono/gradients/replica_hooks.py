@@ -136,14 +136,27 @@ class ReplicaHooks:
             numbers: The numbers of the workers, by rank.
         """
         if self._has_run:
-            layout = self._across.layout
-            own = dict(zip(layout.own, map(content_of, self._live), strict=True))
-            self._pending = told(self._across.communicator, numbers, layout.ranges, own)
+            ranges = self._across.layout.ranges
+            self._pending = told(self._across.communicator, numbers, ranges, self.contents())
 
     def commit(self) -> None:
         """When that run is complete."""
         if self._pending is not None:
             self._kept, self._pending, self._has_run = self._pending, None, False
+
+    @property
+    def kept_for(self) -> str:
+        """How many replicas have a hook, in words."""
+        return f"{self._across.layout.total} replicas"
+
+    def contents(self) -> Contents:
+        """Returns what the hooks of this worker keep now, by replica."""
+        return dict(zip(self._across.layout.own, map(content_of, self._live), strict=True))
+
+    def load(self, contents: Contents) -> None:
+        """Goes on with what the hooks of all replicas kept."""
+        self.take(contents)
+        self.restore()
 
     @property
     def are_known(self) -> bool:

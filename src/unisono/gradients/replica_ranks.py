@@ -29,7 +29,7 @@ class ReplicaRank(DelegatingCommunicator):
         local_id: The number of the replica on this worker.
 
     Attributes:
-        failure: What went wrong in the last collective, if something did.
+        failure: In a block of `meeting_at`, what went wrong in a collective, if something did.
     """
 
     def __init__(self, across: AcrossWorkers, local_id: int) -> None:
@@ -45,11 +45,12 @@ class ReplicaRank(DelegatingCommunicator):
     @contextmanager
     def meeting_at(self, meeting: ReplicaMeeting) -> Iterator[None]:
         """In the block, the replicas of this worker meet there."""
-        self._meeting, self.failure = meeting, None
+        self._meeting = meeting
         try:
             yield
         finally:
-            self._meeting = None
+            # The frames of the error hold what was used in them.
+            self._meeting = self.failure = None
 
     def _meet(self, what: str, given: T, work: Callable[[list[T]], Sequence[Any]]) -> Any:
         assert self._meeting is not None

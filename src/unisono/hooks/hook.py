@@ -10,15 +10,36 @@ from torch import Tensor, distributed
 
 from unisono.errors import UnsupportedError, add_note
 from unisono.hooks.bucket import GradBucket
+from unisono.hooks.contents import content_of, restored
 
 # What the user writes; torch's own hooks are annotated with torch's own bucket.
 HookFunction = Callable[[Any, Any], Any]
 
 
 class CommHook:
-    """A hook with its state."""
+    """A hook with its state.
 
-    def __init__(self, state: object, function: HookFunction, worker: str) -> None:
+    Args:
+        state: What it is given first.
+        function: The hook itself.
+        who: The replica or worker that calls it, in words.
+        rank: The number of that worker.
+        size: How many workers there are.
+        place: The device of its first replica.
+
+    Attributes:
+        kept_for: How many workers have a hook, in words.
+    """
+
+    def __init__(
+        self,
+        state: object,
+        function: HookFunction,
+        who: str,
+        rank: int = 0,
+        size: int = 1,
+        place: torch.device | None = None,
+    ) -> None:
         if not callable(function):
             raise UnsupportedError(
                 f"`hook` must be a function of a state and a bucket, got {function!r}."
@@ -30,7 +51,9 @@ class CommHook:
             )
         self._state = state
         self._function = function
-        self._worker = worker
+        self._who = who
+        self._rank, self._place = rank, place
+        self.kept_for = f"{size} workers"
         self._name = getattr(function, "__name__", type(function).__name__)
 
     def __call__(self, bucket: GradBucket) -> Tensor:
@@ -44,12 +67,22 @@ class CommHook:
             shapes = ", ".join(str(tuple(one.shape)) for one in bucket.parameters())
             add_note(
                 error,
-                f"Raised by the communication hook {self._name!r} on {self._worker}, for bucket "
+                f"Raised by the communication hook {self._name!r} on {self._who}, for bucket "
                 f"{bucket.index()} with parameters of shape {shapes}.",
             )
             raise
         found: Tensor = result
         return found
+
+    def contents(self) -> dict[int, Any]:
+        """Returns what the hook keeps, by the number of its worker."""
+        return {self._rank: content_of((self._state, self._function))}
+
+    def load(self, contents: dict[int, Any]) -> None:
+        """Goes on with what the hooks of all workers kept."""
+        given = self._state, self._function
+        own = contents[self._rank]
+        self._state, self._function = restored(given, own, self._place, in_place=True)
 
     def _check(self, result: object, bucket: GradBucket) -> None:
         wanted = bucket.buffer().numel()

@@ -323,6 +323,7 @@ class StrategyExtended(ExtendedMethods, HookMethods):
         """Ends the threads of the replicas, and leaves the other workers."""
         if self._process != os.getpid() and self.workers.are_many:
             return
+        self._forget_hook()
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
         self.gradients.close()

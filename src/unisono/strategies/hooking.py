@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,15 @@ from unisono.variables import Mirrors, watch_torch
 
 if TYPE_CHECKING:
     from unisono.strategies.elastic_job import ElasticJob
+
+
+# The hooks of open strategies, the newest last.
+_registered: list[weakref.ref[CommHook | ReplicaHooks]] = []
+
+
+def newest_hook() -> CommHook | ReplicaHooks | None:
+    """Returns the hook that this process has registered last with a strategy that is open."""
+    return next((found for one in reversed(_registered) if (found := one()) is not None), None)
 
 
 class HookMethods:
@@ -75,13 +85,19 @@ class HookMethods:
         else:
             communicator = self.workers.communicator
             who = f"worker {communicator.rank} of {communicator.size}"
-            self._hook = CommHook(state, hook, who)
+            place = communicator.rank, communicator.size, self.mirrors.places[0]
+            self._hook = CommHook(state, hook, who, *place)
+        _registered.append(weakref.ref(self._hook))
         self.gradients = self._reducer()
         watch_torch()
         # A single replica, too, has its gradients pass through the hook.
         self.mirrors.is_single = False
         self.mirrors.is_in_use = True
         self._run_lock = threading.Lock()
+
+    def _forget_hook(self) -> None:
+        """When the strategy is closed: no checkpoint holds what its hook keeps any more."""
+        _registered[:] = [one for one in _registered if one() not in (self._hook, None)]
 
     def _of_replicas(self, state: object, hook: HookFunction) -> ReplicaHooks:
         if self._local_ops.wants_all_gradients or not self._local_ops.is_tree_sum:

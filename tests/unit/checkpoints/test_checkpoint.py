@@ -12,12 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
+import unisono as uo
 from unisono.checkpoints.checkpoint import write_file
 from unisono.errors import UnsupportedError
 from unisono.experimental import Checkpoint, CheckpointManager
-from unit.checkpoints.training import Training, are_equal
+from unit.checkpoints.training import Hook, Training, are_equal
 
 
 class Saved:
@@ -73,6 +75,77 @@ def test_a_restored_training_ends_with_the_same_bits(
 
     assert are_equal(second.result(), undisturbed)
     second.strategy.close()
+
+
+def powersgd(strategy: uo.Strategy) -> tuple[Any, Any]:
+    state = powerSGD_hook.PowerSGDState(
+        strategy.process_group, start_powerSGD_iter=2, min_compression_rate=0.1
+    )
+    return state, powerSGD_hook.powerSGD_hook
+
+
+HOOKS: dict[str, Hook] = {
+    "compress": lambda _: (None, uo.hooks.Compress(error_feedback=True)),
+    "PowerSGD": powersgd,
+}
+
+
+@pytest.mark.parametrize("hook", HOOKS.values(), ids=HOOKS)
+def test_a_checkpoint_holds_what_a_communication_hook_keeps(hook: Hook, tmp_path: Path) -> None:
+    results = []
+    for is_resumed in (False, True):
+        training, num_done = Training(hook=hook), 0
+        while num_done < 8:
+            for batch in training.batches:
+                training.step(*batch)
+                num_done += 1
+                if is_resumed and num_done == 4:
+                    training.checkpoint.save(tmp_path / "one.pt")
+                    training.strategy.close()
+                    training = Training(hook=hook)
+                    training.checkpoint.restore(tmp_path / "one.pt")
+                    break
+                if num_done == 8:
+                    break
+        results.append(training.result())
+        training.strategy.close()
+
+    assert are_equal(*results)
+
+
+def test_the_state_of_a_hook_belongs_to_a_number_of_workers(tmp_path: Path) -> None:
+    training = Training(hook=HOOKS["compress"])
+    training.checkpoint.save(tmp_path / "one.pt")
+    state = torch.load(tmp_path / "one.pt")
+    state["hooks"]["kept_for"] = "3 workers"
+    torch.save(state, tmp_path / "three.pt")
+
+    with pytest.raises(UnsupportedError, match=r"kept for 3 workers, but now .* for 1 workers"):
+        training.checkpoint.restore(tmp_path / "three.pt")
+    training.strategy.close()
+
+    # One without a hook has nothing to restore.
+    plain = Training()
+    plain.checkpoint.restore(tmp_path / "one.pt")
+    plain.strategy.close()
+
+
+def test_what_a_hook_keeps_out_of_sight_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[int] = []
+
+    def counting(_: Any, bucket: Any) -> Tensor:
+        seen.append(bucket.index())
+        found: Tensor = bucket.buffer()
+        return found
+
+    training = Training(hook=lambda _: (None, counting))
+    training.checkpoint.save(tmp_path / "one.pt")
+    training.strategy.close()
+
+    assert "does not hold what the communication hook keeps" in caplog.text
+    assert "'seen'" in caplog.text
 
 
 @pytest.mark.parametrize("thing", [3, "text", None, nn.Linear])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,14 +11,19 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 
+# Makes the arguments of `register_comm_hook`.
+Hook = Callable[[uo.Strategy], tuple[Any, Any]]
+
 
 class Training:
     """Trains on `num_replicas`; each step also changes a scheduler and a variable."""
 
-    def __init__(self, num_replicas: int = 2) -> None:
+    def __init__(self, num_replicas: int = 2, hook: Hook | None = None) -> None:
         torch.manual_seed(0)
         data = TensorDataset(torch.randn(40, 4), torch.randn(40, 1))
         self.strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+        if hook is not None:
+            self.strategy.register_comm_hook(*hook(self.strategy))
         with self.strategy.scope():
             self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.1)

@@ -17,14 +17,14 @@ from typing import Any
 import pytest
 import torch
 from thread_ranks import make_threads
-from torch.distributed import DistStoreError
+from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.cluster import ClusterSpec, Membership, SimpleClusterResolver, WorkerCard
 from unisono.cluster.elastic import ElasticMembers, finding, gathering, share_state
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Choice, Generation, Rules, Standing, Vote, misfit
-from unisono.communicators import JobStore
+from unisono.communicators import IdentityCommunicator, JobStore
 from unisono.communicators.job_store import local_store
 from unisono.costs import Link, Tuning
 from unisono.devices import cpu_slots
@@ -181,6 +181,24 @@ def test_a_meeting_waits_for_one_that_has_knocked_and_not_said_yet_who_it_is(
         agreed = Gathering(host, (7,), admits=True).hold()
         assert list(agreed.generation.contacts.values()) == [last.contacts[0], newcomer]
         assert coming.result(60) is not None
+
+
+def test_workers_meet_again_if_the_one_that_held_the_meeting_is_lost_as_they_connect() -> None:
+    last = generation(3, [0])
+    me = Attendee(last.contacts[0], CARD, local_store(), Rules(1, 4, 30.0), Standing(last))
+    connected = IdentityCommunicator()
+    numbers: list[int] = []
+
+    def connect(store: Any, rank: int, size: int, seconds: float, number: int) -> Any:
+        numbers.append(number)
+        if len(numbers) == 1:
+            raise DistNetworkError("The connection to rank 0 broke.")
+        return connected
+
+    met = ElasticMembers(me, connect)._settled(Agreed(last, me.door, "token"), (3,), [0], 0.0)
+
+    assert met.communicator is connected
+    assert numbers == [3, met.generation]
 
 
 def shared(states: list[Any], root: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,7 +24,9 @@ def plain(contents: Contents | None) -> Any:
     return {i: (one[0].tolist(), int(one[1]), one["calls"]) for i, one in sorted(contents.items())}
 
 
-def kept_by(num_workers: int, num_replicas: int) -> dict[int, Kept]:
+def kept_by(
+    num_workers: int, num_replicas: int, content: Callable[[int], Any] = content
+) -> dict[int, Kept]:
     """What each worker has after a run. The numbers of workers are 10, 11 and so on."""
 
     def tell(workers: Workers) -> Kept:
@@ -67,3 +70,11 @@ def test_what_two_lost_workers_had_is_lost() -> None:
 
     with pytest.raises(UnsupportedError, match=r"Several workers.*replica 1"):
         exchange({10: kept[10], 13: kept[13]})
+
+
+def test_without_tensors_nothing_is_lost() -> None:
+    """As with torch's own hooks that only convert gradients."""
+    kept = kept_by(4, 4, lambda replica: ["calls", replica])
+
+    for found in exchange({10: kept[10], 13: kept[13]}):
+        assert found == {i: ["calls", i] for i in range(4)}

@@ -236,6 +236,40 @@ def test_a_hook_sees_the_mean_of_its_worker_pack_by_pack() -> None:
     assert found == [[5.0, 5.0], 5.0]
 
 
+@pytest.mark.parametrize("bytes_per_pack", [1, 1 << 20])
+@pytest.mark.parametrize("layout", [{}, {"threads_per_replica": 1}], ids=["worker", "replicas"])
+def test_no_gradient_of_an_earlier_pass_goes_through_a_hook_again(
+    bytes_per_pack: int, layout: dict[str, Any]
+) -> None:
+    def half(_: Any, bucket: Any) -> Tensor:
+        # A bucket with nothing new is left out; what is not new in it is zero.
+        assert bucket.buffer().count_nonzero() == 1
+        result: Tensor = bucket.buffer() / 2
+        return result
+
+    def backward(strategy: uo.Strategy) -> list[Any]:
+        strategy.register_comm_hook(None, half)
+        with strategy.scope():
+            models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+
+        def step() -> list[Tensor]:
+            for model, factor in zip(models, (4.0, 6.0), strict=True):
+                model(torch.full((1, 1), factor)).sum().backward()
+            found = [model.weight.grad for model in models]
+            return [grad.clone() for grad in found if grad is not None]
+
+        results = [strategy.run(step) for _ in range(2)]
+        return [[one.values for one in found] for found in results]
+
+    options = uo.experimental.CommunicationOptions(bytes_per_pack=bytes_per_pack)
+    (found,) = on_strategies(1, backward, num_replicas=2, options=options, **layout)
+
+    # The second run adds to the gradients of the first, and the hook gets the sum.
+    first, second = ([[one.item() for one in values] for values in run] for run in found)
+    assert first == [[2.0, 2.0], [3.0, 3.0]]
+    assert second == [[3.0, 3.0], [4.5, 4.5]]
+
+
 def give_own_id(model: nn.Module) -> None:
     """A step in which the gradient of each replica is its id."""
     context = uo.get_replica_context()

@@ -116,6 +116,10 @@ def test_a_hook_must_do_the_same_for_all_replicas(hook: Any, words: str) -> None
             strategy.run(
                 lambda: (model(torch.ones(1)).sum() * context().replica_id_in_sync_group).backward()
             )
+        # An error that is kept would keep the frames that it has passed, and their memory.
+        hooks = strategy.extended.replica_hooks
+        assert hooks is not None
+        assert [rank.failure for rank in hooks._ranks] == [None, None]
 
     on_strategies(1, program, num_replicas=2, threads_per_replica=1)
 

@@ -16,7 +16,13 @@ from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.elastic.finding import publish
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Position
-from unisono.communicators import STORE_ERRORS, Communicator, Countdown, JobStore
+from unisono.communicators import (
+    STORE_ERRORS,
+    Communicator,
+    Countdown,
+    JobStore,
+    translated_store_errors,
+)
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # Connects a rank of so many through a store, in so many seconds, given the generation's number.
@@ -230,13 +236,15 @@ class ElasticMembers:
         store = agreed.store
         store.answer_by, store.before_asking = time.monotonic() + limit, check
         try:
-            return self._connect(
-                PrefixStore(f"{agreed.token}/connect", store),
-                contacts.index(self._me.contact),
-                len(contacts),
-                limit,
-                agreed.generation.number,
-            )
+            # The store is that of the lowest worker, which has rank 0 from now on.
+            with translated_store_errors():
+                return self._connect(
+                    PrefixStore(f"{agreed.token}/connect", store),
+                    contacts.index(self._me.contact),
+                    len(contacts),
+                    limit,
+                    agreed.generation.number,
+                )
         finally:
             store.answer_by = store.before_asking = None
 
