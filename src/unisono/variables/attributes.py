@@ -10,13 +10,19 @@ import types
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from unisono.errors import UnsupportedError
 from unisono.kernels import native_core
 from unisono.variables.metrics import is_metric, is_own
+
+if TYPE_CHECKING:
+    from unisono.variables.front import Mirror
+
+# By name, the identity of an attribute of a module, and what replica 0 sees there.
+Given = dict[str, tuple[int, Any]]
 
 # Attributes of torch itself, such as hooks. Replicas share these.
 TORCH_TABLES = frozenset(vars(nn.Module())) - {"training"}
@@ -75,31 +81,29 @@ class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
     original: Any
-    kind: type
+    kind: Any
     copies: list[Any]
     # What it held when the copies were last filled, and what replica 0 was given of it.
     content: list[Any] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)
 
-    def parts(self) -> list[Any]:
-        """Returns what the container holds now; of a dict its keys, then its values."""
-        return list(itertools.chain.from_iterable(self.views()))
-
     def views(self) -> list[Any]:
-        """Returns live views of all that the container holds."""
+        """Returns live views of all that the container holds; of a dict its keys, then values."""
         held = self.original
         return [held.keys(), held.values()] if issubclass(self.kind, dict) else [held]
 
+    def parts(self) -> list[Any]:
+        """Returns what the container holds now."""
+        return list(itertools.chain.from_iterable(self.views()))
+
     def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
         for copied, parts in zip(self.copies, own_parts, strict=True):
-            kind: Any = self.kind
-            kind.clear(copied)
-            if issubclass(kind, dict):
+            self.kind.clear(copied)
+            if issubclass(self.kind, dict):
                 half = len(parts) // 2
-                kind.update(copied, zip(parts[:half], parts[half:], strict=True))
+                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
             else:
-                fill = kind.update if kind is set else kind.extend
-                fill(copied, parts)
+                (self.kind.update if self.kind is set else self.kind.extend)(copied, parts)
 
 
 class Attributes:
@@ -113,47 +117,46 @@ class Attributes:
     def __init__(self, num_replicas: int, stand_in: Callable[[Any, int], Any]) -> None:
         self._num_replicas = num_replicas
         self._stand_in = stand_in
+        # By identity, the containers, and those that have been looked at in this round.
         self._known: dict[int, _Copied] = {}
+        self._visited: dict[int, _Copied] = {}
         self._changed: set[int] = set()
-        self._visited: set[int] = set()
         self._given = Contents()
 
     def are_as_given(self) -> bool:
         """Whether all containers still hold what the replicas were given."""
         return self._given.are_same()
 
-    def begin(self) -> None:
-        """Call it before attributes are given to the replicas."""
-        self._visited = set()
+    def give(self, mirrors: Iterable[Mirror]) -> None:
+        """Gives the clones of modules the attributes of their primaries."""
+        self._visited = {}
         self._changed = {
-            identity
-            for identity, one in self._known.items()
-            if not are_same(one.parts(), one.content)
+            key for key, one in self._known.items() if not are_same(one.parts(), one.content)
         }
-
-    def end(self) -> None:
-        """After all attributes were given: forgets containers that no module has any more."""
-        self._known = {identity: self._known[identity] for identity in self._visited}
+        for mirror in mirrors:
+            module = mirror.primary()
+            if module is not None:
+                mirror.given = self._give(module, mirror.replicas, mirror.given)
+        # Those that no module has any more are forgotten.
+        self._known = self._visited
         self._given.note([view for one in self._known.values() for view in one.views()])
 
-    def give(
-        self, module: nn.Module, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]
-    ) -> dict[str, tuple[int, Any]]:
+    def _give(self, module: nn.Module, clones: Sequence[nn.Module], given: Given) -> Given:
         """Gives the clones of a module its attributes, and returns which they are."""
-        now: dict[str, tuple[int, Any]] = {}
-        slots = _slots(module)
-        for name, value in (*raw(module).items(), *slots.items()):
-            if name == "_buffers" or is_own(raw(module), name):
+        now: Given = {}
+        attributes, slots = raw(module), _slots(module)
+        for name, value in (*attributes.items(), *slots.items()):
+            if name == "_buffers" or is_own(attributes, name):
                 continue
             if name in TABLES_OF_OWN:
                 seen = [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
             else:
                 is_shared = name in TORCH_TABLES
-                seen = [value] * self._num_replicas if is_shared else self.seen(value)
+                seen = [value] * self._num_replicas if is_shared else self._seen(value)
             now[name] = (id(value), seen[0])
             before = given.get(name)
             is_known = before is not None and before[0] == id(value) and before[1] is seen[0]
-            if is_known and not self.is_changed(value):
+            if is_known and not self._is_changed(value):
                 continue
             for clone, own in zip(clones, seen, strict=True):
                 if name in slots:
@@ -165,7 +168,7 @@ class Attributes:
                 clone.__dict__.pop(name, None)
         return now
 
-    def check_given(self, clones: Sequence[nn.Module], given: dict[str, tuple[int, Any]]) -> None:
+    def check_given(self, clones: Sequence[nn.Module], given: Given) -> None:
         """Raises if a replica has changed an attribute that no other worker has now."""
         copied = {id(one.copies[0]): one for one in self._known.values()}
         for i, clone in enumerate(clones):
@@ -186,54 +189,58 @@ class Attributes:
 
     def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
         """Returns what each replica sees in place of each of some values."""
-        return list(zip(*map(self.seen, parts), strict=True)) or [()] * self._num_replicas
+        return list(zip(*map(self._seen, parts), strict=True)) or [()] * self._num_replicas
 
-    def seen(self, value: Any) -> list[Any]:
+    def _seen(self, value: Any) -> list[Any]:
         """Returns what each replica sees in place of `value`."""
         if isinstance(value, _STAND_INS):
             return [self._stand_in(value, i) for i in range(self._num_replicas)]
+        seen: list[Any] | None = None
         if isinstance(value, tuple):
-            return self._seen_tuple(value)
-        kind = next((kind for kind in _KINDS if isinstance(value, kind)), None)
-        copied = None if kind is None else self._copied(value, kind)
-        return [value] * self._num_replicas if copied is None else copied.copies
+            seen = self._seen_tuple(value)
+        elif kind := next((kind for kind in _KINDS if isinstance(value, kind)), None):
+            seen = self._copies(value, kind)
+        return [value] * self._num_replicas if seen is None else seen
 
-    def is_changed(self, value: Any) -> bool:
+    def _is_changed(self, value: Any) -> bool:
         """Whether `value` is or holds a container that has changed, in this round."""
         if isinstance(value, tuple):
-            return any(map(self.is_changed, value))
+            return any(map(self._is_changed, value))
         return id(value) in self._changed
 
-    def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any]:
+    def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any] | None:
         own_parts = self._own(value)
-        if all(are_same(parts, value) for parts in own_parts):
-            return [value] * self._num_replicas
         cls: Any = type(value)
+        if all(are_same(parts, value) for parts in own_parts):
+            return None
         if cls is tuple:
             return own_parts
-        return (
-            list(map(cls._make, own_parts)) if hasattr(cls, "_make") else [value] * len(own_parts)
-        )
+        return list(map(cls._make, own_parts)) if hasattr(cls, "_make") else None
 
-    def _copied(self, value: Any, kind: type) -> _Copied | None:
-        one = self._known.get(id(value))
+    def _copies(self, value: Any, kind: type) -> list[Any] | None:
+        """Returns copies of a container; None if its class, one of the user's own, makes none."""
+        key = id(value)
+        if key in self._visited:
+            return self._visited[key].copies
+        one = self._known.get(key)
         if one is None:
-            copies = _shallow_copies(value, self._num_replicas)
-            if copies is None:
+            try:
+                copies = [copy.copy(value) for _ in range(self._num_replicas)]
+            except Exception:
                 return None
-            one = self._known[id(value)] = _Copied(value, kind, copies)
-        if id(value) in self._visited:
-            return one
-        self._visited.add(id(value))
+            if any(made is value or type(made) is not type(value) for made in copies):
+                return None
+            one = _Copied(value, kind, copies)
+        self._visited[key] = one
         content = one.parts()
         own_parts = self._own(content)
-        if any(map(self.is_changed, content)):
-            self._changed.add(id(value))
+        if any(map(self._is_changed, content)):
+            self._changed.add(key)
         firsts = list(own_parts[0])
-        if id(value) in self._changed or not are_same(firsts, one.firsts):
+        if key in self._changed or not are_same(firsts, one.firsts):
             one.fill(own_parts)
         one.content, one.firsts = content, firsts
-        return one
+        return one.copies
 
 
 def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) -> bool:
@@ -268,16 +275,6 @@ def _slots(module: nn.Module) -> dict[str, Any]:
         except AttributeError:
             continue
     return held
-
-
-def _shallow_copies(value: Any, number: int) -> list[Any] | None:
-    """Returns copies of a container; None if its class, one of the user's own, makes none."""
-    try:
-        copies = [copy.copy(value) for _ in range(number)]
-    except Exception:
-        return None
-    are_good = all(one is not value and type(one) is type(value) for one in copies)
-    return copies if are_good else None
 
 
 def are_same(some: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -132,6 +132,8 @@ class Fronts:
         self._present: list[Any] = []
         self._plain: list[type] = []
         self._during: list[type] = []
+        # The parameters of the current run.
+        self._captured: list[nn.Parameter] = []
         self._is_up = False
 
     def add(self, target: Any, before: type, *, is_at_once: bool = False) -> None:
@@ -172,11 +174,25 @@ class Fronts:
             self._is_up = True
             set_classes(present, self._during)
 
+    def capture(self, leaves: Iterable[Leaves]) -> None:
+        """In a run: gives primary parameters their other class."""
+        if self._is_up:
+            # The primary of a variable is itself the leaf of the first replica.
+            new = [
+                one.primary
+                for one in leaves
+                if type(one.primary) is nn.Parameter and one.leaves[0] is not one.primary
+            ]
+            self._captured += new
+            set_classes(new, itertools.repeat(Captured))
+
     def take_down(self) -> None:
         """After a run: restores the class of every object. Calling it again does nothing."""
         if not self._is_up:
             return
         with self._lock:
+            set_classes(self._captured, itertools.repeat(nn.Parameter))
+            self._captured = []
             present, plain = self._present, self._plain
             if list(map(type, present)) != self._during[: len(present)]:
                 # In the run, an object was given another class, such as that of a parametrization.
@@ -292,30 +308,3 @@ def _with_leaves(value: Any, owners: dict[int, Leaves], replica_id: int) -> Any:
 
 # Optimizers update many parameters at once only if they know their class.
 optimizer._foreach_supported_types.append(Captured)
-
-
-class CapturedParameters:
-    """The primaries of one strategy that have another class while its replicas run."""
-
-    def __init__(self) -> None:
-        self._present: list[nn.Parameter] = []
-        self.is_up = False
-
-    def put_up(self, leaves: Iterable[Leaves]) -> None:
-        """Before a run, and for new parameters: sets the class."""
-        self.is_up = True
-        # The primary of a variable is itself the leaf of the first replica.
-        new = [
-            one.primary
-            for one in leaves
-            if type(one.primary) is nn.Parameter and one.leaves[0] is not one.primary
-        ]
-        self._present += new
-        set_classes(new, itertools.repeat(Captured))
-
-    def take_down(self) -> None:
-        """After a run: restores the classes. Calling it again does nothing."""
-        if self.is_up:
-            set_classes(self._present, itertools.repeat(nn.Parameter))
-            self._present = []
-            self.is_up = False

@@ -22,14 +22,7 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import (
-    CapturedParameters,
-    Fronts,
-    Mirror,
-    Redirect,
-    mirror_of,
-    plain_class,
-)
+from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
 from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
@@ -61,9 +54,9 @@ class Mirrors:
         self.mirrors: dict[int, Mirror] = {}
         # The parameters, buffers and submodules of all primaries as the clones were given them.
         self._tables = Contents()
-        # What has another class during a run: modules, and objects that do their work once.
+        # What has another class during a run: modules, parameters, and objects that do their work
+        # once.
         self.fronts = Fronts()
-        self._captured = CapturedParameters()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
@@ -230,7 +223,7 @@ class Mirrors:
         try:
             try:
                 self.fronts.put_up()
-                self._captured.put_up(self._leaves.values())
+                self.fronts.capture(self._leaves.values())
                 result = run()
             finally:
                 self._take_down()
@@ -242,7 +235,6 @@ class Mirrors:
         return result
 
     def _take_down(self) -> None:
-        self._captured.take_down()
         self.fronts.take_down()
         self.claimed = {}
 
@@ -308,11 +300,7 @@ class Mirrors:
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
                 object.__setattr__(clone, "__class__", cls)
-        self._attributes.begin()
-        for module in primaries:
-            mirror = self.mirrors[id(module)]
-            mirror.given = self._attributes.give(module, mirror.replicas, mirror.given)
-        self._attributes.end()
+        self._attributes.give([self.mirrors[id(module)] for module in primaries])
         self._tables.note(tables_of(primaries))
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
@@ -323,8 +311,7 @@ class Mirrors:
             self._of_generation = self.all_leaves
         self.owners = _identities(*self._leaves.values())
         self.parts.note()
-        if self._captured.is_up:
-            self._captured.put_up(self._leaves.values())
+        self.fronts.capture(self._leaves.values())
         self.is_stale = False
 
     def move(self, module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from unisono.engines import drawing
 from unisono.gradients.reducer import GradientReducer
 from unisono.variables.attributes import Attributes
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import CapturedParameters, Fronts
+from unisono.variables.front import Fronts
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.statistics import Flat
 from unisono.variables.written import Parts, Watch
@@ -89,11 +89,10 @@ def trained(
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (Attributes, "end"),
+        (Attributes, "give"),
         (Buffers, "_install"),
         (Buffers, "_lay_out"),
-        (CapturedParameters, "put_up"),
-        (CapturedParameters, "take_down"),
+        (Fronts, "capture"),
         (Fronts, "put_up"),
         (Fronts, "take_down"),
         (GradientReducer, "_make_packs"),
