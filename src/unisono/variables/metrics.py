@@ -35,7 +35,6 @@ _NOTES = frozenset(
 )
 # Whether a clone was reset in this run, and whether it had been before it was last reset.
 _WAS_RESET, _HAD_BEEN_RESET = "_unisono_was_reset", "_unisono_had_been_reset"
-_METRIC = "_unisono_metric"
 
 
 def is_metric(attributes: dict[str, Any]) -> bool:
@@ -202,41 +201,34 @@ class Metrics:
     def __init__(self, places: tuple[torch.device, ...], workers: Workers) -> None:
         self._places = places
         self._workers = workers
-        # By identity, because metrics hash by their states. Workers name a metric by its number.
-        self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # By identity, because metrics hash by their states.
+        self._metrics: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        # Workers name a metric by its number.
         self._num_found = 0
-        # The first clones, which know of the others and live as long as the primary does.
-        self._clones: list[weakref.ref[nn.Module]] = []
 
     def track(self, modules: Iterable[tuple[nn.Module, list[nn.Module]]]) -> None:
         """Says which modules there are, each with its clones."""
-        self._clones = []
+        before, found = self._metrics, WeakIdKeyDictionary()
         for module, clones in modules:
             attributes = object.__getattribute__(module, "__dict__")
             if is_metric(attributes):
-                if module not in self._numbers:
-                    self._numbers[module] = self._num_found = self._num_found + 1
-                number = self._numbers[module]
+                self._num_found += module not in before
+                number = before[module].number if module in before else self._num_found
                 name = type(module).__name__
                 fixed = {k: v for k, v in attributes.items() if _is_fixed(attributes, k, v)}
                 metric = MirroredMetric(number, name, weakref.ref(module), clones, fixed)
                 metric.prepare(self._places, self._workers)
-                clones[0].__dict__[_METRIC] = metric
-                self._clones.append(weakref.ref(clones[0]))
-
-    def _all(self) -> list[MirroredMetric]:
-        clones = [clone() for clone in self._clones]
-        metrics = [clone.__dict__[_METRIC] for clone in clones if clone is not None]
-        return [metric for metric in metrics if metric.primary() is not None]
+                found[module] = metric
+        self._metrics = found
 
     def begin(self) -> None:
         """Before a run: makes all replicas count from zero."""
-        for metric in self._all():
+        for metric in self._metrics.values():
             metric.begin()
 
     def end(self, weights: Sequence[float]) -> None:
         """After a successful run: adds the counts of all replicas to the primaries."""
-        metrics = self._all()
+        metrics = list(self._metrics.values())
         if not any(metric.is_changed for metric in metrics):
             return
         try:

@@ -134,28 +134,24 @@ class VariablePolicy:
         memories = [this_machine().memory(device) for device in devices]
         return tuple(memories.index(memory) for memory in memories)
 
-    def shares(self, value: Tensor, num_replicas: int, num_components: int) -> list[Tensor]:
-        """Returns what to set each component to so that the variable reads as `value`.
+    def shares(self, value: Tensor, num: int, *, is_rest_allowed: bool) -> list[Tensor]:
+        """Returns what to set each of `num` components to so that the variable reads as `value`.
 
-        The shares of a sum are equal, but for integers, whose rest goes to the first replicas.
+        The shares of a sum are equal. The rest of integers, if allowed, goes to the first replicas.
         """
         if not (self.is_on_read and self.reduce_op is ReduceOp.SUM):
-            return [value] * num_components
+            return [value] * num
         if self.dtype.is_floating_point or self.dtype.is_complex:
-            return [value / num_replicas] * num_components
-        share = torch.div(value, num_replicas, rounding_mode="floor")
-        rest = value - share * num_replicas
-        return [share + (rest > i).to(self.dtype) for i in range(num_components)]
-
-    def check_shares(self, value: Tensor, num_replicas: int) -> None:
-        """Raises unless every share of `value` is the same."""
-        first, *others = self.shares(value, num_replicas, num_replicas)
-        if any(not torch.equal(first, other) for other in others if other is not first):
+            return [value / num] * num
+        share = torch.div(value, num, rounding_mode="floor")
+        rest = value - share * num
+        if rest.any() and not is_rest_allowed:
             raise UnsupportedError(
-                f"An ON_READ variable of {self.dtype} that is the SUM of {num_replicas} replicas "
-                f"cannot split {value.tolist()} into equal shares. Assign a multiple of "
-                f"{num_replicas}, or use `load()`, which gives the remainder to the first replicas."
+                f"An ON_READ variable of {self.dtype} that is the SUM of {num} replicas cannot "
+                f"split {value.tolist()} into equal shares. Assign a multiple of {num}, or use "
+                "`load()`, which gives the remainder to the first replicas."
             )
+        return [share + (rest > i).to(self.dtype) for i in range(num)]
 
     def check_not_sum(self, what: str, value: Any) -> None:
         """Raises if replicas' values are added, of which `value` is not one."""

@@ -306,16 +306,13 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     def _write_all(self, write: Write, given: Any, *, is_rest_allowed: bool = False) -> None:
         value = self._given(given)
         check_value(self._what, value, self.shape, self.dtype)
-        replicas = self._replicas
-        if replicas.workers.are_many:
-            value = self._of_chief(cast(value, self.dtype))
-        num_replicas = replicas.num_replicas_in_sync
+        replicas, num_replicas = self._replicas, self._replicas.num_replicas_in_sync
         whole = cast(value, self.dtype)
+        if replicas.workers.are_many:
+            whole = self._of_chief(whole)
         every = [whole] * num_replicas
         if write is Write.ASSIGN:
-            if not is_rest_allowed:
-                self._policy.check_shares(whole, num_replicas)
-            every = self._policy.shares(whole, num_replicas, num_replicas)
+            every = self._policy.shares(whole, num_replicas, is_rest_allowed=is_rest_allowed)
         shares = every[replicas.first_replica_id :]
         self._apply(write, {owner: shares[owner] for owner in self.owners}, every)
 

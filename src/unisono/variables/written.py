@@ -40,9 +40,10 @@ class Watch:
     def __init__(self, mirrors: Mirrors) -> None:
         self.mirrors = weakref.ref(mirrors)
         self._generation = -1
-        # One tensor for each parameter and memory, whose it is, and how often it was written to.
+        # One tensor for each parameter and memory, whose it is or, for a copy, what it is called,
+        # and how often it was written to.
         self._tensors: list[Tensor] = []
-        self._owners: list[Leaves | None] = []
+        self._owners: list[Leaves | str] = []
         self._versions: list[int] = []
         # Whether a parameter is in several memories.
         self._is_spread = False
@@ -78,16 +79,17 @@ class Watch:
         """Raises if a replica has written to a parameter."""
         versions = [tensor._version for tensor in self._tensors]
         if versions != self._versions:
-            self._refuse([i for i, v in enumerate(versions) if v != self._versions[i]])
+            changes = zip(self._owners, versions, self._versions, strict=True)
+            self._refuse([owner for owner, new, old in changes if new != old])
 
     def settle(self) -> None:
         """After something was done for all replicas: every memory gets what it has written."""
         before, self._versions = self._versions, [tensor._version for tensor in self._tensors]
         if self._is_spread and before != self._versions:
             changes = zip(self._owners, before, self._versions, strict=True)
-            changed = {owner: None for owner, old, new in changes if owner and old != new}
+            changed = dict.fromkeys(owner for owner, old, new in changes if old != new)
             # An optimizer has copied what it wrote already.
-            spread([owner for owner in changed if owner.is_behind()])
+            spread([one for one in changed if isinstance(one, Leaves) and one.is_behind()])
             self.stamp()
 
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
@@ -102,23 +104,17 @@ class Watch:
     def _add_copies(self) -> None:
         self._copies = [(copy, name) for copy, name in self._copies if copy() is not None]
         known = set(map(id, self._tensors))
-        for copy, _ in self._copies:
+        for copy, name in self._copies:
             tensor = copy()
             if tensor is not None and id(tensor) not in known:
                 self._tensors.append(tensor)
-                self._owners.append(None)
+                self._owners.append(name)
 
-    def _refuse(self, written: list[int]) -> NoReturn:
+    def _refuse(self, written: list[Leaves | str]) -> NoReturn:
         mirrors = self.mirrors()
         assert mirrors is not None
-        names = []
-        for i in written:
-            owner, tensor = self._owners[i], self._tensors[i]
-            if owner is None:
-                names += [name for copy, name in self._copies if copy() is tensor]
-            else:
-                names.append(mirrors.name_of(owner.primary))
-        names = list(dict.fromkeys(names))
+        found = (one if isinstance(one, str) else mirrors.name_of(one.primary) for one in written)
+        names = list(dict.fromkeys(found))
         others = len(names) - 1
         more = f" and {others} more parameter{'s'[: others - 1]}" if others else ""
         raise ContextError(
@@ -232,20 +228,13 @@ class Parts:
 
     def _changed(self) -> str:
         """Names the first parameter or submodule that is another than it was."""
-        for i in range(len(self._mirrors.places)):
-            for module, clone in self._mirrors.clones_of([i]):
+        mirrors = self._mirrors
+        for i in range(len(mirrors.places)):
+            for module, clone in mirrors.clones_of([i]):
                 for table in TABLES_OF_OWN:
                     found, before = raw(clone)[table], raw(module)[table]
-                    name = _other(found, before, self._mirrors, i)
-                    if name is not None:
-                        return f"`{type(clone).__name__}.{name}`"
+                    for name in [*found, *before]:
+                        is_given = found.get(name) is mirrors.stand_in(before.get(name), i)
+                        if not is_given or (name in found) != (name in before):
+                            return f"`{type(clone).__name__}.{name}`"
         return "A parameter or submodule"
-
-
-def _other(found: dict[str, Any], before: dict[str, Any], mirrors: Mirrors, i: int) -> str | None:
-    for name in [*found, *before]:
-        given = before.get(name)
-        own = mirrors.stand_in(given, i)
-        if found.get(name) is not own or (name in found) != (name in before):
-            return name
-    return None
