@@ -22,12 +22,7 @@ from unisono.variables.front import mirror_of
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once, owner_of, parameters_of
-from unisono.variables.outsiders import (
-    check_metric,
-    made_in_steps,
-    note_maker,
-    refuse_outsiders,
-)
+from unisono.variables.outsiders import check_metric, note_maker, refuse_outsiders
 from unisono.variables.policy import HasPolicy
 from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
 
@@ -206,8 +201,7 @@ def _wrap_init(cls: type) -> None:
 
     @functools.wraps(init)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if current_replica() is not None:
-            made_in_steps.add(self)
+        note_maker(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:

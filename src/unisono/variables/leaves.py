@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -56,6 +56,7 @@ class Leaves:
         "is_spread",
         "leaves",
         "memories",
+        "others",
         "primary",
         "reduced",
         "version",
@@ -74,8 +75,9 @@ class Leaves:
         self.leaves = list(leaves)
         self.memories = memories
         self.version = version_of(primary)
-        # Whether there are memories other than the primary's.
-        self.is_spread = len(set(memories)) > 1
+        # The first leaf in each memory other than the primary's, and whether there is one.
+        self.others = [leaves[memories.index(one)] for one in dict.fromkeys(memories)][1:]
+        self.is_spread = bool(self.others)
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
         # For each replica, the gradient that was reduced last.
@@ -196,15 +198,7 @@ class Leaves:
 
     def watched(self) -> list[Tensor]:
         """Returns one tensor for each memory, none of which a replica may write to by itself."""
-        return [self.primary, *self.first_in_each_memory()]
-
-    def first_in_each_memory(self) -> Iterator[nn.Parameter]:
-        """Yields one leaf for each memory that is not the primary's."""
-        seen = {self.memories[0]}
-        for memory, leaf in zip(self.memories, self.leaves, strict=True):
-            if memory not in seen:
-                seen.add(memory)
-                yield leaf
+        return [self.primary, *self.others]
 
 
 class VariableLeaves(Leaves):
@@ -261,15 +255,13 @@ def spread(owners: Iterable[Leaves]) -> None:
             if one.is_spread and one.primary.nbytes <= _MOST_BYTES_PACKED:
                 alike.setdefault(one.memories, []).append(one)
             elif one.is_spread:
-                for leaf in one.first_in_each_memory():
+                for leaf in one.others:
                     leaf.detach().copy_(one.primary.detach())
             one.version = version_of(one.primary)
         for small in alike.values():
             primaries, *others = zip(
                 *(
-                    in_memory_order(
-                        [one.primary.detach(), *map(Tensor.detach, one.first_in_each_memory())]
-                    )
+                    in_memory_order([one.primary.detach(), *map(Tensor.detach, one.others)])
                     for one in small
                 ),
                 strict=True,

@@ -23,12 +23,12 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
-from unisono.variables.groups import GroupCopies
 from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.torch_calls import synchronized
+from unisono.variables.updates import GroupCopies
 from unisono.variables.written import Parts, Watch, let_data_be_watched
 
 T = TypeVar("T")

@@ -26,10 +26,9 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.attributes import are_same
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
-from unisono.variables.groups import SeenState
 from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.updates import Settings, is_plain, update_in_shares
+from unisono.variables.updates import SeenState, Settings, is_plain, update_in_shares
 
 
 class _Owner:

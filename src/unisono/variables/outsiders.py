@@ -28,10 +28,8 @@ from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
 from unisono.variables.torch_calls import is_of_another
 from unisono.variables.updates import watch_updates
 
-# The number of the replica that made a parameter or module in a step.
+# The number of the replica that made a parameter, module, scheduler or scaler in a step.
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
-# Schedulers and scalers that a replica made in a step.
-made_in_steps: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 @computed_once
@@ -58,8 +56,8 @@ def refuse_outsiders() -> None:
             _check_before(cls, "step")
 
 
-def note_maker(made: Tensor | nn.Module) -> None:
-    """Notes which replica made a parameter or module, if one did."""
+def note_maker(made: Any) -> None:
+    """Notes which replica made an object, if one did."""
     context = current_replica()
     if context is not None:
         _makers[made] = context.local_id
@@ -69,15 +67,18 @@ def note_maker(made: Tensor | nn.Module) -> None:
 
 def check_metric(metric: nn.Module) -> None:
     """Refuses an update, on a replica, of a metric that all replicas would write at once."""
-    context = current_replica()
-    if context is None or context.num_replicas_in_sync == 1:
-        return
-    if _makers.get(metric) != context.local_id:
+    context = _one_of_several()
+    if context is not None and _makers.get(metric) != context.local_id:
         raise ContextError(
             f"{type(metric).__name__} was updated on a replica, but does not belong to "
             f"{context.strategy!r}: all replicas would write its states at once. Make it in "
             "`strategy.scope()`, or bring it in with `strategy.mirror(metric)`."
         )
+
+
+def _one_of_several() -> ReplicaContext | None:
+    context = current_replica()
+    return None if context is None or context.num_replicas_in_sync == 1 else context
 
 
 def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
@@ -220,9 +221,8 @@ def _holder_of(thing: object, table: str, others: list[nn.Module | None]) -> nn.
 
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses an optimizer that several replicas would step, or whose parameters they share."""
-    context = current_replica()
-    owner = owner_of(optimizer)
-    if context is not None and context.num_replicas_in_sync > 1:
+    context, owner = _one_of_several(), owner_of(optimizer)
+    if context is not None:
         _check_optimizer_of_replica(optimizer, context)
     elif owner is not None and running_replica() is None:
         reduce_hidden(optimizer, owner)
@@ -259,15 +259,14 @@ def _check_before(cls: Any, name: str) -> None:
 
     @functools.wraps(method)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = current_replica()
-        if context is not None and context.num_replicas_in_sync > 1:
-            is_own = self in made_in_steps or owner_of(self) is context.replicas.mirrors
-            if not is_own:
-                raise ContextError(
-                    f"{type(self).__name__}.{name}() was called on a replica, but the object does "
-                    f"not belong to {context.strategy!r}: every replica would change it. Make it "
-                    "in `strategy.scope()`, or bring it in with `strategy.mirror()`."
-                )
+        context = _one_of_several()
+        is_own = context is None or owner_of(self) is context.replicas.mirrors
+        if context is not None and not is_own and self not in _makers:
+            raise ContextError(
+                f"{type(self).__name__}.{name}() was called on a replica, but the object does not "
+                f"belong to {context.strategy!r}: every replica would change it. Make it in "
+                "`strategy.scope()`, or bring it in with `strategy.mirror()`."
+            )
         return method(self, *args, **kwargs)
 
     setattr(cls, name, checked)

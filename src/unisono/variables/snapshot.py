@@ -133,7 +133,7 @@ class Snapshot:
         self._has_copied = True
         with fit_for_training():
             held = self._own_parameters()
-            held += [own for one in self._of_variables() for own in one.first_in_each_memory()]
+            held += [own for one in self._of_variables() for own in one.others]
             for optimizer in self._of_kind(Optimizer):
                 held += self._keep_state(optimizer)
             # Schedulers and scalers.

@@ -161,10 +161,10 @@ def test_an_update_reaches_each_memory_in_one_copy(ops: Callable[[], Any]) -> No
         x = uo.PerReplica([torch.full((2, 4), float(i)) for i in range(3)])
         strategy.run(step, args=(x,))
         owners = strategy.extended.mirrors.all_leaves
-        before = [leaf._version for one in owners for leaf in one.first_in_each_memory()]
+        before = [leaf._version for one in owners for leaf in one.others]
         grads = [leaf.grad for one in owners for leaf in one.leaves]
         strategy.run(step, args=(x,))
-        after = [leaf._version for one in owners for leaf in one.first_in_each_memory()]
+        after = [leaf._version for one in owners for leaf in one.others]
         now = [leaf.grad for one in owners for leaf in one.leaves]
 
         assert [new - old for new, old in zip(after, before, strict=True)] == [1] * len(before)
