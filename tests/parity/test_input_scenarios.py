@@ -16,7 +16,7 @@ import unisono as uo
 from unisono.devices import cpu_slots
 from unisono.errors import EndOfInputError, UnsupportedError
 from unisono.input import DistributedDataset, DistributedDatasetsFromFunction
-from unisono.input.splits.sizes import rotated_sizes, tensorflow_sizes
+from unisono.input.split.splitter import rotated_sizes, tensorflow_sizes
 from unisono.reductions import Workers
 
 AUTO, OFF, FILE = (

@@ -15,7 +15,7 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, TensorDataset
 import unisono as uo
 from processes.harness import run_ranks, strategy_of
 from processes.ports import free_ports
-from unisono.input.distributed import DistributedInput
+from unisono.input.distributed_input import DistributedInput
 
 FILE_SIZES = 3, 8, 1, 5, 11
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from unisono.arguments import in_words
 from unisono.communicators import IdentityCommunicator
 from unisono.errors import CommunicationError, UnsupportedError
-from unisono.input.sources.random_state import random_state, set_random_state
+from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions import Workers
 from unisono.reductions.wire import read, write
 from unisono.strategies.hooking import newest_hook

@@ -1,11 +1,14 @@
 """The input of a strategy, in four stages: source, split, place, prefetch."""
 
-from unisono.input.arrays import ArrayDataset, numpy_dataset
-from unisono.input.dataset import DistributedDataset
-from unisono.input.element_spec import TensorSpec
-from unisono.input.from_function import DistributedDatasetsFromFunction, values_from_function
+from unisono.input.dataset import (
+    ArrayDataset,
+    DistributedDataset,
+    DistributedDatasetsFromFunction,
+    numpy_dataset,
+    values_from_function,
+)
+from unisono.input.distributed_input import TensorSpec
 from unisono.input.iterator import DistributedIterator, OptionalElement
-from unisono.input.lockstep import filled
 from unisono.input.options import (
     DEFAULT_INPUT_OPTIONS,
     AutoShardPolicy,
@@ -14,8 +17,9 @@ from unisono.input.options import (
     InputReplicationMode,
     ValueContext,
 )
-from unisono.input.splits.sizes import counts_of
-from unisono.input.splits.splitter import copied
+from unisono.input.split.layout import counts_of
+from unisono.input.split.own_data import filled
+from unisono.input.split.splitter import copied
 
 __all__ = [
     "DEFAULT_INPUT_OPTIONS",

@@ -1,27 +1,36 @@
-"""`DistributedDataset`: each global batch is split over the replicas."""
+"""The datasets of a strategy: batches that are split, batches from a function, and arrays."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any, TypeAlias
 
+from torch.utils.data import TensorDataset
+
+from unisono.arguments import check_callable
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.distributed import DistributedInput
+from unisono.input.distributed_input import DistributedInput, layout_of
 from unisono.input.options import (
     AutoShardPolicy,
     InputContext,
     InputOptions,
     InputReplicationMode,
+    ValueContext,
     check_input_options,
 )
-from unisono.input.sources.epoch import Epoch
-from unisono.input.sources.readers import Moving, Readers
-from unisono.input.sources.shares import check_share, of_all_samples, of_own_files
-from unisono.input.sources.source import Source, as_source
-from unisono.input.splits.splitter import Splitter
-from unisono.input.splits.steps import OwnBatches, SharedBatches, SplitEpoch, WholeBatches
+from unisono.input.source.epoch import Epoch, Moving, Readers
+from unisono.input.source.shares import check_share, of_all_samples, of_own_files
+from unisono.input.source.sources import FunctionSource, Source, as_source
+from unisono.input.split.layout import is_column
+from unisono.input.split.own_data import Draw, PartQueue, parts_of_batches
+from unisono.input.split.splitter import MISSING, SplitBatch, Splitter, grouped
+from unisono.kernels import check_layout
 from unisono.reductions import Workers
+from unisono.values import as_tensor, take_apart
+
+DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
 
 class DistributedDataset(DistributedInput):
@@ -55,37 +64,36 @@ class DistributedDataset(DistributedInput):
         if isinstance(source, DistributedInput):
             raise UnsupportedError("This dataset is already distributed. Iterate over it directly.")
         context = input_context or InputContext(num_replicas_in_sync=len(devices))
-        policy = options.auto_shard_policy
-        self._is_fixed = policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
+        self._policy = options.auto_shard_policy
+        self._is_fixed = self._policy not in (AutoShardPolicy.AUTO, AutoShardPolicy.DATA)
         readers = Readers(workers, job, own_data=self._is_fixed)
-        self._is_lost_for_good = policy is not AutoShardPolicy.FILE
-        self._later = "In the next epoch, its files are divided among the other workers."
-        if self._is_lost_for_good:
-            self._later = "No other worker reads its data in later epochs."
-        sources = [self._source(source, options, context)]
+        sources = [self._source(source, context)]
         super().__init__(sources, [source], devices, context, options, readers, job)
 
-    def _source(self, given: Any, options: InputOptions, context: InputContext) -> Source:
+    def _source(self, given: Any, context: InputContext) -> Source:
         """Returns what this worker reads."""
         if not self._is_fixed:
             return as_source(of_all_samples(given))
-        if options.auto_shard_policy is AutoShardPolicy.FILE and context.num_input_pipelines > 1:
+        if self._policy is AutoShardPolicy.FILE and context.num_input_pipelines > 1:
             return as_source(of_own_files(given, context))
         check_share(given, context)
         return as_source(given)
 
     def _sources_again(self) -> tuple[Source, ...]:
-        if self.options.auto_shard_policy is AutoShardPolicy.FILE:
-            return (self._source(self._given[0], self.options, self._context),)
+        if self._policy is AutoShardPolicy.FILE:
+            return (self._source(self._given[0], self._context),)
         return self._sources
 
-    def _named(self, worker: int) -> str:
-        workers = list(dict.fromkeys(self._made_owners))
-        if self._is_lost_for_good or worker not in workers:
-            return ""
-        num_files = len(getattr(self._given[0].dataset, "datasets", ()))
-        files = range(num_files)[workers.index(worker) :: len(workers)]
-        return f" in file{'s'[: len(files) - 1]} {', '.join(map(str, files))} of {num_files}"
+    def _data_of(self, worker: int) -> tuple[str, str, bool]:
+        if self._policy is not AutoShardPolicy.FILE:
+            return "", "No other worker reads its data in later epochs.", True
+        named, workers = "", list(dict.fromkeys(self._made_owners))
+        if worker in workers:
+            num_files = len(getattr(self._given[0].dataset, "datasets", ()))
+            files = range(num_files)[workers.index(worker) :: len(workers)]
+            listed = ", ".join(map(str, files))
+            named = f" in file{'s'[: len(files) - 1]} {listed} of {num_files}"
+        return named, "In the next epoch, its files are divided among the other workers.", False
 
     @property
     def takes_batch_per_replica(self) -> bool:
@@ -93,7 +101,7 @@ class DistributedDataset(DistributedInput):
 
     @property
     def steps_per_batch(self) -> int:
-        """See `DistributedInput.steps_per_batch`.
+        """Over how many steps each batch is split.
 
         A worker with its own batches splits each batch into one part per replica of all workers. In
         each step it uses one part per replica that it has, so all workers together use one global
@@ -110,13 +118,168 @@ class DistributedDataset(DistributedInput):
         size, num_replicas = super().static_batch_size, self._context.num_replicas_in_sync
         return None if size is None or size % num_replicas else size // num_replicas
 
-    def split(self, epoch: Epoch) -> SplitEpoch:
-        splitter = Splitter(self.options, epoch.sources[0].batch_size)
+    def parts(self, epoch: Epoch, splitter: Splitter) -> Draw:
         if not self.is_wrapped:
-            return WholeBatches(epoch, splitter)
+            return lambda: splitter.whole(next(epoch.batches[0]))
+        return parts_of_batches(epoch, splitter, self.layout)
+
+    def steps(self, epoch: Epoch, splitter: Splitter) -> Draw:
+        if not self.is_wrapped:
+            return self.parts(epoch, splitter)
+        layout = self.layout
         if self._is_fixed:
-            return OwnBatches(epoch, splitter, self.layout)
-        return SharedBatches(epoch, splitter, self.layout, keeps_all=self.job is not None)
+            queue = PartQueue(self.parts(epoch, splitter), splitter)
+            return lambda: queue.take(len(layout.own))
+        # A worker of an elastic job keeps all parts, because it may get other replicas.
+        is_alone = self.job is None
+        own = slice(layout.own.start, layout.own.stop) if is_alone else slice(None)
+        return lambda: splitter.split(next(epoch.batches[0]), layout.total, own)
 
     def __len__(self) -> int:
         return self._num_batches()[0] * self.steps_per_batch
+
+
+class DistributedDatasetsFromFunction(DistributedInput):
+    """Batches of per-replica size that `dataset_fn` makes, one for each replica and step.
+
+    In the last step the replicas that are left without a batch get a sample of another one, which
+    counts nothing. The step is dropped if the `DataLoader` drops incomplete batches, too. Of many
+    workers, those that come to their end sooner get such samples until all are done. With
+    `InputOptions(split="tensorflow")` these batches are empty; elements without a batch dimension
+    then end with the last full step, and for all workers with the first that has no more.
+    """
+
+    def __init__(
+        self,
+        dataset_fn: DatasetFn,
+        input_context: InputContext,
+        devices: Sequence[Device],
+        options: InputOptions | None = None,
+        *,
+        workers: Workers | None = None,
+        job: Moving | None = None,
+    ) -> None:
+        check_callable("dataset_fn", dataset_fn)
+        options = check_input_options(options)
+        if options.auto_shard_policy is not AutoShardPolicy.AUTO:
+            raise UnsupportedError(
+                f"`auto_shard_policy` must be AUTO here, got {options.auto_shard_policy.name}. "
+                "Your function decides what each worker reads: shard by its `InputContext`."
+            )
+        contexts = [input_context]
+        is_per_replica = options.experimental_replication_mode is InputReplicationMode.PER_REPLICA
+        if is_per_replica:
+            layout = layout_of(workers, input_context, len(devices))
+            total = input_context.num_replicas_in_sync
+            own = layout.own if job is None else range(total)
+            contexts = [InputContext(layout.total, number, total) for number in own]
+        self._dataset_fn = dataset_fn
+        given = [_made(dataset_fn, context) for context in contexts]
+        # In an elastic job, every worker calls the function for all replicas.
+        is_for_all = is_per_replica and job is not None
+        readers = Readers(workers, job, own_data=not is_for_all)
+        sources = [_source(one) for one in given]
+        super().__init__(sources, given, devices, input_context, options, readers, job)
+
+    def _sources_again(self) -> tuple[Source, ...]:
+        self._given = (_made(self._dataset_fn, self._context),)
+        return (_source(self._given[0]),)
+
+    @property
+    def takes_batch_per_replica(self) -> bool:
+        mode = self.options.experimental_replication_mode
+        return mode is not InputReplicationMode.PER_REPLICA
+
+    def parts(self, epoch: Epoch, splitter: Splitter) -> Draw:
+        return lambda: splitter.join([next(epoch.batches[0])])
+
+    def steps(self, epoch: Epoch, splitter: Splitter) -> Draw:
+        per_step = epoch.progress.batches_per_step
+        drops_rest = any(source.drops_rest for source in epoch.sources)
+
+        def draw() -> SplitBatch:
+            drawn = [next(batches, MISSING) for batches in epoch.batches for _ in range(per_step)]
+            num_missing = sum(batch is MISSING for batch in drawn)
+            if num_missing == len(drawn) or (num_missing and drops_rest):
+                raise StopIteration
+            return splitter.join(drawn)
+
+        return draw
+
+    def __len__(self) -> int:
+        per_step = self.batches_per_step
+        if any(source.drops_rest for source in self._sources):
+            return min(num_batches // per_step for num_batches in self._num_batches())
+        return max(-(-num_batches // per_step) for num_batches in self._num_batches())
+
+
+def _made(dataset_fn: DatasetFn, context: InputContext) -> Any:
+    made = dataset_fn(context)
+    check_share(made, context)
+    return made
+
+
+def _source(made: Any) -> Source:
+    if callable(made) and not isinstance(made, Iterable):
+        return FunctionSource(made)
+    try:
+        return as_source(made)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"`dataset_fn` did not return batches. {error}") from error
+
+
+def values_from_function(
+    value_fn: Callable[[ValueContext], Any],
+    devices: Sequence[Device],
+    value_contexts: Iterable[ValueContext],
+    *,
+    own: slice = slice(None),
+    generation: int | None = None,
+) -> Any:
+    """Calls `value_fn` once per replica and returns the structure with `PerReplica` leaves.
+
+    In an elastic job of some `generation` it is called for all replicas, of which `own` are those
+    of this worker.
+    """
+    check_callable("value_fn", value_fn)
+    values = [value_fn(context) for context in value_contexts]
+    tree, *others = (take_apart(value)[0] for value in values)
+    # Every leaf is taken by itself, unless lists have different lengths.
+    is_one_tree = all(other == tree for other in others)
+    made = grouped(values, tree=tree if is_one_tree else None)
+    if generation is not None:
+        made = replace(made.of(own), of_all=made.leaves, generation=generation)
+    return made.distributed(tuple(devices))
+
+
+class ArrayDataset(TensorDataset):
+    """The rows of a nested structure of arrays. The arrays are shared, not copied."""
+
+    def __init__(self, arrays: Any) -> None:
+        self._tree, leaves = take_apart(arrays, is_column)
+        tensors = [as_tensor(leaf) for leaf in leaves]
+        for tensor in tensors:
+            check_layout(tensor, "An array of a dataset")
+        sizes = {
+            path or "the array": len(tensor) if tensor.dim() else "no rows"
+            for path, tensor in zip(self._tree.paths, tensors, strict=True)
+        }
+        if len(set(sizes.values())) != 1 or "no rows" in sizes.values():
+            listed = ", ".join(f"{path} has {size}" for path, size in sizes.items()) or "nothing"
+            raise UnsupportedError(
+                f"All arrays of a dataset must have the same number of rows, got: {listed}. Cut or "
+                "pad them."
+            )
+        super().__init__(*tensors)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._tree.build([tensor[index] for tensor in self.tensors])
+
+
+def numpy_dataset(arrays: Any) -> ArrayDataset:
+    """Makes a dataset of the rows of an array, or of a tuple, list or dict of arrays.
+
+    >>> numpy_dataset({"x": [[1.0, 2.0], [3.0, 4.0]], "y": [0, 1]})[1]
+    {'x': tensor([3., 4.]), 'y': tensor(1)}
+    """
+    return ArrayDataset(arrays)

@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
-from unisono.input.lockstep import Lockstep, MovingLockstep
-from unisono.input.placement import PlacedBatch
-from unisono.input.prefetch import Prefetcher, Steps
-from unisono.input.sources.epoch import Progress
-from unisono.input.splits.steps import SplitEpoch
+from unisono.input.place import Placement
+from unisono.input.prefetch import Prefetcher
+from unisono.input.source.epoch import Epoch, Progress
+from unisono.input.split.own_data import Draw, Lockstep, MovingLockstep
+from unisono.input.split.splitter import SplitBatch, Splitter
 from unisono.tracing import span
 
 if TYPE_CHECKING:
-    from unisono.input.distributed import DistributedInput
+    from unisono.input.distributed_input import DistributedInput
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,38 @@ class DistributedIterator(Iterator[Any]):
 
     Args:
         dataset: Whose epoch it is; it makes the iterator when it is iterated.
-        split: The batches of this epoch, split over the replicas.
+        epoch: The batches of this epoch.
     """
 
-    def __init__(self, dataset: DistributedInput, split: SplitEpoch) -> None:
+    def __init__(self, dataset: DistributedInput, epoch: Epoch) -> None:
         self._dataset = dataset
-        self._take(split)
+        self._take(epoch)
 
-    def _take(self, split: SplitEpoch) -> None:
-        self._epoch = split.epoch
+    def _take(self, epoch: Epoch) -> None:
+        """Puts the stages together: source, split, place, prefetch.
+
+        Workers that read their own data go in lockstep after that.
+        """
+        dataset, placement = self._dataset, self._dataset.placement
+        self._epoch = epoch
         self._counts: tuple[int, ...] = ()
-        self._steps = _steps(split, self._dataset)
         self._has_ended = False
+        self._prefetcher: Prefetcher[SplitBatch] | None = None
+        self._steps: Iterator[SplitBatch]
+        splitter = Splitter(dataset.options, epoch.sources[0].batch_size)
+        if epoch.readers.are_apart and dataset.job is not None:
+            # Nothing is drawn ahead, because this worker may get other replicas.
+            draw, job = dataset.parts(epoch, splitter), dataset.job
+            note_lost = dataset._note_lost
+            self._steps = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
+            return
+        size = dataset.options.experimental_per_replica_buffer_size
+        # Drawing ahead must change no random number, unless the options insist.
+        is_ahead = size > 1 or all(source.is_alone for source in epoch.sources)
+        draw = _placed(dataset.steps(epoch, splitter), placement)
+        self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
+        if epoch.readers.are_apart:
+            self._steps = Lockstep(self._prefetcher.__next__, epoch, splitter, placement)
 
     @property
     def element_spec(self) -> Any:
@@ -87,21 +107,22 @@ class DistributedIterator(Iterator[Any]):
             raise StopIteration
         if self._dataset.job is not None:
             self._dataset.job.at_boundary(self._dataset)
-        progress = self._epoch.progress
         self._epoch.note_first_draw()
         try:
             with span("input", "next"):
-                placed = next(self._steps)
+                parts = next(self._steps)
         except StopIteration:
-            self._end()
+            self.close()
+            # A finished epoch cannot be resumed: the next one starts at the beginning.
+            self.progress.at_start = None
             raise
         except Exception:
             # What could not be read was drawn all the same.
-            progress.num_steps += 1
+            self.progress.num_steps += 1
             raise
-        progress.num_steps += 1
+        self.progress.num_steps += 1
         placement = self._dataset.placement
-        parts = placement.hand_out(placed)
+        parts = placement.hand_out(parts)
         self._counts = parts.counts
         return parts.distributed(placement.devices) if self._dataset.is_wrapped else parts.part(0)
 
@@ -129,7 +150,7 @@ class DistributedIterator(Iterator[Any]):
 
     def initialize(self) -> None:
         """Starts the epoch again. Before the first step it does nothing."""
-        if self._has_ended or self._epoch.progress.at_first is not None:
+        if self._has_ended or self.progress.at_first is not None:
             self.close()
             self._take(self._dataset.begin())
 
@@ -158,32 +179,18 @@ class DistributedIterator(Iterator[Any]):
 
     def close(self) -> None:
         """Ends the epoch early and stops fetching ahead."""
-        self._steps.close()
+        if self._prefetcher is not None:
+            self._prefetcher.close()
         self._has_ended = True
 
-    def _end(self) -> None:
-        self.close()
-        # A finished epoch cannot be resumed: the next one starts at the beginning.
-        self._epoch.progress.at_start = None
 
+def _placed(steps: Draw, placement: Placement) -> Draw:
+    """Returns what draws and places a step, on any thread. It does not keep an iterator alive."""
 
-def _steps(split: SplitEpoch, dataset: DistributedInput) -> Steps[PlacedBatch]:
-    """Draws ahead where that changes no random number, or where the options insist."""
-    placement, epoch = dataset.placement, split.epoch
-    if dataset.job is not None and epoch.readers.are_apart:
-        return MovingLockstep(split, dataset.job, placement, dataset._note_lost)
-
-    def draw() -> PlacedBatch:
+    def draw() -> SplitBatch:
         with span("input", "fetch"):
-            parts = split.draw()
+            parts = steps()
         with span("input", "place"):
             return placement.place(parts)
 
-    size = dataset.options.experimental_per_replica_buffer_size
-    is_alone = all(source.is_alone for source in epoch.sources)
-    is_ahead = size > 1 or (size == 1 and is_alone)
-    steps = Prefetcher(draw, size) if is_ahead else Steps(draw)
-    if epoch.readers.are_apart:
-        workers = epoch.readers.workers
-        return Lockstep(steps, workers, placement, epoch.progress, split.splitter)
-    return steps
+    return draw

@@ -5,9 +5,9 @@ draw, draw, draw ...  ->  at most `size` steps  ->  next(), next() ...
 
 from __future__ import annotations
 
+import queue
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
@@ -17,82 +17,79 @@ T = TypeVar("T")
 _PATIENCE_S = 10.0
 
 
-class Steps(Iterator[T]):
-    """Draws each step when it is asked for."""
-
-    def __init__(self, draw: Callable[[], T]) -> None:
-        self._draw = draw
-
-    def __next__(self) -> T:
-        return self._draw()
-
-    def close(self) -> None:
-        """Draws no more."""
-
-
-class Prefetcher(Steps[T]):
+class Prefetcher(Iterator[T]):
     """Draws the first step when it is asked for, and from then on up to `size` steps ahead.
 
-    Steps come in order. An error that `draw` raises is raised by the `next` of its step, and
-    drawing goes on as it would without a thread. The thread ends with the last step, with `close`
-    and when this object is no more.
+    A size of 0 draws each step when it is asked for. An error that `draw` raises is raised by the
+    `next` of its step, and drawing goes on as it would without a thread. The thread ends with the
+    last step, with `close` and when this object is no more.
     """
 
     def __init__(self, draw: Callable[[], T], size: int) -> None:
-        super().__init__(draw)
-        self._buffer: _Buffer[T] | None = None
+        self._draw = draw
         self._size = size
+        self._buffer: _Buffer[T] | None = None
+        self._has_ended = False
 
     def __next__(self) -> T:
-        if self._buffer is None:
+        if self._has_ended:
+            raise StopIteration
+        try:
+            if self._buffer is not None:
+                return self._buffer.get()
             # Many a sampler draws its seed here, from the global generator: in the caller's thread.
             step = self._draw()
+        except StopIteration:
+            self.close()
+            raise
+        if self._size:
             self._buffer = _Buffer(self._size)
             thread = threading.Thread(
-                target=_fill, args=(self._buffer, self._draw), name="unisono-input", daemon=True
+                target=self._buffer.fill, args=(self._draw,), name="unisono-input", daemon=True
             )
             self._stop = weakref.finalize(self, _stop, self._buffer, thread)
             thread.start()
-            return step
-        try:
-            return self._buffer.get()
-        except StopIteration:
-            self._stop()
-            raise
+        return step
 
     def close(self) -> None:
+        """Draws no more."""
+        self._has_ended = True
         if self._buffer is not None:
             self._stop()
+            self._buffer = None
 
 
 class _Buffer(Generic[T]):
-    """Outcomes of draws, in order: a step, or the error that was raised in its place."""
+    """Outcomes of draws, in order: a step, or the error that was raised in its place.
+
+    The garbage collector may call `close` on a thread that is in another method. A `SimpleQueue`
+    allows this.
+    """
 
     def __init__(self, size: int) -> None:
-        self._size = size
-        self._outcomes: deque[tuple[T | None, BaseException | None]] = deque()
-        self._changed = threading.Condition()
+        self._outcomes: queue.SimpleQueue[tuple[T | None, BaseException | None]]
+        self._outcomes = queue.SimpleQueue()
+        # Has an entry for each step that may be drawn.
+        self._room: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(size):
+            self._room.put(None)
         self._is_closed = False
 
-    def wait_for_room(self) -> bool:
-        """Returns whether there is room, and not the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or len(self._outcomes) < self._size)
-            return not self._is_closed
-
-    def put(self, step: T | None, error: BaseException | None) -> None:
-        with self._changed:
-            if not self._is_closed:
-                self._outcomes.append((step, error))
-                self._changed.notify_all()
+    def fill(self, draw: Callable[[], T]) -> None:
+        while True:
+            self._room.get()
+            if self._is_closed:
+                return
+            try:
+                self._outcomes.put((draw(), None))
+            except BaseException as error:
+                self._outcomes.put((None, error))
+                if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                    return
 
     def get(self) -> T:
-        with self._changed:
-            self._changed.wait_for(lambda: self._is_closed or self._outcomes)
-            if not self._outcomes:
-                raise StopIteration
-            step, error = self._outcomes.popleft()
-            self._changed.notify_all()
+        step, error = self._outcomes.get()
+        self._room.put(None)
         try:
             if error is not None:
                 raise error
@@ -102,20 +99,10 @@ class _Buffer(Generic[T]):
         return step  # type: ignore[return-value]
 
     def close(self) -> None:
-        with self._changed:
-            self._is_closed = True
-            self._outcomes.clear()
-            self._changed.notify_all()
-
-
-def _fill(buffer: _Buffer[T], draw: Callable[[], T]) -> None:
-    while buffer.wait_for_room():
-        try:
-            buffer.put(draw(), None)
-        except BaseException as error:
-            buffer.put(None, error)
-            if isinstance(error, StopIteration) or not isinstance(error, Exception):
-                return
+        self._is_closed = True
+        self._room.put(None)
+        # For a thread that waits for the next step.
+        self._outcomes.put((None, StopIteration()))
 
 
 def _stop(buffer: _Buffer[T], thread: threading.Thread) -> None:

@@ -388,7 +388,7 @@ class ElasticJob(ElasticValues):
         extended._relayout(devices, self._make_ops(devices), met.communicator, counts)
         self.generation = met.generation
         for one in list(self._inputs):
-            one._move(devices, extended.strategy._input_context, met.generation)
+            one._move(devices, extended.strategy._input_context)
         _log.warning(
             "%s %s It took %.1f s.",
             account(before, numbers, extended.layout, met, self.departures.numbers),

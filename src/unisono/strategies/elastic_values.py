@@ -141,7 +141,7 @@ class ElasticValues:
     def tell(
         self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
     ) -> tuple[int, tuple[int, ...]]:
-        """All workers tell each other numbers; see `unisono.input.Moving`."""
+        """All workers tell each other numbers; see `Moving` in `unisono.input.source.epoch`."""
         generation, known = self._transact(lambda: packed([PerReplica(own())]), undo)
         assert known[0] is not None
         return generation, known[0]

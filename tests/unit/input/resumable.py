@@ -23,7 +23,7 @@ from unisono.input import (
     InputContext,
     InputOptions,
 )
-from unisono.input.distributed import DistributedInput
+from unisono.input.distributed_input import DistributedInput
 
 
 class Noisy(Dataset[Tensor]):

@@ -191,15 +191,20 @@ def test_no_sample_is_lost_or_doubled(
     assert seen == list(range(num_samples))
 
 
+def values_of(value_fn: Any, num_replicas: int) -> Any:
+    contexts = [ValueContext(i, num_replicas) for i in range(num_replicas)]
+    return values_from_function(value_fn, cpu_slots(num_replicas), contexts)
+
+
 def test_values_are_made_once_a_replica_and_wrapped() -> None:
-    value = values_from_function(lambda context: {"id": context}, cpu_slots(2))
+    value = values_of(lambda context: {"id": context}, 2)
 
     assert value["id"].replica_id_in_sync_group.values == (0, 1)
     assert [select_replica(i, value)["id"] for i in range(2)] == [
         ValueContext(0, 2),
         ValueContext(1, 2),
     ]
-    assert values_from_function(lambda _: 5, cpu_slots(1)).values == (5,)
+    assert values_of(lambda _: 5, 1).values == (5,)
 
 
 def test_values_can_be_those_of_one_of_several_hosts() -> None:
@@ -215,7 +220,7 @@ def test_values_can_be_those_of_one_of_several_hosts() -> None:
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize("value", [(1, 2), [1, 2], {"a": (1, 2)}, (1, (2, "x")), (), 5])
 def test_a_value_of_numbers_is_taken_apart(num_replicas: int, value: Any) -> None:
-    found = values_from_function(lambda _: value, cpu_slots(num_replicas))
+    found = values_of(lambda _: value, num_replicas)
 
     def shown(part: Any) -> Any:
         assert isinstance(part, PerReplica)

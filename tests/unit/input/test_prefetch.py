@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler, Sampler
 from unisono.devices import cpu_slots
 from unisono.input import DistributedDataset, InputOptions
 from unisono.input.prefetch import Prefetcher
-from unisono.input.sources.source import as_source
+from unisono.input.source.sources import as_source
 
 # From Python 3.12 on, starting workers by fork warns once torch has its own threads.
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork.*:DeprecationWarning")

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from unisono.devices import cpu_slots
 from unisono.input import AutoShardPolicy, DistributedDataset, InputOptions
-from unisono.input.distributed import DistributedInput
+from unisono.input.distributed_input import DistributedInput
 from unit.input.parts import own_samples
 from unit.input.resumable import MAKERS, Noisy, from_function, loader, split_over_two
 

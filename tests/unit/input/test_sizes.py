@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from unisono.input.splits.sizes import (
+from unisono.input.split.splitter import (
     even_sizes,
     filled_slices,
     rotated_sizes,

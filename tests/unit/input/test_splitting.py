@@ -11,7 +11,7 @@ from torch import Tensor
 from unisono.devices import cpu_slots
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.input import InputOptions, counts_of
-from unisono.input.splits.splitter import MISSING, Splitter
+from unisono.input.split.splitter import MISSING, Splitter
 from unisono.values import PerReplica, select_replica
 
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import unisono
 from unisono.errors import UnsupportedError
-from unisono.input.sources.random_state import random_state, set_random_state
+from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions.wire import read, write
 
 

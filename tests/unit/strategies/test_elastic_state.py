@@ -13,7 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError, WorkerLostError
-from unisono.input.lockstep import OwnStep
+from unisono.input.split.own_data import OwnStep
 from unit.strategies.lone_worker import relayout, strategy_of
 
 

@@ -9,6 +9,7 @@ certain.
 from __future__ import annotations
 
 import dataclasses
+import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, TypeAlias
@@ -19,7 +20,15 @@ from torch import Tensor
 
 from unisono.arguments import in_words
 from unisono.errors import UnsupportedError
-from unisono.values import DistributedValues, Tree, as_tensor, opened, take_apart
+from unisono.values import (
+    DistributedValues,
+    PerReplica,
+    Tree,
+    as_tensor,
+    flatten,
+    opened,
+    take_apart,
+)
 
 Dims: TypeAlias = list[int | None]
 IsLeaf: TypeAlias = Callable[[Any, int], bool]
@@ -37,12 +46,9 @@ _WAYS_OUT = (
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """A batch taken apart.
+    """A batch taken apart, with the dimension of the samples of each leaf.
 
-    Attributes:
-        tree: Its structure.
-        leaves: Its leaves; arrays of numbers are tensors now.
-        dims: For each leaf the dimension of its samples; None if every replica gets all of it.
+    It is None if every replica gets all of a leaf. Arrays of numbers are tensors now.
     """
 
     tree: Tree
@@ -96,12 +102,7 @@ def lay_out(batch: Any, batch_dim: Any = None) -> Layout:
 
 
 class Reader:
-    """Finds out how batches are laid out.
-
-    Args:
-        batch_dim: What `InputOptions` say of it.
-        batch_size: The size of a full batch, if the source says so.
-    """
+    """Finds out how batches are laid out. A source may know the size of a full batch."""
 
     def __init__(self, batch_dim: Any = None, batch_size: int | None = None) -> None:
         self._batch_dim = batch_dim
@@ -121,11 +122,9 @@ class Reader:
 
     def count(self, batch: Any) -> int | None:
         """Returns how many samples a batch holds, or None if its leaves do not agree on that."""
-        layout = lay_out(batch, self._batch_dim)
-        images = _images(batch)
+        layout, images = lay_out(batch, self._batch_dim), _images(batch)
         if self._batch_dim is None and (layout.num_samples is None or images):
-            is_leaf = is_list if images is batch else is_inner_list
-            layout = _layout(batch, is_leaf)
+            layout = _layout(batch, is_list if images is batch else is_inner_list)
         return layout.num_samples
 
     def some_of(self, batch: Any, share: slice) -> Any:
@@ -178,11 +177,10 @@ def _images(batch: Any) -> Sequence[Tensor]:
 
 
 def _are_images(value: Any) -> bool:
-    """Whether this is a list that may hold one image per sample."""
-    if not isinstance(value, (list, tuple)) or len(value) < 2:
-        return False
     return (
-        all(isinstance(one, Tensor) and one.dim() == _IMAGE_DIMS for one in value)
+        isinstance(value, (list, tuple))
+        and len(value) > 1
+        and all(isinstance(one, Tensor) and one.dim() == _IMAGE_DIMS for one in value)
         and len({one.dtype for one in value}) == 1
     )
 
@@ -314,3 +312,63 @@ def _holds_tensors(value: Any) -> bool:
     if isinstance(value, (str, bytes, numbers.Number)) or value is None:
         return False
     return any(map(_holds_tensors, _children(value)))
+
+
+def counts_of(structure: Any) -> tuple[int, ...] | None:
+    """Returns how many samples each replica got, or None where that is not known.
+
+    Input says so itself, for the replicas of all workers, and so does what an earlier run with an
+    uneven batch has returned. Other values are measured, which gives the samples of this worker; a
+    structure without a `PerReplica` counts as that of the only replica.
+
+    Raises:
+        UnsupportedError: If there are batches that were split in different proportions.
+    """
+    leaves = _leaves(structure)
+    distributed = [leaf for leaf in leaves if isinstance(leaf, PerReplica)]
+    for is_input in True, False:
+        told = [one.counts for one in distributed if one.is_input is is_input and one.counts]
+        if told:
+            return _agreed(told)
+    parts = [leaf.values for leaf in distributed] or [(leaf,) for leaf in leaves]
+    found = {counts for components in parts if (counts := _measured(components)) is not None}
+    return found.pop() if len(found) == 1 else None
+
+
+def _agreed(told: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    first = told[0]
+    for other in told:
+        if other is not first and _proportions(other) != _proportions(first):
+            raise UnsupportedError(
+                "`run()` was given batches that were split in different proportions: the replicas "
+                f"got {first} samples of one batch and {other} of another, so the weight of each "
+                "replica's loss is not known. Use batches of the same size in one step, for "
+                "example with `drop_last=True`."
+            )
+    return first
+
+
+def _proportions(counts: tuple[int, ...]) -> tuple[int, ...]:
+    unit = math.gcd(*counts) or 1
+    return tuple(count // unit for count in counts)
+
+
+def _leaves(structure: Any) -> list[Any]:
+    if type(structure) is tuple and all(type(one) in (PerReplica, Tensor) for one in structure):
+        return list(structure)
+    return flatten(structure)[0]
+
+
+def _measured(components: Sequence[Any]) -> tuple[int, ...] | None:
+    sizes: list[int] = []
+    for component in components:
+        if type(component) is Tensor and component.dim() > 0:
+            sizes.append(component.size(0))
+            continue
+        layout = lay_out(component)
+        # A column that ran out of entries holds nothing.
+        num_samples = layout.num_samples if layout.leaves else 0
+        if num_samples is None:
+            return None
+        sizes.append(num_samples)
+    return tuple(sizes)

@@ -5,24 +5,39 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from unisono.devices import Device
 from unisono.errors import UnsupportedError
-from unisono.input.element_spec import specs_of
 from unisono.input.iterator import DistributedIterator
 from unisono.input.options import InputContext, InputOptions
-from unisono.input.placement import MovingPlacement, Placement
-from unisono.input.sources.epoch import Epoch, Progress
-from unisono.input.sources.readers import Moving, Readers
-from unisono.input.sources.source import Source
-from unisono.input.splits.steps import SplitEpoch
+from unisono.input.place import Placement
+from unisono.input.source.epoch import Epoch, Moving, Progress, Readers
+from unisono.input.source.random_state import random_state, set_random_state
+from unisono.input.source.sources import Source
+from unisono.input.split.layout import lay_out
+from unisono.input.split.own_data import Draw
+from unisono.input.split.splitter import Splitter
 from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
 
 _log = logging.getLogger("unisono")
+
+
+class TensorSpec(NamedTuple):
+    """The shape and dtype of a tensor of the input.
+
+    Attributes:
+        shape: Its shape, with None where the size may differ from step to step.
+        dtype: Its dtype.
+    """
+
+    shape: tuple[int | None, ...]
+    dtype: torch.dtype
 
 
 def layout_of(workers: Workers | None, context: InputContext, num_local: int) -> ReplicaLayout:
@@ -35,18 +50,7 @@ def layout_of(workers: Workers | None, context: InputContext, num_local: int) ->
 class DistributedInput:
     """What all distributed datasets do: iterate, and save and resume in the middle of an epoch.
 
-    Args:
-        sources: What batches are drawn from, all of them at each step.
-        given: What the sources were made of.
-        devices: The devices of this host's replicas.
-        input_context: Which worker of how many this is.
-        options: How batches are fetched.
-        readers: Whether all workers read the same.
-        job: The elastic job that this is the input of, if it is one.
-
-    Attributes:
-        options: How batches are fetched.
-        placement: Where the parts of the replicas go.
+    In each step batches are drawn from all `sources`, which were made of what was `given`.
     """
 
     def __init__(
@@ -64,16 +68,11 @@ class DistributedInput:
         self._context = input_context
         self.options = options
         self._readers = readers
+        self.job = job
         to_devices = (
             options.experimental_fetch_to_device or options.experimental_place_dataset_on_device
         )
-        self.job = job
-        if job is None:
-            self.placement = Placement(devices, to_devices=to_devices)
-        else:
-            self.placement = MovingPlacement(devices, readers.workers, to_devices=to_devices)
-            self.placement.move(devices, job.generation)
-            job.add_input(self)
+        self.placement = Placement(devices, to_devices=to_devices, job=job)
         self._progress = Progress(
             batches_per_step=self.batches_per_step, steps_per_batch=self.steps_per_batch
         )
@@ -82,13 +81,12 @@ class DistributedInput:
         self._num_lost = 0
         # In an elastic job, which worker each replica has, and had when the sources were made.
         self._owners = self._made_owners = () if job is None else job.owners
+        if job is not None:
+            job.add_input(self)
 
-    def _move(
-        self, devices: Sequence[Device], input_context: InputContext, generation: int
-    ) -> None:
+    def _move(self, devices: Sequence[Device], input_context: InputContext) -> None:
         """In an elastic job: this worker has other replicas from now on, among other workers."""
-        assert isinstance(self.placement, MovingPlacement)
-        self.placement.move(devices, generation)
+        self.placement.move(devices)
         self._context = input_context
         if self.job is not None and self._readers.are_apart:
             before, self._owners = self._owners, self.job.owners
@@ -107,17 +105,25 @@ class DistributedInput:
         left = None if latest is None else latest.left
         # Before the first step of an epoch, nobody has told how many samples there are.
         num_left = 0 if left is None else left.get(worker)
+        named, later, is_for_good = self._data_of(worker)
         if num_left != 0:
             self._num_lost += num_left or 0
+            number = "An unknown number of" if num_left is None else num_left
             _log.warning(
-                "%s samples of this epoch%s are left out, because only worker %d read them. %s",
-                "An unknown number of" if num_left is None else num_left,
-                self._named(worker),
-                worker,
-                self._later,
+                f"{number} samples of this epoch{named} are left out, because only worker {worker} "
+                f"read them. {later}"
             )
-        elif self._is_lost_for_good:
-            _log.warning("The data of worker %d is left out. %s", worker, self._later)
+        elif is_for_good:
+            _log.warning(f"The data of worker {worker} is left out. {later}")
+
+    def _data_of(self, worker: int) -> tuple[str, str, bool]:
+        """Says of a lost worker what it read, as far as this one knows, what becomes of that in the
+        next epoch, and whether it is lost for good.
+        """
+        later = (
+            "In the next epoch, the function is called again for the workers that there are then."
+        )
+        return "", later, False
 
     def _note_lost(self, workers: Sequence[int], num_samples: int) -> None:
         """When lost workers had samples of the step under way."""
@@ -128,14 +134,6 @@ class DistributedInput:
             "s"[: len(workers) - 1],
             ", ".join(map(str, workers)),
         )
-
-    # What becomes of the data of a lost worker in the next epoch.
-    _later = "In the next epoch, the function is called again for the workers that there are then."
-    _is_lost_for_good = False
-
-    def _named(self, worker: int) -> str:
-        """Says what a worker read, as far as this one knows."""
-        return ""
 
     @property
     def num_lost_samples(self) -> int:
@@ -162,15 +160,27 @@ class DistributedInput:
 
         As in an element, they are in `PerReplica` values unless there is only one replica. The
         size of the batch is None unless incomplete batches are dropped, so that it never differs.
+        One sample is read for it, with the random generators set back afterwards.
 
         Raises:
             UnsupportedError: If the input gives its batches once, or is split by a function.
         """
-        tree, specs = specs_of(self._sources[0], self.options, self.static_batch_size)
-        if not self.is_wrapped:
-            return tree.build(specs)
-        devices = self.placement.devices
-        return tree.build([PerReplica.placed((spec,) * len(devices), devices) for spec in specs])
+        if callable(self.options.split):
+            raise UnsupportedError(
+                "`element_spec` is not known because your `split` function makes the parts. Take "
+                "the first element, and read the shapes and dtypes of its tensors."
+            )
+        before = random_state(())
+        try:
+            layout = lay_out(self._sources[0].example(), self.options.batch_dim)
+        finally:
+            set_random_state(before, ())
+        pairs = zip(layout.leaves, layout.dims, strict=True)
+        specs = [_spec(leaf, dim, self.static_batch_size) for leaf, dim in pairs]
+        if self.is_wrapped:
+            devices = self.placement.devices
+            specs = [PerReplica.placed((spec,) * len(devices), devices) for spec in specs]
+        return layout.tree.build(specs)
 
     @property
     def static_batch_size(self) -> int | None:
@@ -199,26 +209,32 @@ class DistributedInput:
         """Over how many steps each batch is split."""
         return 1
 
-    def split(self, epoch: Epoch) -> SplitEpoch:
-        """Says how the batches of an epoch are split over the replicas."""
+    def steps(self, epoch: Epoch, splitter: Splitter) -> Draw:
+        """Returns what draws the batches of the next step and splits them over the replicas."""
+        raise NotImplementedError
+
+    def parts(self, epoch: Epoch, splitter: Splitter) -> Draw:
+        """Returns what draws as little as can be drawn of data that workers read for themselves."""
         raise NotImplementedError
 
     def __iter__(self) -> DistributedIterator:
         pending, self._pending = self._pending, None
-        split = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
-        iterator = DistributedIterator(self, split)
+        epoch = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
+        iterator = DistributedIterator(self, epoch)
         self._latest = weakref.ref(iterator)
         return iterator
 
-    def begin(self) -> SplitEpoch:
+    def begin(self) -> Epoch:
         """Begins an epoch."""
         self._leave_latest()
         if self._made_owners != self._owners:
             self._made_owners = self._owners
             self._sources = self._sources_again()
-        return self._started(Epoch.begin(self._sources, self._readers, self._progress.anew()))
+        epoch = Epoch.begin(self._sources, self._readers, self._progress.anew())
+        self._progress = epoch.progress
+        return epoch
 
-    def resume(self, progress: Progress, *, refetch: bool) -> SplitEpoch:
+    def resume(self, progress: Progress, *, refetch: bool) -> Epoch:
         """Begins an epoch where another one was saved."""
         if progress.batches_per_step != self.batches_per_step:
             raise UnsupportedError(
@@ -233,15 +249,13 @@ class DistributedInput:
                 "same number of workers."
             )
         self._leave_latest()
-        return self._started(Epoch.resume(self._sources, self._readers, progress, refetch=refetch))
+        epoch = Epoch.resume(self._sources, self._readers, progress, refetch=refetch)
+        self._progress = progress
+        return epoch
 
     def _sources_again(self) -> tuple[Source, ...]:
         """In an elastic job whose workers have changed: returns what this worker reads now."""
         return self._sources
-
-    def _started(self, epoch: Epoch) -> SplitEpoch:
-        self._progress = epoch.progress
-        return self.split(epoch)
 
     def _leave_latest(self) -> None:
         """Stops an older epoch from drawing where the next one is about to."""
@@ -330,3 +344,12 @@ class DistributedInput:
                 "them have reached the end. Iterate without `len()`."
             )
         return [len(source) for source in self._sources]
+
+
+def _spec(leaf: Any, batch_dim: int | None, batch_size: int | None) -> Any:
+    if not isinstance(leaf, Tensor):
+        return type(leaf)
+    shape: list[int | None] = list(leaf.shape)
+    if batch_dim is not None:
+        shape[batch_dim] = batch_size
+    return TensorSpec(tuple(shape), leaf.dtype)

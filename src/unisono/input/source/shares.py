@@ -26,7 +26,7 @@ from torch.utils.data import (
 
 from unisono.errors import UnsupportedError
 from unisono.input.options import InputContext
-from unisono.input.sources.source import DRAW_AT_ONCE, loader_like
+from unisono.input.source.sources import DRAW_AT_ONCE, loader_like
 from unisono.sharing import computed_once
 
 _logger = logging.getLogger("unisono")

@@ -1,18 +1,29 @@
-"""One host batch becomes a part for each replica: views of it, along its batch dimension."""
+"""One host batch becomes a part for each replica: views of it, along its batch dimension.
+
+There are W workers, of which this is w, with R replicas each.
+
+even        a batch of n becomes W R parts whose sizes differ by at most one, the larger ones first;
+            worker w keeps the parts w R to w R + R - 1, which the same replicas would get if one
+            worker had them all
+tensorflow  the same with TensorFlow's sizes: ceil(n / (W R)), the later ones shorter or empty
+fixed       a batch of a worker's own becomes W R parts, which last for W steps
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor
 
 from unisono.devices import Device
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.input.options import DEFAULT_INPUT_OPTIONS, InputOptions
-from unisono.input.splits.layout import (
+from unisono.input.split.layout import (
     Layout,
     Reader,
     is_column,
@@ -21,7 +32,6 @@ from unisono.input.splits.layout import (
     lay_out,
     taken_apart,
 )
-from unisono.input.splits.sizes import even_sizes, slices_of, tensorflow_sizes
 from unisono.values import PerReplica, Tree, map_leaves
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
@@ -30,9 +40,64 @@ Slices: TypeAlias = Callable[[int], Sequence[slice]]
 MISSING: Any = object()
 
 
+def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns sizes that differ by at most one; the first replicas get the larger parts.
+
+    >>> even_sizes(13, 4), even_sizes(4, 3), even_sizes(2, 3)
+    ((4, 3, 3, 3), (2, 1, 1), (1, 1, 0))
+    """
+    share, num_larger = divmod(num_samples, num_replicas)
+    return tuple(share + (i < num_larger) for i in range(num_replicas))
+
+
+def tensorflow_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
+    """Returns the sizes of the sub-batches: the rounded-up share until nothing is left.
+
+    >>> tensorflow_sizes(13, 4), tensorflow_sizes(4, 3), tensorflow_sizes(5, 4)
+    ((4, 4, 4, 1), (2, 2, 0), (2, 2, 1, 0))
+    """
+    share = -(-num_samples // num_replicas)
+    return tuple(min(share, max(0, num_samples - i * share)) for i in range(num_replicas))
+
+
+def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, ...]:
+    """Returns the sizes of the parts that a worker makes of its own batches.
+
+    The larger ones come first, rotated to `first`, the first replica of the worker. So the workers
+    together make every global step as large as a batch.
+
+    >>> rotated_sizes(7, 4, 0), rotated_sizes(7, 4, 2)
+    ((2, 2, 2, 1), (2, 1, 2, 2))
+    """
+    sizes = even_sizes(batch_size, num_replicas)
+    return sizes[first:] + sizes[:first]
+
+
+def filled_slices(num_samples: int, sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Returns the samples of parts of `sizes` that are filled in order, until nothing is left.
+
+    >>> filled_slices(6, (4, 4))
+    (slice(0, 4, None), slice(4, 6, None))
+    """
+    return tuple(
+        slice(min(part.start, num_samples), min(part.stop, num_samples))
+        for part in slices_of(sizes)
+    )
+
+
+def slices_of(sizes: Iterable[int]) -> tuple[slice, ...]:
+    """Returns the samples of parts of `sizes`, one after another.
+
+    >>> slices_of((2, 1))
+    (slice(0, 2, None), slice(2, 3, None))
+    """
+    ends = itertools.accumulate(sizes, initial=0)
+    return tuple(itertools.starmap(slice, itertools.pairwise(ends)))
+
+
 @dataclass(frozen=True)
 class SplitBatch:
-    """The input of one step.
+    """The input of one step, on devices to which its copies may still be under way.
 
     Attributes:
         tree: The structure.
@@ -43,6 +108,7 @@ class SplitBatch:
         of_all: In an elastic job, for each leaf the parts of the replicas of all workers.
         generation: Which workers there were then.
         step: If its workers read for themselves, which step of the input this is.
+        copies: Each GPU with the event after its copies.
     """
 
     tree: Tree
@@ -52,6 +118,7 @@ class SplitBatch:
     of_all: list[tuple[Any, ...]] | None = None
     generation: int = 0
     step: Any = None
+    copies: tuple[tuple[torch.device, torch.cuda.Event], ...] = ()
 
     def of(self, replicas: slice) -> SplitBatch:
         """Returns what some of the replicas got."""
@@ -158,7 +225,7 @@ class Splitter:
                 "part."
             )
         parts = self.join([MISSING if part is None else part for part in made])
-        if parts is None or not parts.is_counted:
+        if not parts.is_counted:
             raise UnsupportedError(
                 "The number of samples in each part that `split` returned is not known, so neither "
                 "is the weight of each replica's loss. Give `InputOptions` a function "
@@ -166,11 +233,11 @@ class Splitter:
             )
         return parts
 
-    def join(self, batches: Sequence[Any]) -> SplitBatch | None:
+    def join(self, batches: Sequence[Any]) -> SplitBatch:
         """Gives each replica its own whole batch; all must have one structure.
 
-        A batch may be `MISSING`, but not all. If the result must have an empty batch in its place
-        and there is no such thing, it returns None.
+        A batch may be `MISSING`, but not all. If the part in its place would have to be empty, and
+        there is no such thing, the input ends: it raises `StopIteration`.
         """
         found = [0 if batch is MISSING else self._count(batch) for batch in batches]
         is_counted = None not in found
@@ -184,7 +251,7 @@ class Splitter:
             for batch, n in pairs
         ]
         if any(batch is MISSING for batch in filled):
-            return None
+            raise StopIteration
         return replace(grouped(filled, counts), is_counted=is_counted)
 
     def _count(self, batch: Any) -> int | None:

@@ -106,6 +106,13 @@ class Source(ABC):
         batches = self.open()
         return batches, lambda: drop(batches, num_consumed)
 
+    def example(self) -> Any:
+        """Returns a batch, or one like it of a single sample, and leaves the source as it is."""
+        raise UnsupportedError(
+            "`element_spec` is not known because this input gives its batches only once. Take the "
+            "first element, and read the shapes and dtypes of its tensors."
+        )
+
     def __len__(self) -> int:
         raise TypeError(
             f"{type(self).__name__} does not know how many batches it gives. Iterate without "
@@ -126,6 +133,9 @@ class IterableSource(Source):
 
     def open(self) -> Iterator[Any]:
         return iter(self._batches)
+
+    def example(self) -> Any:
+        return next(self.open())
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]
@@ -184,7 +194,6 @@ class LoaderSource(Source):
 
     @property
     def num_samples(self) -> int | None:
-        """See `Source.num_samples`."""
         batches: Any = self.loader.batch_sampler
         if self._is_iterable or type(batches) is not BatchSampler:
             return None
@@ -205,8 +214,13 @@ class LoaderSource(Source):
     def start(self) -> None:
         iter(self.loader)
 
+    def example(self) -> Any:
+        dataset, collate = self.loader.dataset, self.loader.collate_fn
+        first = next(iter(dataset)) if isinstance(dataset, IterableDataset) else dataset[0]
+        return collate(first if self.loader.batch_sampler is None else [first])
+
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:
-        """See `Source.reopen`.
+        """Begins an epoch where another was.
 
         Without workers the sampler skips and nothing is fetched. Workers fetch again what was
         consumed, so that their random generators arrive where they were, unless `refetch` is off.
