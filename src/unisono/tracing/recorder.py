@@ -1,18 +1,38 @@
-"""Collects events while a trace is recorded, in one lane per thread, so that no thread waits."""
+"""Collects events while a trace is recorded, and writes them into one file per worker.
+
+Each thread has its own lane of events, so that no thread waits.
+"""
 
 from __future__ import annotations
 
+import json
+import os
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from itertools import islice
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+from unisono.arguments import check_instance
+from unisono.errors import TraceError
+from unisono.system import boot_id, namespace
 
 # A monotonic clock, in nanoseconds.
 Clock: TypeAlias = Callable[[], int]
 # Start, end, category, name and arguments of a span.
 RawEvent: TypeAlias = tuple[int, int, str, str, dict[str, Any]]
 
+FORMAT = "unisono trace 1"
 _EVENTS_PER_CHUNK = 1024
+
+
+class Place(NamedTuple):
+    """The rank of this worker, and the number of workers."""
+
+    rank: int
+    size: int
 
 
 class Lane:
@@ -53,17 +73,12 @@ class Lane:
             for start in items:
                 end, category, name, number = islice(items, 4)
                 keys = list(islice(items, number))
-                yield (
-                    start,
-                    end,
-                    category,
-                    name,
-                    dict(zip(keys, islice(items, number), strict=True)),
-                )
+                arguments = dict(zip(keys, islice(items, number), strict=True))
+                yield start, end, category, name, arguments
 
 
 class Recorder:
-    """Collects events of all threads. No thread waits for another."""
+    """Collects events of all threads."""
 
     def __init__(self, clock: Clock, max_events: int) -> None:
         self.clock = clock
@@ -83,21 +98,56 @@ class Recorder:
 
     def _lane(self, thread: threading.Thread) -> Lane:
         """Returns a lane for a new thread, if possible that of an ended thread with its name."""
-        lane = self._taken_over(thread)
-        if lane is None:
-            lane = Lane(thread, self._max_events)
-            self.lanes.append(lane)
+        # Does not wait: a replica may have been stopped while it held this lock.
+        if self._lock.acquire(blocking=False):
+            try:
+                for lane in self.lanes:
+                    if lane.thread.name == thread.name and not lane.thread.is_alive():
+                        lane.thread = thread
+                        return lane
+            finally:
+                self._lock.release()
+        self.lanes.append(lane := Lane(thread, self._max_events))
         return lane
 
-    def _taken_over(self, thread: threading.Thread) -> Lane | None:
-        # Does not wait: a replica may have been stopped while it held this lock.
-        if not self._lock.acquire(blocking=False):
-            return None
-        try:
-            for lane in self.lanes:
-                if lane.thread.name == thread.name and not lane.thread.is_alive():
-                    lane.thread = thread
-                    return lane
-            return None
-        finally:
-            self._lock.release()
+    def write(self, folder: Path, place: Place) -> None:
+        """Writes the file of a worker atomically: whose it is, then one line per event."""
+        lanes = list(self.lanes)
+        # First, because a thread may still end a span and add an event.
+        counts = [lane.count for lane in lanes]
+        kept = [list(lane.events()) for lane in lanes]
+        header = {
+            "format": FORMAT,
+            "rank": place.rank,
+            "size": place.size,
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "clock": _clock_name(self.clock),
+            "num_dropped": sum(max(0, n - len(own)) for n, own in zip(counts, kept, strict=True)),
+            "threads": [lane.thread.name for lane in lanes],
+        }
+        path = folder / f"worker-{place.rank}.jsonl"
+        unfinished = path.with_suffix(f".{os.getpid()}.unfinished")
+        with unfinished.open("w") as file:
+            file.write(json.dumps(header) + "\n")
+            for number, events in enumerate(kept):
+                for event in events:
+                    file.write(json.dumps([number, *event], default=str) + "\n")
+        unfinished.replace(path)
+
+
+def _clock_name(clock: Clock) -> str:
+    """Returns a name for a clock, the same in all processes that read the same clock."""
+    boot, offset = boot_id(), namespace("time")
+    if clock is time.perf_counter_ns and boot and offset:
+        return f"{boot} {offset}"
+    return f"of process {os.getpid()} on {socket.gethostname()}"
+
+
+def check_folder(folder: Any) -> Path:
+    """Returns the path of a folder."""
+    check_instance("folder", folder, (str, os.PathLike), "the path of a folder")
+    path = Path(folder)
+    if "\0" in str(path):
+        raise TraceError(f"A path cannot have a NUL character, got {path!r}. Remove it.")
+    return path

@@ -15,8 +15,7 @@ from unisono.arguments import check_callable, check_int
 from unisono.errors import TraceError
 from unisono.sharing import computed_once
 from unisono.tracing import spans
-from unisono.tracing.files import check_folder, write
-from unisono.tracing.recorder import Clock, Recorder
+from unisono.tracing.recorder import Clock, Recorder, check_folder
 
 if TYPE_CHECKING:
     from unisono_tools.traces import Summary, WorkerTrace
@@ -97,7 +96,7 @@ def record(
         yield trace
     finally:
         spans.stop()
-        write(trace.folder, spans.place(), clock, recorder.lanes)
+        recorder.write(trace.folder, spans.place())
 
 
 @computed_once
@@ -115,6 +114,6 @@ def record_if_asked() -> None:
         spans.stop()
         # Launchers and forked children do not record.
         if recorder.lanes and os.getpid() == process:
-            write(folder, spans.place(), time.perf_counter_ns, recorder.lanes)
+            recorder.write(folder, spans.place())
 
     atexit.register(end)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.autograd import profiler
 
 from unisono.errors import ContextError
 from unisono.tracing.lock_waits import LockWaits
-from unisono.tracing.recorder import Recorder
+from unisono.tracing.recorder import Place, Recorder
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -85,13 +85,6 @@ class _Within(Span):
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         self._inner.__exit__(kind, *error)
         self._outer.__exit__(kind, *error)
-
-
-class Place(NamedTuple):
-    """The rank of this worker, and the number of workers."""
-
-    rank: int
-    size: int
 
 
 _NOTHING = Span()

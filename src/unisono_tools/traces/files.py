@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from unisono.arguments import in_words
 from unisono.errors import TraceError
-from unisono.tracing.files import FORMAT, check_folder
+from unisono.tracing.recorder import FORMAT, check_folder
 
 _NAME = re.compile(r"worker-(\d+)\.jsonl")
 

@@ -10,9 +10,7 @@ import pytest
 
 from unisono.errors import ContextError, TraceError, UnsupportedError
 from unisono.tracing import read_folder, record, span, summarise
-from unisono.tracing.files import write
-from unisono.tracing.recorder import Recorder
-from unisono.tracing.spans import Place
+from unisono.tracing.recorder import Place, Recorder
 
 
 def test_spans_come_back_as_they_were(tmp_path: Path) -> None:
@@ -115,14 +113,14 @@ def test_a_file_that_is_no_trace_is_refused(content: str, message: str, tmp_path
 
 def test_files_of_two_runs_are_refused(tmp_path: Path) -> None:
     for place in (Place(0, 2), Place(1, 3)):
-        write(tmp_path, place, time.perf_counter_ns, [])
+        Recorder(time.perf_counter_ns, 1).write(tmp_path, place)
 
     with pytest.raises(TraceError, match="several runs, with 2 and 3 workers"):
         read_folder(tmp_path)
 
 
 def test_a_trace_without_a_step_has_no_summary(tmp_path: Path) -> None:
-    write(tmp_path, Place(0, 1), time.perf_counter_ns, [])
+    Recorder(time.perf_counter_ns, 1).write(tmp_path, Place(0, 1))
 
     with pytest.raises(TraceError, match="holds no step"):
         summarise(read_folder(tmp_path))
