@@ -13,8 +13,7 @@ import torch
 
 from unisono.arguments import in_words
 from unisono.devices.device import Device, DeviceLike, cpu_slots
-from unisono.devices.reading import read_topology
-from unisono.devices.topology import Link, LinkKind, Topology
+from unisono.devices.topology import Link, LinkKind, Topology, read_topology
 from unisono.errors import DeviceError
 
 

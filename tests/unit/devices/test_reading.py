@@ -11,7 +11,7 @@ import torch
 from recorded_machines import NAMES, recorded
 
 from unisono.devices import Gpu, Link, Topology
-from unisono.devices.reading import read_nvml, read_topology
+from unisono.devices.topology import read_nvml, read_topology
 from unit.devices.fake_nvml import FakeNvml, torch_sees, write_numa_nodes
 
 
