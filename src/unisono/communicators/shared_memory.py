@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -11,15 +10,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.segment import (
-    Host,
-    no_memory,
-    receive_segment,
-    refuse,
-)
+from unisono.communicators.segment import share_memory
 from unisono.errors import (
     CommunicationError,
     ContextError,
@@ -83,9 +77,15 @@ class SharedMemoryCommunicator(Communicator):
             )
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
-        self._patience = timeout_seconds if joining_seconds is None else joining_seconds
         self._is_full = not can_allocate
-        self._group = self._invite(store, key) if rank == 0 else self._follow(store, key)
+        self._group = share_memory(
+            PrefixStore(key, store),
+            rank,
+            size,
+            timeout_seconds if joining_seconds is None else joining_seconds,
+            lambda: create_segment(_native_group().segment_bytes(size)),
+            self._enter,
+        )
         # Looked up once: a tiny collective takes half a microsecond.
         self._all_reduce = self._group.all_reduce
         try:
@@ -93,29 +93,6 @@ class SharedMemoryCommunicator(Communicator):
         except BaseException:
             self.close()
             raise
-
-    def _invite(self, store: Store, key: str) -> SharedGroup:
-        try:
-            fd = create_segment(_native_group().segment_bytes(self.size))
-            group = self._enter(fd)
-            host = Host(store, key, self.size)
-        except OSError as error:
-            failure = no_memory(self.rank, error)
-            refuse(store, key, failure)
-            raise failure from error
-        try:
-            host.hand_out(fd, self._patience, group.check_health)
-        except CommunicationError as error:
-            # Those who have come hear of it.
-            kind = "timeout" if isinstance(error, WorkerTimeoutError) else "lost"
-            with contextlib.suppress(CommunicationError):
-                group.fail(kind, str(error), error.ranks)
-            group.close()
-            raise
-        return group
-
-    def _follow(self, store: Store, key: str) -> SharedGroup:
-        return receive_segment(store, key, self.rank, self.size, self._patience, self._enter)
 
     def _enter(self, fd: int) -> SharedGroup:
         return _native_group()(

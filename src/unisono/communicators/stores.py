@@ -57,11 +57,20 @@ class Countdown:
 
 
 def say_to_all(
-    store: Store, rank: int, size: int, text: str, *, timeout_seconds: float
+    store: Store,
+    rank: int,
+    size: int,
+    text: str,
+    *,
+    timeout_seconds: float,
+    meanwhile: Callable[[], bool] = lambda: False,
 ) -> list[str]:
     """Publishes `text` as what `rank` has to say, and returns what all ranks say.
 
     A store, or a prefix of it, serves one call: a rank that comes twice belongs to another job.
+
+    Args:
+        meanwhile: Called again and again while others are missing. It returns whether to give up.
     """
     with translated_store_errors():
         if store.add(f"came/{rank}", 1) > 1:
@@ -72,9 +81,16 @@ def say_to_all(
                 [rank],
             )
         store.set(f"says/{rank}", f"{size}/{text}")
-        _wait_for_all(store, rank, size, timeout_seconds)
-        told_by_all = store.multi_get([f"says/{other}" for other in range(size)])
-        said = [one.decode().split("/", 1) for one in told_by_all]
+        keys = [f"says/{other}" for other in range(size)]
+        has_come = have_come(store, keys, timeout_seconds, meanwhile)
+        if missing := [r for r, key in enumerate(keys) if not has_come and not store.check([key])]:
+            raise WorkerTimeoutError(
+                f"Rank {rank} waited {round(timeout_seconds, 1):g} s for {ranks_in_words(missing)} "
+                f"of {size} to start. Check their logs, or raise `timeout_seconds` if they start "
+                "slowly.",
+                missing,
+            )
+        said = [one.decode().split("/", 1) for one in store.multi_get(keys)]
     sizes = {other: int(told) for other, (told, _) in enumerate(said)}
     if odd := [other for other in sizes if sizes[other] != size]:
         told = ", ".join(f"rank {other} counts {sizes[other]}" for other in odd)
@@ -82,17 +98,6 @@ def say_to_all(
             f"Rank {rank} counts {size} ranks, but {told}. Give all workers the same cluster.", odd
         )
     return [text for _, text in said]
-
-
-def _wait_for_all(store: Store, rank: int, size: int, timeout_seconds: float) -> None:
-    keys = {other: f"says/{other}" for other in range(size)}
-    if not have_come(store, list(keys.values()), timeout_seconds):
-        missing = [other for other, key in keys.items() if not store.check([key])]
-        raise WorkerTimeoutError(
-            f"Rank {rank} waited {timeout_seconds:g} s for {ranks_in_words(missing)} of {size} to "
-            "start. Check their logs, or raise `timeout_seconds` if they start slowly.",
-            missing,
-        )
 
 
 def have_come(

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import pytest
-from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_c10d import HashStore, Store
 
-from unisono.communicators.segment import Host, receive_segment
-from unisono.errors import (
-    CommunicationError,
-    JobMismatchError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
+from unisono.communicators.segment import share_memory
+from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 from unisono.system import create_segment
+
+KEY = "memory of 2 ranks"
 
 
 class Entered:
@@ -29,6 +25,13 @@ class Entered:
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
+        self.failures: list[str] = []
+
+    def check_health(self) -> None:
+        pass
+
+    def fail(self, kind: str, text: str, ranks: Sequence[int]) -> None:
+        self.failures.append(f"{kind} {text}")
 
     def close(self) -> None:
         os.close(self.fd)
@@ -39,79 +42,66 @@ def cannot_enter(fd: int) -> Entered:
     raise OSError(12, "Cannot allocate memory")
 
 
-@pytest.fixture
-def segment() -> Iterator[int]:
-    fd = create_segment(4096)
-    yield fd
-    os.close(fd)
-
-
-def receive(store: HashStore, rank: int = 1, size: int = 2) -> Entered:
-    return receive_segment(store, "key", rank, size, 10, Entered)
+def share(
+    store: Store,
+    rank: int = 1,
+    size: int = 2,
+    seconds: float = 60,
+    enter: Callable[[int], Entered] = Entered,
+) -> Entered:
+    return share_memory(store, rank, size, seconds, lambda: create_segment(4096), enter)
 
 
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(2) as executor:
+    with ThreadPoolExecutor(4) as executor:
         yield executor
 
 
-def hand_out(
-    threads: ThreadPoolExecutor,
-    store: HashStore,
-    segment: int,
-    timeout_seconds: float = 60,
-    size: int = 2,
-) -> Future[None]:
-    host = Host(store, "key", size)
-    return threads.submit(host.hand_out, segment, timeout_seconds, lambda: None)
-
-
-def test_a_segment_is_private_and_only_grows(segment: int) -> None:
+def test_a_segment_is_private_and_only_grows() -> None:
+    segment = create_segment(4096)
     assert os.fstat(segment).st_mode & 0o777 == 0o600
     os.ftruncate(segment, 8192)
     with pytest.raises(PermissionError):
         os.ftruncate(segment, 0)
+    os.close(segment)
 
 
-def test_a_guest_receives_the_same_memory(threads: ThreadPoolExecutor, segment: int) -> None:
+def check_shared(ranks: Sequence[Future[Entered]]) -> None:
+    """All ranks come by the same memory, which no child process of theirs inherits."""
+    entered = [rank.result(60) for rank in ranks]
+    for one in entered:
+        assert os.path.sameopenfile(one.fd, entered[0].fd)
+        assert not os.get_inheritable(one.fd)
+    for one in entered:
+        one.close()
+
+
+def test_all_ranks_come_by_the_same_memory(threads: ThreadPoolExecutor) -> None:
     store = HashStore()
-    handed_out = hand_out(threads, store, segment)
-
-    entered = receive(store)
-    handed_out.result(60)
-
-    assert os.fstat(entered.fd).st_ino == os.fstat(segment).st_ino
-    assert not store.check(["key"])
-    entered.close()
+    check_shared([threads.submit(share, store, rank, 4) for rank in range(4)])
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"",
-        b"[]",
-        b"{",
-        b'{"token": "wrong", "rank": 1, "size": 2}',
-        '{"token": "\u00e9"}'.encode(),
-        b"[" * 4096,
-        b"\xff",
-    ],
-)
-def test_a_stranger_receives_nothing(
-    threads: ThreadPoolExecutor, segment: int, message: bytes
-) -> None:
+def invite(threads: ThreadPoolExecutor, store: Store) -> tuple[Future[Entered], list[str]]:
+    """Begins rank 0, and returns the address and the secret that it leaves, too."""
+    host = threads.submit(share, store, 0)
+    store.wait([KEY])
+    return host, store.get(KEY).decode().split()
+
+
+@pytest.mark.parametrize("message", [b"", b"wrong", b"x" * 32, b"x" * 4096, b"\xff" * 32])
+def test_a_stranger_receives_nothing(threads: ThreadPoolExecutor, message: bytes) -> None:
     store = HashStore()
-    handed_out = hand_out(threads, store, segment)
-    address = json.loads(store.get("key"))["address"]
+    host, (address, _) = invite(threads, store)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(f"\0{address}")
         stranger.send(message)
+        # One that has said too little is still listened to.
+        guest = threads.submit(share, store)
+        received, descriptors, _, _ = socket.recv_fds(stranger, 4096, 1)
 
-        assert stranger.recv(4096) == b""
-
-    receive(store).close()
-    handed_out.result(60)
+    assert (received, descriptors) == (b"", [])
+    check_shared([host, guest])
 
 
 # Comes as another user, and prints what it hears before it has said more than it was asked to.
@@ -133,86 +123,64 @@ except ConnectionError:
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
 @pytest.mark.parametrize("knows_the_secret", [False, True])
 def test_another_user_is_not_even_listened_to(
-    threads: ThreadPoolExecutor, segment: int, knows_the_secret: bool
+    threads: ThreadPoolExecutor, knows_the_secret: bool
 ) -> None:
     store = HashStore()
-    handed_out = hand_out(threads, store, segment, timeout_seconds=60)
-    invitation = json.loads(store.get("key"))
-    request = json.dumps({"token": invitation["token"], "rank": 1, "size": 2})
-    command = [sys.executable, "-I", "-S", "-c", NOBODY, invitation["address"]]
+    host, (address, secret) = invite(threads, store)
+    command = [sys.executable, "-I", "-S", "-c", NOBODY, address]
 
     told = subprocess.run(
-        [*command, request if knows_the_secret else ""], capture_output=True, timeout=60, check=True
+        [*command, secret if knows_the_secret else ""], capture_output=True, timeout=60, check=True
     )
 
     assert told.stdout.strip() == b"b''"
-    receive(store).close()
-    handed_out.result(60)
+    check_shared([host, threads.submit(share, store)])
 
 
-def test_silent_guests_keep_nobody_waiting(threads: ThreadPoolExecutor, segment: int) -> None:
+def test_silent_guests_keep_nobody_waiting(threads: ThreadPoolExecutor) -> None:
     store = HashStore()
-    handed_out = hand_out(threads, store, segment)
-    address = json.loads(store.get("key"))["address"]
+    host, (address, _) = invite(threads, store)
     with ExitStack() as stack:
         for _ in range(50):
             silent = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
             silent.connect(f"\0{address}")
-        receive(store).close()
-        handed_out.result(60)
+        check_shared([host, threads.submit(share, store)])
 
 
-def test_a_rank_without_memory_is_told_to_all(segment: int) -> None:
+@pytest.mark.parametrize("short", [0, 2])
+def test_a_rank_without_memory_is_told_to_all(threads: ThreadPoolExecutor, short: int) -> None:
     store = HashStore()
-    with ThreadPoolExecutor(2) as threads:
-        handed_out = hand_out(threads, store, segment, size=3)
-        other = threads.submit(receive, store, 1, 3)
-        with pytest.raises(CommunicationError, match=r"Rank 2 cannot share memory.*ulimit"):
-            receive_segment(store, "key", 2, 3, 10, cannot_enter)
-        for one in (handed_out, other):
-            with pytest.raises(CommunicationError, match="Rank 2 cannot share memory") as raised:
-                one.result(60)
-            assert raised.value.ranks == (2,)
+    ranks = [
+        threads.submit(share, store, rank, 3, 60, cannot_enter if rank == short else Entered)
+        for rank in range(3)
+    ]
+    for rank in ranks:
+        with pytest.raises(
+            CommunicationError, match=rf"Rank {short} cannot share memory.*ulimit"
+        ) as raised:
+            rank.result(60)
+        assert raised.value.ranks == (short,)
 
 
-def test_a_guest_of_another_job_is_told(threads: ThreadPoolExecutor, segment: int) -> None:
-    store = HashStore()
-    handed_out = hand_out(threads, store, segment)
+def test_ranks_that_are_late_are_named_and_those_who_came_hear_of_it() -> None:
+    made: list[Entered] = []
 
-    with pytest.raises(JobMismatchError, match="Rank 2 of 3 joined a job of 2"):
-        receive(store, 2, 3)
-    with pytest.raises(JobMismatchError, match="Rank 2 of 3 joined a job of 2"):
-        handed_out.result(60)
+    def enter(fd: int) -> Entered:
+        made.append(Entered(fd))
+        return made[-1]
 
-
-def test_a_host_that_nobody_visits_names_the_missing(
-    threads: ThreadPoolExecutor, segment: int
-) -> None:
     with pytest.raises(WorkerTimeoutError, match=r"0\.2 s for rank 1 of 2") as raised:
-        hand_out(threads, HashStore(), segment, 0.2).result(60)
+        share(HashStore(), 0, seconds=0.2, enter=enter)
 
     assert raised.value.ranks == (1,)
+    assert made[0].failures == [f"timeout {raised.value}"]
 
 
 def test_an_address_that_nobody_answers_is_given_up() -> None:
     store = HashStore()
-    store.set("key", json.dumps({"address": "unisono-nobody", "token": ""}))
+    store.set(KEY, "unisono-nobody secret")
 
     with pytest.raises(WorkerLostError, match="could not connect") as raised:
-        receive(store)
+        share(store)
 
     assert raised.value.ranks == (0,)
-
-
-def test_an_old_address_does_not_hide_the_new_one(
-    threads: ThreadPoolExecutor, segment: int
-) -> None:
-    store = HashStore()
-    store.set("key", json.dumps({"address": "unisono-nobody", "token": ""}))
-    received = threads.submit(receive, store)
-    handed_out = hand_out(threads, store, segment)
-
-    new = received.result(60)
-    assert os.path.sameopenfile(new.fd, segment)
-    new.close()
-    handed_out.result(60)
