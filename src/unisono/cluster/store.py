@@ -17,9 +17,8 @@ from unisono.cluster.membership import Membership
 from unisono.communicators import JOB_TOKEN, STORE_ERRORS, in_thread, tcp_store
 from unisono.communicators.greeting import RefusedError, call, has_token, job_key
 from unisono.communicators.job_store import JobStore, local_store, serve_store, store_at
-from unisono.communicators.sockets import listening, listening_everywhere
+from unisono.communicators.sockets import encryption, listening, listening_everywhere
 from unisono.communicators.stores import coordinator_address
-from unisono.communicators.tls import encryption
 from unisono.errors import CommunicationError, JobMismatchError, WorkerTimeoutError
 
 LISTEN = "UNISONO_LISTEN"

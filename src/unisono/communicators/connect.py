@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import mmap
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -16,21 +19,26 @@ from unisono.communicators.choice import Carrier, Choice, Engine, choose
 from unisono.communicators.communicator import Communicator, IdentityCommunicator
 from unisono.communicators.delegating import StagedCommunicator
 from unisono.communicators.gloo import GlooMaker
+from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
-from unisono.communicators.limits import check_limits, own_limits
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.shared_memory import SharedMemoryCommunicator, can_share_memory
+from unisono.communicators.sockets import encryption
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown, say_to_all
-from unisono.communicators.tls import encryption
 from unisono.communicators.watch import Watch, make_watch
 from unisono.costs import Tuning
 from unisono.errors import CommunicationError, JobMismatchError
 from unisono.options import CommunicationImplementation
 
 _GRACE_SECONDS = 2.0
+# Sockets, pipes and selectors that do not depend on the number of ranks.
+_FILES = 16
+_FILES_FOR_SHARED_MEMORY = 6
+# The stacks of the threads of an engine and of the watch, and rooms for messages.
+_ROOM_BYTES = 96 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -67,18 +75,28 @@ def connect(
     timeout = DEFAULT_TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
     left = Countdown(timeout if joining_seconds is None else joining_seconds, least=_GRACE_SECONDS)
     survey = _survey(store, rank, size, implementation, gpus, left.seconds())
-    layout = survey.layout
-    choice = _chosen(survey, implementation, tuning)
+
+    def chosen_with(*, mpi: bool) -> Choice:
+        return choose(
+            survey.layout,
+            has_native_core=survey.has_native_core,
+            implementation=implementation,
+            is_encrypted=survey.is_encrypted,
+            has_mpi=mpi,
+            tuning=tuning,
+        )
+
+    choice = chosen_with(mpi=survey.has_mpi)
     if choice.engine is Engine.MPI and choice.carrier in (Carrier.HIERARCHICAL, Carrier.FLAT):
         # Only now: to start MPI takes time, and all processes.
         seconds = left.seconds()
         numbers, why = mpi_ranks(PrefixStore("mpi", store), rank, size, timeout_seconds=seconds)
         if not numbers:
-            choice = _chosen(survey._replace(has_mpi=False), implementation, tuning)
+            choice = chosen_with(mpi=False)
             _log.warning("MPI has started this job and cannot connect its ranks: %s.", why)
-    check_limits(survey.limits, choice)
+    _check_limits(survey.limits, choice)
     link = _Link(store, rank, size, timeout, left, gloo, can_allocate)
-    chosen = link.connected(choice, layout)
+    chosen = link.connected(choice, survey.layout)
     if torch.cuda.is_available():
         chosen = StagedCommunicator(chosen)
     is_auto = implementation is CommunicationImplementation.AUTO
@@ -88,19 +106,6 @@ def connect(
         chosen.cost = choice.cost
     _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, choice.why)
     return chosen
-
-
-def _chosen(
-    survey: _Survey, implementation: CommunicationImplementation, tuning: Tuning | None
-) -> Choice:
-    return choose(
-        survey.layout,
-        has_native_core=survey.has_native_core,
-        implementation=implementation,
-        is_encrypted=survey.is_encrypted,
-        has_mpi=survey.has_mpi,
-        tuning=tuning,
-    )
 
 
 class _Survey(NamedTuple):
@@ -129,7 +134,7 @@ def _survey(
         "mpi": is_launched_by_mpi(),
         "tls": encryption() is not None,
         "gpus": list(gpus) if distributed.is_nccl_available() else [],
-        "limits": own_limits(size),
+        "limits": _own_limits(size),
     }
     prefixed = PrefixStore("survey", store)
     texts = say_to_all(prefixed, rank, size, json.dumps(own), timeout_seconds=timeout_seconds)
@@ -241,3 +246,71 @@ def _named_globally(
         if watch is not None and error is watch.failure:
             raise
         raise named_globally(error, ranks, which) from error
+
+
+def _own_limits(size: int) -> dict[str, Any]:
+    """Returns what this process can have, as far as it needs it to connect `size` ranks.
+
+    A rank that cannot open a socket in the middle would leave the others to wait for their timeout,
+    and Gloo ends a process that cannot accept a connection. So every rank says it beforehand.
+    """
+    return {"files": _files_left(_most_files(size)), "room": _has_room() and _has_thread()}
+
+
+def _check_limits(limits: Sequence[Mapping[str, Any]], choice: Choice) -> None:
+    """Raises a `CommunicationError` that names the ranks that cannot have what it takes."""
+    is_shared = choice.carrier is Carrier.SHARED_MEMORY
+    needed = _FILES_FOR_SHARED_MEMORY if is_shared else _most_files(len(limits))
+    if short := [rank for rank, one in enumerate(limits) if one["files"] < needed]:
+        found = ", ".join(str(limits[rank]["files"]) for rank in short)
+        raise CommunicationError(
+            f"Connecting {len(limits)} ranks needs {needed} more open files, but "
+            f"{ranks_in_words(short)} can have only {found}. Raise the limit there (`ulimit -n`).",
+            short,
+        )
+    short = [rank for rank, one in enumerate(limits) if not one["room"]]
+    if short and not is_shared:
+        raise CommunicationError(
+            f"Connecting {len(limits)} ranks needs threads and {_ROOM_BYTES >> 20} MiB of address "
+            f"space, which {ranks_in_words(short)} cannot have. Raise the limits there "
+            "(`ulimit -v`, `ulimit -u`).",
+            short,
+        )
+
+
+def _most_files(size: int) -> int:
+    return _FILES + 2 * size
+
+
+def _files_left(most: int) -> int:
+    """Returns how many files can be opened, or `most`."""
+    opened: list[int] = []
+    try:
+        opened.append(os.open("/", os.O_RDONLY))
+        while len(opened) < most:
+            opened.append(os.dup(opened[0]))
+    except OSError:
+        pass
+    finally:
+        for one in opened:
+            os.close(one)
+    return len(opened)
+
+
+def _has_room() -> bool:
+    try:
+        # Pages that nobody touches cost nothing.
+        mmap.mmap(-1, _ROOM_BYTES, access=mmap.ACCESS_COPY).close()
+    except OSError:
+        return False
+    return True
+
+
+def _has_thread() -> bool:
+    thread = threading.Thread(target=lambda: None, name="unisono limits", daemon=True)
+    try:
+        thread.start()
+    except RuntimeError:
+        return False
+    thread.join()
+    return True

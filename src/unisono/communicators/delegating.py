@@ -89,7 +89,6 @@ class StagedCommunicator(DelegatingCommunicator):
         return f"{self._carrier.name}, GPU tensors through host memory"
 
     def takes(self, device: torch.device) -> bool:
-        """Host memory and GPUs."""
         return device.type == "cuda" or self._carrier.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:

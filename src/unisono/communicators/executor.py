@@ -37,9 +37,6 @@ class Executor:
     """Runs one algorithm for one rank, with memory that is kept for the next time.
 
     Args:
-        rounds: The algorithm.
-        rank: Which rank this is.
-        num_terms: How many terms each rank brings.
         root: The rank whose tensor all others get; None for a sum.
         results: The parts that this rank has in the end; all if not given.
     """
@@ -72,10 +69,7 @@ class Executor:
         """Reduces one piece after the other into its first term, and yields the term then.
 
         Args:
-            collective: Carries the messages.
-            op: How terms are combined.
             pieces: The flat terms of each piece, which may be made while others are under way.
-            count: For a mean, what to divide the sum by.
             output: Where the result goes, if there is one piece; the first term if not given.
         """
         under_way: list[deque[_Piece]] = [deque() for _ in self.turns]

@@ -17,7 +17,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.addresses import own_address
+from unisono.communicators.hosts import own_address
 from unisono.communicators.stores import Countdown, connected, have_come
 from unisono.errors import UnsupportedError
 
@@ -57,12 +57,7 @@ def make_gloo_group(
     torch was built with it.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one call.
-        rank: Which rank this is.
-        size: How many there are.
-        host: The address that other ranks reach this one by; found out if not given.
-        timeout_seconds: How long a collective may wait for others.
-        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
+        store: One store, or one prefix of it, serves one call.
         num_threads: How many collectives may run at the same time.
         check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
@@ -139,16 +134,13 @@ class _PatientStore(Store):
         self._is_over = is_over
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a value."""
         self._store.set(key, value)  # type: ignore[arg-type]  # The stub knows strings only.
 
     def get(self, key: str) -> bytes:
-        """Waits for a key, and returns its value."""
         self.wait([key])
         return self._store.get(key)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits for all keys."""
         if not have_come(self._store, list(keys), math.inf, self._is_over):
             raise RuntimeError("not all ranks have said where they listen")
 
@@ -206,11 +198,7 @@ def have_left(sent: Sequence[Any], seconds: float, check: Callable[[], None]) ->
     """Waits until messages have left, and returns whether they have.
 
     A thread waits for Gloo, which hears neither of Ctrl-C nor always of a connection that breaks.
-
-    Args:
-        sent: What Gloo returned for them.
-        seconds: How long to wait.
-        check: Raises a RuntimeError if a connection is broken.
+    `check` raises a RuntimeError then.
     """
     if not sent:
         return True

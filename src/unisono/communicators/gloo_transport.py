@@ -53,7 +53,6 @@ class GlooTransport:
         self._checked = 0.0
 
     def send(self, peer: int, data: Tensor) -> Message:
-        """Begins to send bytes."""
         return self._begun(peer, lambda one: one.send(data))
 
     def receive(self, peer: int, room: Tensor) -> Message:
@@ -72,7 +71,6 @@ class GlooTransport:
             raise _broken(peer, error) from error
 
     def progress(self, messages: Sequence[Message], seconds: float) -> bool:
-        """Waits until `messages` are done or the time is over; returns whether they are."""
         began = time.monotonic()
         while True:
             self._look()
@@ -111,12 +109,10 @@ class GlooTransport:
                     raise _broken(peer, error) from error
 
     def awaited(self) -> list[int]:
-        """Returns the ranks from which something is still to come."""
         self._look()
         return [peer for peer, one in tuple(self._peers.items()) if one.is_awaited()]
 
     def set_timeout(self, seconds: float) -> None:
-        """Sets how long to wait at the end."""
         self._timeout_seconds = seconds
 
     def close(self, *, has_failed: bool) -> None:

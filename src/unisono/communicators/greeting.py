@@ -24,13 +24,12 @@ import ssl
 import struct
 import time
 from collections.abc import Callable, Generator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypeVar
 
 from unisono.communicators.sockets import NOT_NOW, close_in_children
 
 if TYPE_CHECKING:
-    from unisono.communicators.tls import Encryption
+    from unisono.communicators.sockets import Encryption
 
 JOB_TOKEN = "UNISONO_JOB_TOKEN"
 # How long a caller may take to say who it is, and how many may be about to.
@@ -219,20 +218,17 @@ def call(
             return greeted
 
 
-@dataclass(eq=False)
 class Guest:
     """Somebody who has called."""
 
-    socket: socket.socket
-    is_known: bool = False
-    is_kept: bool = False
-    number: int = field(init=False)
-    steps: Steps[None] = field(init=False)
-    events: int = 0
-    deadline: float = field(default_factory=lambda: time.monotonic() + _GREETING_SECONDS)
+    steps: Steps[None]
 
-    def __post_init__(self) -> None:
-        self.number = self.socket.fileno()
+    def __init__(self, connected: socket.socket) -> None:
+        self.socket = connected
+        self.number = connected.fileno()
+        self.is_known = self.is_kept = False
+        self.events = 0
+        self.deadline = time.monotonic() + _GREETING_SECONDS
 
 
 class Reception:
@@ -246,7 +242,6 @@ class Reception:
         self._listener = listener
         self._steps = steps
         self._guests: dict[int, Guest] = {}
-        self._unknown: dict[int, Guest] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(listener, selectors.EVENT_READ)
 
@@ -256,7 +251,7 @@ class Reception:
 
     def turn(self, seconds: float | None) -> None:
         """Waits until something comes, at most so long, and deals with it."""
-        if self._unknown:
+        if self._unknown():
             seconds = _PAUSE_SECONDS if seconds is None else min(seconds, _PAUSE_SECONDS)
         for key, _ in self._selector.select(seconds):
             if key.fileobj is self._listener:
@@ -264,29 +259,33 @@ class Reception:
             elif key.fd in self._guests:
                 self._serve(self._guests[key.fd])
         now = time.monotonic()
-        for guest in [one for one in self._unknown.values() if one.is_known or one.deadline < now]:
-            del self._unknown[guest.number]
-            if not guest.is_known:
+        for guest in self._unknown():
+            if guest.deadline < now:
                 self._dismiss(guest)
+
+    def _unknown(self) -> list[Guest]:
+        """Returns those who have not said who they are, the first to come first."""
+        return [one for one in self._guests.values() if not one.is_known]
 
     def _accept(self) -> None:
         for _ in range(_MAX_UNKNOWN):
+            unknown = self._unknown()
             try:
                 connected, _ = self._listener.accept()
             except (*NOT_NOW, ConnectionError):
                 return
             except OSError:
                 # No descriptor is left.
-                if not self._unknown:
+                if not unknown:
                     time.sleep(_PAUSE_SECONDS)
                     return
-                self._dismiss(next(iter(self._unknown.values())))
+                self._dismiss(unknown[0])
                 continue
-            if len(self._unknown) == _MAX_UNKNOWN:
-                self._dismiss(next(iter(self._unknown.values())))
+            if len(unknown) == _MAX_UNKNOWN:
+                self._dismiss(unknown[0])
             guest = Guest(connected)
             guest.steps = self._steps(guest)
-            self._guests[guest.number] = self._unknown[guest.number] = guest
+            self._guests[guest.number] = guest
             self._serve(guest)
 
     def _serve(self, guest: Guest) -> None:
@@ -304,7 +303,6 @@ class Reception:
 
     def _dismiss(self, guest: Guest) -> None:
         self._guests.pop(guest.number, None)
-        self._unknown.pop(guest.number, None)
         if guest.events:
             self._selector.unregister(guest.number)
         guest.steps.close()

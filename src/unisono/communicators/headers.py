@@ -26,9 +26,7 @@ class Header:
     Attributes:
         kind: The name of the method.
         sequence: How many collectives this rank has called, with this one.
-        op: How terms are combined.
-        dtype: The dtype of what this rank brings, without "torch.".
-        shape: The shape of what this rank brings.
+        dtype: Without "torch.".
         terms: How many tensors this rank brings.
         root: The rank that everything comes from or goes to.
         count: What a sum is divided by.

@@ -65,7 +65,6 @@ class HierarchicalCommunicator(Communicator):
         )
 
     def takes(self, device: torch.device) -> bool:
-        """What both communicators take."""
         return self._inside.takes(device) and self._between.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
@@ -74,7 +73,6 @@ class HierarchicalCommunicator(Communicator):
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        """Combines all terms, and returns the part of this rank in the flattened result."""
         copies = [term.detach().clone() for term in terms]
         self._reduce("reduce_scatter", op, copies, count)
         total = copies[0].view(-1)

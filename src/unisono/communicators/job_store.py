@@ -34,8 +34,7 @@ from unisono.communicators.greeting import (
     send,
     welcome,
 )
-from unisono.communicators.sockets import close_in_children
-from unisono.communicators.tls import Encryption
+from unisono.communicators.sockets import Encryption, close_in_children
 
 _FRAME = struct.Struct("!I32s")
 _MAX_BYTES = 16 << 20
@@ -78,20 +77,16 @@ class JobStore(Store):
         return self._put(list(question), max(by, now + _LEAST_SECONDS))
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Says how long to wait for keys."""
         self._seconds = timeout.total_seconds()
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Writes a value."""
         data = value.encode() if isinstance(value, str) else bytes(value)
         self._ask("set", key, data.decode("latin-1"))
 
     def get(self, key: str) -> bytes:
-        """Waits for a key, and returns its value."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for all keys, and returns their values."""
         self.wait(keys)
         return [value or b"" for value in self.look(keys)]
 
@@ -101,11 +96,9 @@ class JobStore(Store):
         return [None if value is None else str(value).encode("latin-1") for value in found]
 
     def add(self, key: str, value: int) -> int:
-        """Adds to a number, which is 0 at first, and returns the sum."""
         return int(self._ask("add", key, value))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Returns whether all keys are there."""
         return None not in self.look(keys)
 
     def delete_key(self, key: str) -> bool:
@@ -116,7 +109,6 @@ class JobStore(Store):
     deleteKey = delete_key
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits for all keys."""
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         deadline = time.monotonic() + seconds
         pause = 0.001
@@ -172,7 +164,6 @@ class _Server:
         self._bell.close()
 
     def close(self) -> None:
-        """Ends the thread."""
         self._is_closed = True
         with contextlib.suppress(OSError):
             self._bell.send(b"!")

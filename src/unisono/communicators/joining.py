@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.addresses import own_address
 from unisono.communicators.connection import Connection
 from unisono.communicators.greeting import (
     JOB_TOKEN,
@@ -30,10 +29,10 @@ from unisono.communicators.greeting import (
     welcome,
 )
 from unisono.communicators.headers import ranks_in_words
+from unisono.communicators.hosts import own_address
 from unisono.communicators.mesh import Mesh
-from unisono.communicators.sockets import keep_alive, listening
+from unisono.communicators.sockets import encryption, keep_alive, listening
 from unisono.communicators.stores import say_to_all
-from unisono.communicators.tls import encryption
 from unisono.errors import JobMismatchError, UnsupportedError, WorkerLostError, WorkerTimeoutError
 
 

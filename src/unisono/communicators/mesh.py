@@ -29,15 +29,12 @@ class Mesh:
         self._connections = connections
 
     def send(self, peer: int, data: Tensor) -> Message:
-        """Begins to send bytes."""
         return self._connections[peer].send(data)
 
     def receive(self, peer: int, room: Tensor) -> Message:
-        """Begins to receive a message, which is at most as long as `room`."""
         return self._connections[peer].receive(room)
 
     def progress(self, messages: Sequence[Message], seconds: float) -> bool:
-        """Moves bytes until `messages` are done or the time is over; returns whether they are."""
         deadline = time.monotonic() + seconds
         while True:
             busy = [one for one in self._connections.values() if one.outgoing or one.incoming]
@@ -57,13 +54,11 @@ class Mesh:
             poll.poll(math.ceil(left * 1000))
 
     def awaited(self) -> list[int]:
-        """Returns the ranks from which something is still to come."""
         return [peer for peer, connection in self._connections.items() if connection.incoming]
 
     def set_timeout(self, seconds: float) -> None:
         """Does nothing: a connection never gives up by itself."""
 
     def close(self, *, has_failed: bool = False) -> None:
-        """Ends all connections. After a failure peers cannot go on with what was sent before."""
         for connection in self._connections.values():
             connection.close(has_failed=has_failed)

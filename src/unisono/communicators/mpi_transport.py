@@ -47,12 +47,10 @@ class MpiTransport:
         self._under_way: dict[int, tuple[Any, int | None]] = {}
 
     def send(self, peer: int, data: Tensor) -> Any:
-        """Begins to send bytes."""
         buffer = [data.numpy(), self._mpi.BYTE]
         return self._begun(lambda comm: comm.Isend(buffer, peer, _TAG), None)
 
     def receive(self, peer: int, room: Tensor) -> Any:
-        """Begins to receive a message, which is at most as long as `room`."""
         buffer = [room.numpy(), self._mpi.BYTE]
         return self._begun(lambda comm: comm.Irecv(buffer, peer, _TAG), peer)
 
@@ -92,7 +90,6 @@ class MpiTransport:
                 time.sleep(min(_PAUSE_SHARE * passed, _MOST_PAUSE_SECONDS))
 
     def awaited(self) -> list[int]:
-        """Returns the ranks from which something is still to come."""
         peers = set()
         for request, peer in list(self._under_way.values()):
             with suppress(self._mpi.Exception):

@@ -58,7 +58,6 @@ class NcclCommunicator(DelegatingCommunicator):
         return f"NCCL for GPU tensors, {self._carrier.name} for others"
 
     def keeps_order(self, tensor: Tensor) -> bool:
-        """Returns whether sums of tensors like this one follow the order of the whole library."""
         return not _nccl_adds(tensor)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:

@@ -105,7 +105,6 @@ class NetworkCommunicator(Communicator):
         return self._link.name
 
     def takes(self, device: torch.device) -> bool:
-        """Host memory."""
         return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:

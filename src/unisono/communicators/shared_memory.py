@@ -149,7 +149,6 @@ class SharedMemoryCommunicator(Communicator):
             raise _refusal("shared", tensor, refusal)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        """Overwrites `tensor` with that of `root`."""
         self.check_root(root)
         if self._group.broadcast(tensor, root) is None:
             return

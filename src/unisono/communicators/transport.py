@@ -30,8 +30,6 @@ class Transport(Protocol):
 
     Attributes:
         name: In words, what carries the messages.
-        rank: Which rank this is.
-        size: How many there are.
         packed_bytes: How many bytes are better sent in one message with a header than in another:
             up to here a copy costs less than a message.
         tagged_bytes: Shorter messages only go to where a message of the same length is expected,

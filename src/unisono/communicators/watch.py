@@ -39,12 +39,7 @@ class Watch:
     All ranks make it at the same time.
 
     Args:
-        store: Where the ranks meet. One store, or one prefix of it, serves one watch.
-        rank: Which rank this is.
-        size: How many there are.
-        timeout_seconds: How long a collective may wait for others.
-        host: The address that other ranks reach this one by; found out if not given.
-        joining_seconds: How long to wait for the others here; `timeout_seconds` if not given.
+        store: One store, or one prefix of it, serves one watch.
         streams: Carry the messages, between rank 0 and each other one; connected if not given.
         may_leave: Whether a rank may close this before the others do.
 
@@ -102,14 +97,11 @@ class Watch:
     def wait(
         self, finished: Callable[[float], bool], awaited: Callable[[], Sequence[int]] = tuple
     ) -> None:
-        """Waits for the end of something.
+        """Waits for the end of something, or raises if a rank is lost or late, or has failed.
 
         Args:
             finished: Waits for so many seconds, and returns whether it is done.
             awaited: Returns the ranks that this one waits for, as far as it knows.
-
-        Raises:
-            CommunicationError: if a rank is lost or late, or another rank has failed.
         """
         self._deadline = time.monotonic() + self.timeout_seconds
         if finished(PATIENCE_SECONDS):
@@ -180,11 +172,7 @@ class Watch:
             raise self._failure
 
     def check_health(self, seconds: float | None = None) -> None:
-        """Raises if a rank has ended, or has closed its communicator.
-
-        Args:
-            seconds: How long rank 0 has to answer; `timeout_seconds` if not given.
-        """
+        """Raises if a rank has ended or closed, or if rank 0 does not say so in so many seconds."""
         self.raise_failure()
         with self._news:
             self._is_well = False

@@ -2,13 +2,16 @@
 
 done here  all_reduce, reduce, reduce_scatter, all_gather, broadcast, barrier
 passed on  gather, scatter, all_to_all; bitwise operations, reductions of bool; wrong arguments
+
+torch itself gives lists of tensors and an object with the options. Programs may also give a tensor
+that is alone, and an option in the place of the object: `group.allreduce(tensor, ReduceOp.MAX)`.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -24,8 +27,7 @@ from torch._C._distributed_c10d import (
 )
 
 from unisono.communicators import Communicator
-from unisono.groups import arguments, collectives
-from unisono.groups.arguments import listed, listed_twice, options
+from unisono.groups import collectives
 from unisono.options import ReduceOp
 
 # Its type stubs tell calls apart, by overloads, that are one here.
@@ -33,6 +35,7 @@ _ProcessGroup: Any = distributed.ProcessGroup
 
 Movement: TypeAlias = Callable[[Communicator], None]
 Reduction: TypeAlias = Callable[[Communicator, ReduceOp], None]
+Options = TypeVar("Options")
 
 
 def _passed_on(name: str) -> Callable[..., Work]:
@@ -63,17 +66,16 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def _carries_all(self, tensors: Sequence[Tensor]) -> bool:
         return all(self._carries(tensor.device) for tensor in tensors)
 
-    # Names and signatures are those that torch calls.
+    # Names and signatures are those that torch calls; `collectives` says what they do.
 
     def allreduce(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, op: Any = None
     ) -> Work:
-        """Overwrites each tensor with the combination of all tensors of all ranks."""
-        tensors = listed(tensors)
-        opts = options(AllreduceOptions, opts, reduceOp=op)
+        tensors = _listed(tensors)
+        opts = _options(AllreduceOptions, opts, reduceOp=op)
         return self._reduction(
             lambda communicator, op: collectives.all_reduce(communicator, op, tensors),
-            tensors if arguments.alike(tensors) else None,
+            tensors if _alike(tensors) else None,
             "allreduce",
             tensors,
             opts,
@@ -81,10 +83,9 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Work:
-        """Overwrites each tensor with the combination of those at its place on all ranks."""
         return self._reduction(
             lambda communicator, op: collectives.all_reduce_coalesced(communicator, op, tensors),
-            tensors if arguments.of_one_kind(tensors) else None,
+            tensors if _of_one_kind(tensors) else None,
             "allreduce_coalesced",
             tensors,
             opts or AllreduceCoalescedOptions(),
@@ -98,9 +99,8 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         *,
         root: int | None = None,
     ) -> Work:
-        """Overwrites the tensor of one rank with the combination of those of all ranks."""
-        tensors = listed(tensors)
-        opts = options(ReduceOptions, opts, rootRank=root, reduceOp=op)
+        tensors = _listed(tensors)
+        opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
         root = opts.rootRank
         return self._reduction(
             lambda communicator, op: collectives.reduce(communicator, op, tensors[0], root),
@@ -113,13 +113,12 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, root: int | None = None
     ) -> Work:
-        """Overwrites each tensor with one of one rank."""
-        tensors = listed(tensors)
-        opts = options(BroadcastOptions, opts, rootRank=root)
+        tensors = _listed(tensors)
+        opts = _options(BroadcastOptions, opts, rootRank=root)
         root, position = opts.rootRank, opts.rootTensor
         return self._movement(
             lambda communicator: collectives.broadcast(communicator, tensors, root, position),
-            tensors if arguments.alike(tensors) and self._has_root(opts, tensors) else None,
+            tensors if _alike(tensors) and self._has_root(opts, tensors) else None,
             "broadcast",
             tensors,
             opts,
@@ -131,12 +130,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         input_tensors: list[Tensor] | Tensor,
         opts: Any = None,
     ) -> Work:
-        """Fills a list with the tensors of all ranks."""
-        lists, inputs = listed_twice(output_tensors), listed(input_tensors)
-        is_ours = arguments.listed_by_rank(lists, inputs, self.size())
+        lists, inputs = _listed_twice(output_tensors), _listed(input_tensors)
+        is_ours = _listed_by_rank(lists, inputs, self.size())
         return self._movement(
             lambda communicator: collectives.all_gather(communicator, lists[0], inputs[0]),
-            lists[0] if is_ours and arguments.alike([*inputs, *lists[0]]) else None,
+            lists[0] if is_ours and _alike([*inputs, *lists[0]]) else None,
             "allgather",
             lists,
             inputs,
@@ -144,13 +142,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Fills the output with the inputs of all ranks, one after the other."""
         return self._all_gather_single([output], [input], "_allgather_base", output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Fills each output with the inputs of all ranks, one after the other."""
         name = "allgather_into_tensor_coalesced"
         return self._all_gather_single(outputs, inputs, name, outputs, inputs, opts)
 
@@ -160,7 +156,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         *given, opts = args
         return self._movement(
             lambda communicator: collectives.all_gather_single(communicator, outputs, inputs),
-            outputs if arguments.in_parts(outputs, inputs, self.size()) else None,
+            outputs if _in_parts(outputs, inputs, self.size()) else None,
             name,
             *given,
             opts or AllgatherOptions(),
@@ -174,12 +170,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         *,
         op: Any = None,
     ) -> Work:
-        """Combines one input for each rank, and fills the output with the one for this rank."""
-        outputs, lists = listed(output_tensors), listed_twice(input_tensors)
-        opts = options(ReduceScatterOptions, opts, reduceOp=op)
+        outputs, lists = _listed(output_tensors), _listed_twice(input_tensors)
+        opts = _options(ReduceScatterOptions, opts, reduceOp=op)
         is_ours = (
-            arguments.listed_by_rank(lists, outputs, self.size())
-            and arguments.of_one_kind([*outputs, *lists[0]])
+            _listed_by_rank(lists, outputs, self.size())
+            and _of_one_kind([*outputs, *lists[0]])
             and outputs[0].numel() == lists[0][self.rank()].numel()
         )
         return self._reduction(
@@ -194,14 +189,12 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
-        """Combines the inputs, and fills the output with the part of this rank."""
         name = "_reduce_scatter_base"
         return self._reduce_scatter_single([output], [input], name, output, input, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Combines each input, and fills each output with the part of this rank."""
         name = "reduce_scatter_tensor_coalesced"
         return self._reduce_scatter_single(outputs, inputs, name, outputs, inputs, opts)
 
@@ -213,14 +206,13 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             lambda communicator, op: collectives.reduce_scatter_single(
                 communicator, op, outputs, inputs
             ),
-            outputs if arguments.in_parts(inputs, outputs, self.size()) else None,
+            outputs if _in_parts(inputs, outputs, self.size()) else None,
             name,
             *given,
             opts or ReduceScatterOptions(),
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        """Waits for all ranks."""
         opts = opts or BarrierOptions()
         if opts.device is not None and not self._carries(opts.device):
             return self._pass_on("barrier", opts)
@@ -266,3 +258,53 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         if outputs is None or not self._carries_all(outputs) or not collectives.are_dense(outputs):
             return self._pass_on(name, *args)
         return self._begin(call, outputs, name, args[-1])
+
+
+def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:
+    return [tensors] if isinstance(tensors, Tensor) else tensors
+
+
+def _listed_twice(tensors: list[list[Tensor]] | list[Tensor]) -> list[list[Tensor]]:
+    found: Any = tensors
+    return [found] if found and isinstance(found[0], Tensor) else found
+
+
+def _options(kind: type[Options], given: object, **fields: Any) -> Options:
+    if isinstance(given, kind):
+        return given
+    found = kind()
+    if given is not None:
+        fields[next(iter(fields))] = given
+    for name, value in fields.items():
+        if value is not None:
+            setattr(found, name, value)
+    return found
+
+
+def _of_one_kind(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are tensors, all of one dtype and layout and on one device."""
+    return bool(tensors) and all(_are_of_one_kind(one, tensors[0]) for one in tensors[1:])
+
+
+def _alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether there are tensors of one kind, all of one shape."""
+    return _of_one_kind(tensors) and all(one.shape == tensors[0].shape for one in tensors[1:])
+
+
+def _listed_by_rank(lists: Sequence[Sequence[Tensor]], others: Sequence[Tensor], size: int) -> bool:
+    """Whether there is one list with a tensor for each rank, and one tensor on the other side."""
+    return len(lists) == 1 and len(others) == 1 and len(lists[0]) == size
+
+
+def _in_parts(whole: Sequence[Tensor], parts: Sequence[Tensor], size: int) -> bool:
+    """Whether each of `whole` has `size` times the elements of its part, of the same kind."""
+    if not whole or len(whole) != len(parts):
+        return False
+    for one, part in zip(whole, parts, strict=True):
+        if one.numel() != part.numel() * size or not _are_of_one_kind(one, part):
+            return False
+    return True
+
+
+def _are_of_one_kind(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and one.layout == other.layout and one.device == other.device

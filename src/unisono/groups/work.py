@@ -66,24 +66,19 @@ class CollectiveWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
         return self._ended.is_set()
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
         return self._ended.is_set() and self._error is None
 
     def exception(self) -> BaseException | None:
-        """What went wrong, if something did."""
         return self._error
 
     def result(self) -> list[Tensor]:
-        """The tensors that were filled."""
         self.wait()
         return self._outputs
 
     def synchronize(self) -> None:
-        """Waits for the end."""
         self.wait()
 
     def get_future(self) -> Future[list[Tensor]]:

@@ -1,7 +1,7 @@
 """Communication hooks: what happens to gradients on their way between workers."""
 
-from unisono.hooks.bucket import GradBucket
 from unisono.hooks.compress import Compress
+from unisono.hooks.hook import GradBucket
 from unisono.hooks.process_group import WorkersGroup
 
 __all__ = ["Compress", "GradBucket", "WorkersGroup"]

@@ -22,7 +22,7 @@ from torch import Tensor
 from unisono.arguments import check_bool, in_words
 from unisono.communicators import Communicator
 from unisono.errors import UnsupportedError
-from unisono.hooks.bucket import GradBucket
+from unisono.hooks.hook import GradBucket
 from unisono.hooks.process_group import WorkersGroup
 from unisono.kernels import divide, tree_reduce, wide_dtype
 from unisono.options import ReduceOp

@@ -36,7 +36,7 @@ from unisono.communicators import (
     slice_of,
     translated_store_errors,
 )
-from unisono.communicators.addresses import address_towards, reachable
+from unisono.communicators.hosts import address_towards, reachable
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
 from unisono.errors import ClusterError

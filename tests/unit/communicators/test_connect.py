@@ -21,9 +21,9 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators import gloo, stores
-from unisono.communicators.addresses import own_address
 from unisono.communicators.connect import connect
 from unisono.communicators.gloo import break_connections, make_gloo_group
+from unisono.communicators.hosts import own_address
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator

@@ -2,8 +2,7 @@
 
 import pytest
 
-from unisono.communicators.addresses import address_towards, reachable
-from unisono.communicators.hosts import Layout, host_identity
+from unisono.communicators.hosts import Layout, address_towards, host_identity, reachable
 
 
 def test_a_process_is_on_its_own_host() -> None:

@@ -16,14 +16,13 @@ from processes.certificates import keys, new_authority
 from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
-from unisono.communicators.addresses import address_of_interface
 from unisono.communicators.greeting import call
+from unisono.communicators.hosts import address_of_interface
 from unisono.communicators.job_store import serve_store, store_at
 from unisono.communicators.joining import _listening, join_mesh
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.network import NetworkCommunicator
-from unisono.communicators.sockets import listening
-from unisono.communicators.tls import encryption
+from unisono.communicators.sockets import encryption, listening
 from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
 from unisono.options import ReduceOp
 

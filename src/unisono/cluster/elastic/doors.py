@@ -25,8 +25,8 @@ from typing import NamedTuple
 from unisono.communicators import STORE_ERRORS, JobStore
 from unisono.communicators.greeting import Greeted, call, job_key
 from unisono.communicators.job_store import serve_store, store_at
+from unisono.communicators.sockets import encryption
 from unisono.communicators.stores import in_background
-from unisono.communicators.tls import encryption
 from unisono.system import boot_id, namespace, process_start
 
 # What jobs that meet by accident are kept apart by is the token, and what workers say when they

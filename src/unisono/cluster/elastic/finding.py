@@ -16,7 +16,7 @@ from unisono.cluster.elastic.generation import Generation
 from unisono.cluster.membership import Membership
 from unisono.cluster.spec import Address
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
-from unisono.communicators.addresses import is_loopback
+from unisono.communicators.hosts import is_loopback
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import in_background
 from unisono.errors import CommunicationError
