@@ -1,9 +1,7 @@
 """A process group of torch.distributed in which Unisono carries the tensors of the CPU.
 
-done here          all_reduce, reduce, reduce_scatter, all_gather, broadcast, barrier
-passed on to Gloo  gather, scatter, all_to_all, send, recv; bitwise operations, reductions of bool;
-                   wrong arguments, for which Gloo raises
-passed on          tensors of other devices, to the backend that the program names for them
+Gloo does what `CommunicatorGroup` passes on, sends and receives. It also raises for wrong
+arguments. Tensors of other devices go to the backend that the program names for them.
 
 torch takes a process group that is written in Python for all devices, and makes no other backend:
 of "cpu:unisono,cuda:nccl" it heeds the first part alone. So the second part is heeded here.
@@ -204,11 +202,19 @@ def make_backend(
 ) -> tuple[distributed.ProcessGroup.BackendType, Any]:
     """Makes what carries tensors on `device`, other than Unisono. Every rank does at one time."""
     name = _name_for(group, device)
-    own = PrefixStore(f"{device.type}/{name}", store)
+    place = PrefixStore(f"{device.type}/{name}", store), group.rank(), group.size()
     if name == "gloo":
-        return distributed.ProcessGroup.BackendType.GLOO, _gloo(group, own, timeout, check_health)
+        # One thread is enough for what is left to Gloo: sends and receives need none.
+        seconds = timeout.total_seconds()
+        made = make_gloo_group(
+            *place, timeout_seconds=seconds, num_threads=1, check_health=check_health
+        )
+        return distributed.ProcessGroup.BackendType.GLOO, made
     if name == "nccl" and distributed.is_nccl_available():
-        return distributed.ProcessGroup.BackendType.NCCL, _nccl(group, own, timeout)
+        nccl: Any = distributed.ProcessGroupNCCL
+        options = nccl.Options()
+        options._timeout = timeout
+        return distributed.ProcessGroup.BackendType.NCCL, nccl(*place, options)
     raise UnsupportedError(
         f"A tensor on {device.type} was given to a process group that has {name or 'nothing'!r} "
         "for it. Name a backend for that device too, for example "
@@ -226,27 +232,3 @@ def _name_for(group: distributed.ProcessGroup, device: torch.device) -> str | No
         return distributed.Backend.default_device_backend_map.get(device.type)
     named = BackendConfig(distributed.Backend(config)).get_device_backend_map()
     return named.get(device.type)
-
-
-def _gloo(
-    group: distributed.ProcessGroup,
-    store: Store,
-    timeout: timedelta,
-    check_health: Callable[[float], None],
-) -> Any:
-    return make_gloo_group(
-        store,
-        group.rank(),
-        group.size(),
-        timeout_seconds=timeout.total_seconds(),
-        # Enough for what is left to Gloo: sends and receives need none.
-        num_threads=1,
-        check_health=check_health,
-    )
-
-
-def _nccl(group: distributed.ProcessGroup, store: Store, timeout: timedelta) -> Any:
-    make: Any = distributed.ProcessGroupNCCL
-    options = make.Options()
-    options._timeout = timeout
-    return make(store, group.rank(), group.size(), options)

@@ -46,7 +46,7 @@ class Header:
         cls, kind: str, sequence: int, op: ReduceOp, terms: Sequence[Tensor], count: int | None
     ) -> Header:
         """Describes a reduction, after a look at whether its terms can be reduced."""
-        _check_terms(kind, op, terms)
+        check_terms(kind, op, terms)
         first = terms[0]
         return cls(kind, sequence, op, _name(first), tuple(first.shape), len(terms), None, count)
 
@@ -147,7 +147,9 @@ def _name(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 
-def _check_terms(kind: str, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+def check_terms(kind: str, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+    """Raises unless dense tensors of one rank can be combined in place."""
+    ReduceOp.read(op)
     if not terms:
         raise UnsupportedError(f"`{kind}` needs at least one term on each rank, got none.")
     check_replicas(op, terms, "A term")

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.headers import check_terms
 from unisono.communicators.segment import share_memory
 from unisono.errors import (
     CommunicationError,
@@ -22,7 +23,7 @@ from unisono.errors import (
     WorkerLostError,
     WorkerTimeoutError,
 )
-from unisono.kernels import check_replicas, divide, native_core, tree_reduce, wide_dtype
+from unisono.kernels import divide, native_core, tree_reduce, wide_dtype
 from unisono.options import ReduceOp
 from unisono.system import create_segment
 
@@ -203,8 +204,8 @@ class SharedMemoryCommunicator(Communicator):
 
     def _combine(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None) -> Tensor:
         """Reduces what the native core does not take as it is."""
-        _check_terms(op, terms)
-        plain = [_plain(term) for term in terms]
+        plain = [_plain(term) if term.layout is torch.strided else term for term in terms]
+        check_terms("all_reduce", op, plain)
         refusal = self._all_reduce(op, plain, count)
         if refusal is None:
             return plain[0]
@@ -257,21 +258,6 @@ def _raise_failure(kind: str, text: str, ranks: list[int]) -> NoReturn:
 
 def _plain(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _check_terms(op: ReduceOp, terms: Sequence[Tensor]) -> None:
-    ReduceOp.read(op)
-    if not terms:
-        raise UnsupportedError("`terms` must hold at least one tensor, got none.")
-    check_replicas(op, terms, "The value")
-    first = terms[0]
-    if first.layout is not torch.strided or first.device.type != "cpu":
-        raise _refusal("reduced", first, "is not dense and on the CPU")
-    if op is ReduceOp.MEAN and not (first.dtype.is_floating_point or first.dtype.is_complex):
-        raise UnsupportedError(
-            f"The value is {first.dtype}, and a mean of integers has another dtype. Convert it, "
-            "for example to torch.float32, or sum and divide."
-        )
 
 
 def _refusal(what: str, tensor: Tensor, reason: str) -> UnsupportedError:

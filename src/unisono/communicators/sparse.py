@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from unisono.communicators.communicator import Communicator
-from unisono.communicators.headers import ranks_in_words
-from unisono.errors import UnequalCollectivesError
+from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
+from unisono.communicators.link import as_bytes
 from unisono.kernels import divide
 from unisono.options import ReduceOp
 from unisono.values.sparse import check_sparse_op, concatenate, with_parts
@@ -25,34 +23,21 @@ def all_reduce_sparse(
     """
     check_sparse_op(op)
     own = tensor.detach()
-    shape = [own.sparse_dim(), *own.shape]
-    # The shape travels in front of the indices, which saves a collective.
-    header = torch.tensor([len(shape), *shape], device=own.device)
-    described = communicator.all_gather(torch.cat([header, own._indices().flatten()]))
+    num_dims = own.sparse_dim()
+    header = Header.of_tensor(f"all_reduce_sparse({op.value}, sparse_dim={num_dims})", 0, own)
+    # Travels in front of the indices, which saves a collective.
+    prefix = header.as_tensor().to(own.device)
+    indices = communicator.all_gather(torch.cat([prefix, as_bytes(own._indices().contiguous())]))
+    check_gathered(header, indices)
     values = communicator.all_gather(own._values())
-    shapes = [one[1 : int(one[0]) + 1].tolist() for one in described]
-    _check_shapes(shapes)
     parts = [
-        with_parts(own, one[len(shape) + 1 :].view(shape[0], -1), value, is_coalesced=False)
-        for one, value in zip(described, values, strict=True)
+        with_parts(
+            own, one[HEADER_BYTES:].view(torch.int64).view(num_dims, -1), value, is_coalesced=False
+        )
+        for one, value in zip(indices, values, strict=True)
     ]
     total = concatenate(ReduceOp.SUM, parts)
     if op is ReduceOp.SUM:
         return total
     mean = divide(total._values(), count or communicator.size, own.dtype)
     return with_parts(total, total._indices(), mean, is_coalesced=False)
-
-
-def _check_shapes(shapes: Sequence[list[int]]) -> None:
-    if all(shape == shapes[0] for shape in shapes):
-        return
-    told = "; ".join(
-        f"rank {rank} has shape {tuple(shape[1:])} with {shape[0]} sparse dimensions"
-        for rank, shape in enumerate(shapes)
-    )
-    odd = [rank for rank, shape in enumerate(shapes) if shape != shapes[0]]
-    raise UnequalCollectivesError(
-        f"A sparse tensor must have the same shape on all ranks, but {told}. Check "
-        f"{ranks_in_words(odd)}.",
-        odd,
-    )
