@@ -33,7 +33,14 @@ from unisono.groups import CommunicatorGroup, Movement, tensors_in
 
 
 class UnisonoProcessGroup(CommunicatorGroup):
-    """The process group that `init_process_group("unisono")` creates, on all ranks at once."""
+    """The process group that `init_process_group("unisono")` creates, on all ranks at once.
+
+    Args:
+        store: Where the ranks meet.
+        rank: Which rank this is.
+        size: How many there are.
+        timeout: How long to wait for other ranks, now and in each collective.
+    """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
@@ -62,6 +69,7 @@ class UnisonoProcessGroup(CommunicatorGroup):
             raise
 
     def getBackendName(self) -> str:
+        """The name that torch shows."""
         return "unisono"
 
     def shutdown(self) -> None:
@@ -94,15 +102,19 @@ class UnisonoProcessGroup(CommunicatorGroup):
         return self._engine.num_begun + self._num_passed_on
 
     def get_group_store(self) -> Store:
+        """Where the ranks of this group meet."""
         return self._store
 
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> Work:
+        """Lets another backend send."""
         return self._message("send", tensors, dstRank, tag)
 
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> Work:
+        """Lets another backend receive."""
         return self._message("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Work:
+        """Lets another backend receive."""
         return self._message("recv_anysource", tensors, tag)
 
     def _carries(self, device: torch.device) -> bool:

@@ -56,6 +56,7 @@ class Connection:
         self._target = next(self._targets)
 
     def send(self, tensor: Tensor) -> Message:
+        """Begins to send bytes."""
         message = Message(tensor)
         data, length = message.data, _LENGTH.pack(len(message.data))
         views: list[Any] = [length + data] if len(data) <= _SMALL_BYTES else [length, data]

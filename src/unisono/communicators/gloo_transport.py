@@ -13,7 +13,7 @@ from unisono.communicators.gloo import break_connections, have_left
 from unisono.communicators.gloo_memory import SHORT_BYTES, Message
 from unisono.communicators.gloo_peer import TAGGED_BYTES, Peer
 from unisono.communicators.headers import HEADER_BYTES
-from unisono.communicators.transport import BrokenConnectionError
+from unisono.communicators.transport import BrokenConnectionError, Transport
 
 # A wait looks again after an eighth of the time that has passed, but not less often than this, and
 # later on after a smaller part.
@@ -24,7 +24,7 @@ _MOST_SECONDS = 5e-3
 _CHECK_SECONDS = 0.2
 
 
-class GlooTransport:
+class GlooTransport(Transport):
     """Messages through a process group of torch.distributed with Gloo.
 
     Gloo's own thread moves the bytes. It wakes nobody up: a rank that waits looks from time to time

@@ -14,10 +14,10 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from unisono.communicators.connection import Connection, Message
-from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
+from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport
 
 
-class Mesh:
+class Mesh(Transport):
     """Connections of one rank to all others."""
 
     def __init__(self, rank: int, connections: Mapping[int, Connection]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from unisono.communicators.mpi import import_mpi
-from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError
+from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport
 
 _TAG = 1
 # How long a wait asks without a pause.
@@ -31,7 +31,7 @@ _MOST_PAUSE_SECONDS = 1e-4
 _left_behind: list[Any] = []
 
 
-class MpiTransport:
+class MpiTransport(Transport):
     """Messages through MPI."""
 
     def __init__(self, comm: Any, timeout_seconds: float) -> None:
