@@ -22,22 +22,28 @@ def read_layers(name: str) -> list[list[str]]:
 
 def draw_layers() -> Figure:
     """The packages, each above those that it may import."""
-    layers = read_layers("LAYERS")
-    tools = [package for line in read_layers("TOOL_LAYERS") for package in line]
-    canvas = Canvas(112, 7 * len(layers) + 10)
+    layers, tools = read_layers("LAYERS"), read_layers("TOOL_LAYERS")
+    # Small enough that the picture fits on one screen.
+    pitch, height = 4.5, 3.7
+    top = 3.5 + pitch * len(layers)
+    canvas = Canvas(112, top + 4)
     for level, packages in enumerate(layers):
-        y = 7 * level + 4
         width = 82 / len(packages)
         for i, package in enumerate(packages):
-            canvas.box(6 + i * width, y, width - 1, 5.5, package, fill="first", size=9)
-    for level, package in enumerate(reversed(tools)):
-        y = 7 * (len(layers) - 1 - level) + 4
-        canvas.box(92, y, 19, 5.5, package, fill="meeting", size=9)
-    top = 7 * len(layers) + 6
-    canvas.text(47, top, "unisono", size=10, bold=True)
-    canvas.text(101.5, top, "unisono_tools", size=10, bold=True)
-    canvas.arrow((2.5, 7 * len(layers) + 3), (2.5, 4))
-    canvas.text(47, 2, "a package imports only packages on lower lines", size=9, gray=True)
+            x, y = 6 + i * width, 3.5 + pitch * level
+            canvas.box(x, y, width - 1, height, package, fill="first", size=9)
+    # The tools of one line stand below each other, with a gap before the next line.
+    gap = pitch * (len(layers) - sum(map(len, tools))) / (len(tools) - 1)
+    y = top
+    for line in reversed(tools):
+        for package in line:
+            y -= pitch
+            canvas.box(92, y, 19, height, package, fill="meeting", size=9)
+        y -= gap
+    canvas.text(47, top + 2, "unisono", size=10, bold=True)
+    canvas.text(101.5, top + 2, "unisono_tools", size=10, bold=True)
+    canvas.arrow((2.5, top - 1), (2.5, 3.5))
+    canvas.text(47, 1.5, "a package imports only packages on lower lines", size=9, gray=True)
     return canvas.figure
 
 
