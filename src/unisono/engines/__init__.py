@@ -1,10 +1,9 @@
 """How the replicas of one worker run."""
 
+from unisono.engines.advice import GlobalRandomness, Interpreter
 from unisono.engines.ambient import Ambient, CallerThread
 from unisono.engines.compiled import Compilations
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
-from unisono.engines.global_randomness import GlobalRandomness
-from unisono.engines.interpreter import Interpreter
 from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads

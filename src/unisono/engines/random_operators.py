@@ -27,7 +27,7 @@ _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 # The operators that draw, but for those that torch takes apart before it looks for a kernel.
-DRAWING = (
+_STEMS = (
     "_cudnn_attention_forward",
     "_efficient_attention_forward",
     "_flash_attention_forward",
@@ -39,37 +39,25 @@ DRAWING = (
     "_scaled_dot_product_fused_attention_overrideable",
     "_standard_gamma",
     "bernoulli",
-    "bernoulli_",
     "binomial",
     "cauchy",
-    "cauchy_",
     "exponential",
-    "exponential_",
     "geometric",
-    "geometric_",
     "log_normal",
-    "log_normal_",
     "multinomial",
     "native_dropout",
     "normal",
-    "normal_",
-    "normal_functional",
     "poisson",
     "rand",
-    "rand_like",
     "randint",
-    "randint_like",
     "randn",
-    "randn_like",
     "random",
-    "random_",
     "randperm",
     "rrelu_with_noise",
-    "rrelu_with_noise_",
-    "rrelu_with_noise_functional",
     "uniform",
-    "uniform_",
 )
+# Not every operator exists with every ending.
+DRAWING = [stem + ending for stem in _STEMS for ending in ("", "_", "_like", "_functional")]
 
 # Held while a replica's generator stands in for the default generator of a device.
 _default_locks: dict[torch.device, threading.Lock] = {}

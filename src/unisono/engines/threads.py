@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from unisono.engines.bell import make_bell
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.engines.turns import make_bell
 from unisono.sharing import LiveSet, computed_once
 from unisono.system import use_all_cores
 from unisono.tracing import span

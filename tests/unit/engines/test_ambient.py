@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 import unisono as uo
-from unisono.engines import caller_modes
+from unisono.engines import ambient
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -238,7 +238,7 @@ def test_saved_tensors_hooks_see_all_replicas(mirrored: Make) -> None:
 def test_an_operator_that_waits_for_others_does_not_stop_them(
     mirrored: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(caller_modes, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(ambient, "_PATIENCE_S", 0.05)
 
     class Waits(TorchDispatchMode):
         def __torch_dispatch__(

@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from unisono.engines.bell import Bell, PythonBell, make_bell
+from unisono.engines.turns import Bell, PythonBell, make_bell
 
 
 @pytest.fixture(params=["python", "for many threads", "for one thread"])
