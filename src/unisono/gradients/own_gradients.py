@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,85 +11,80 @@ from torch import Tensor
 from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
+from unisono.reductions import Workers
 from unisono.variables.leaves import Leaves
 from unisono.variables.mirrors import Mirrors
 
 
-@dataclass(frozen=True)
-class OwnGradients:
-    """Decides what becomes of gradients that are not the reduced ones any more.
+def reduce_own(
+    own: Sequence[Leaves],
+    op: ReduceOp,
+    mirrors: Mirrors,
+    weighting: Weighting,
+    reduce: Callable[[Sequence[Leaves]], None],
+) -> None:
+    """Reduces gradients that are not the reduced ones any more, and shows all of them.
 
     A gradient that is equal on all replicas was made of the reduced one, by clipping for example,
     and stays. Others are reduced as those of a backward pass are: `p.grad` that was assigned, added
     to, or left alone by `no_sync`.
     """
+    changed = [one for one in own if not _is_new(one)]
+    are_equal = _equal(changed, mirrors.workers)
+    kept = {one for one, is_equal in zip(changed, are_equal, strict=True) if is_equal}
+    left = [one for one in own if one not in kept]
+    for one in left:
+        _check(one, op, weighting, mirrors.name_of(one.primary))
+        for leaf, weight in zip(one.leaves, weighting.weights, strict=True):
+            if weight != 1.0 and leaf.grad is not None and not weighting.is_applied(leaf):
+                leaf.grad = weighting.weigh(weight, leaf.grad)
+    if left:
+        reduce(left)
+    for one in own:
+        one.show_gradient()
 
-    op: ReduceOp
-    mirrors: Mirrors
-    weighting: Weighting
 
-    def reduce(self, own: Sequence[Leaves], reduce: Callable[[Sequence[Leaves]], None]) -> None:
-        """Reduces what is to be reduced, and shows all of it."""
-        others = [one for one in own if not _is_new(one)]
-        kept = {
-            id(one) for one, is_equal in zip(others, self._equal(others), strict=True) if is_equal
-        }
-        left = [one for one in own if id(one) not in kept]
-        for one in left:
-            self._check(one)
-            for leaf, weight in zip(one.leaves, self.weighting.weights, strict=True):
-                if weight != 1.0 and leaf.grad is not None and not self.weighting.is_applied(leaf):
-                    leaf.grad = self.weighting.weigh(weight, leaf.grad)
-        if left:
-            reduce(left)
-        for one in own:
-            one.show_gradient()
-
-    def _equal(self, owners: Sequence[Leaves]) -> list[bool]:
-        """Returns for each parameter whether all replicas of all workers have one gradient."""
-        seem_equal = _seem_equal(owners)
-        are_equal = [
-            seems or _are_equal([leaf.grad for leaf in one.leaves])
-            for one, seems in zip(owners, seem_equal, strict=True)
+def _equal(owners: Sequence[Leaves], workers: Workers) -> list[bool]:
+    """Returns for each parameter whether all replicas of all workers have one gradient."""
+    are_equal = [
+        seems or _are_equal([leaf.grad for leaf in one.leaves])
+        for one, seems in zip(owners, _seem_equal(owners), strict=True)
+    ]
+    if not workers.are_many or not owners:
+        return are_equal
+    sums = torch.stack(
+        [
+            _fingerprint(one.leaves[0].grad if is_equal else None)
+            for one, is_equal in zip(owners, are_equal, strict=True)
         ]
-        workers = self.mirrors.workers
-        if not workers.are_many or not owners:
-            return are_equal
-        sums = torch.stack(
-            [
-                _fingerprint(one.leaves[0].grad if is_equal else None)
-                for one, is_equal in zip(owners, are_equal, strict=True)
-            ]
-        )
-        first, *rest = workers.gather(sums)
-        return [all(torch.equal(row, own[i]) for own in rest) for i, row in enumerate(first)]
+    )
+    first, *rest = workers.gather(sums)
+    return [all(torch.equal(row, other[i]) for other in rest) for i, row in enumerate(first)]
 
-    def _check(self, one: Leaves) -> None:
-        name = self.mirrors.name_of(one.primary)
-        if self.op is not ReduceOp.MEAN and _is_same_object(one):
-            raise UnsupportedError(
-                f"The replicas changed the gradient of {name} in different ways after `backward()` "
-                f"had reduced it with {self.op}, and it cannot be reduced twice. Change it before "
-                "the reduction, in a hook of the parameter or in the loss, or once for all "
-                "replicas with `unisono.once(fn)`."
-            )
-        if any(map(self.weighting.is_mixed, one.leaves)):
-            raise UnsupportedError(
-                f"The gradient of {name} was assigned after backward passes in `no_sync()`, which "
-                "scale it by the replica's share of an uneven batch. Compute it with "
-                "`torch.autograd.grad`, which does not scale it."
-            )
+
+def _check(one: Leaves, op: ReduceOp, weighting: Weighting, name: str) -> None:
+    if op is not ReduceOp.MEAN and any(
+        mark is not None and mark.grad() is leaf.grad
+        for leaf, mark in zip(one.leaves, one.reduced, strict=True)
+    ):
+        raise UnsupportedError(
+            f"The replicas changed the gradient of {name} in different ways after `backward()` "
+            f"had reduced it with {op}, and it cannot be reduced twice. Change it before the "
+            "reduction, in a hook of the parameter or in the loss, or once for all replicas with "
+            "`unisono.once(fn)`."
+        )
+    if any(map(weighting.is_mixed, one.leaves)):
+        raise UnsupportedError(
+            f"The gradient of {name} was assigned after backward passes in `no_sync()`, which "
+            "scale it by the replica's share of an uneven batch. Compute it with "
+            "`torch.autograd.grad`, which does not scale it."
+        )
 
 
 def _is_new(one: Leaves) -> bool:
     """Whether a replica has a gradient where nothing was reduced before."""
     pairs = zip(one.leaves, one.reduced, strict=True)
     return any(mark is None and leaf.grad is not None for leaf, mark in pairs)
-
-
-def _is_same_object(one: Leaves) -> bool:
-    pairs = zip(one.leaves, one.reduced, strict=True)
-    return any(mark is not None and mark.grad() is leaf.grad for leaf, mark in pairs)
 
 
 def _seem_equal(owners: Sequence[Leaves]) -> list[bool]:

@@ -15,7 +15,7 @@ from unisono.devices import Device, Trail
 from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks import GradBucket
 from unisono.hooks.hook import CommHook
-from unisono.kernels import reduce_into, tree_reduce, wide_dtype
+from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import group_by_bytes
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
@@ -234,7 +234,7 @@ class WorkerPack(Pack):
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
         """Writes what the replicas of one term make together where it is sent from."""
         if not self._ops.is_tree_sum:
-            view.copy_(self._ops.combine_here(self._op, grads))
+            view.copy_(self._ops.combine_here(undivided(self._op), grads))
         elif grads[0].dtype != view.dtype or not reduce_into(ReduceOp.SUM, [grads], [[view]]):
             here = [grad.to(view.device, view.dtype) for grad in grads]
             view.copy_(tree_reduce(ReduceOp.SUM, here))
@@ -290,7 +290,7 @@ class HookedPack(WorkerPack):
         self._is_last = is_last
 
     def _combine(self, grads: Sequence[Tensor], view: Tensor) -> None:
-        view.copy_(self._ops.mean_here(grads))
+        view.copy_(self._ops.combine_here(ReduceOp.MEAN, grads))
 
     @torch.no_grad()
     def _reduce(self) -> None:

@@ -14,6 +14,7 @@ full, or at the end of the pass. A thread waits for the other workers meanwhile.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -33,7 +34,7 @@ from unisono.gradients.accumulation import (
     has_hooks,
     seal,
 )
-from unisono.gradients.own_gradients import OwnGradients
+from unisono.gradients.own_gradients import reduce_own
 from unisono.gradients.packs import (
     HookedPack,
     LocalPack,
@@ -159,34 +160,30 @@ class GradientReducer:
     def _make_packs(self) -> None:
         """Parts the parameters into packs."""
         trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
+        sparse: list[Leaves] = []
         if self._across is None:
-            groups = (
-                [trained]
-                if self._ops.wants_all_gradients
-                else grouped(trained, self._bytes_per_pack(trained))
-            )
+            wants_all = self._ops.wants_all_gradients
+            groups = [trained] if wants_all else grouped(trained, self._bytes_per_pack(trained))
             self._packs = [LocalPack(group, self._reduction) for group in groups if group]
-            num_full = len(self._packs)
         else:
+            # What has sparse gradients comes last, each on its own.
+            sparse = [one for one in trained if self._mirrors.is_sparse(one)]
             dense = [one for one in trained if not self._mirrors.is_sparse(one)]
             limit = self._bytes_per_pack(dense)
             alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
             groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
             self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
-            num_full = len(self._packs)
-            # What has sparse gradients comes last, each on its own.
-            sparse = [one for one in trained if self._mirrors.is_sparse(one)]
-            self._packs += [SparsePack(one, self._reduction) for one in sparse]
-        # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        self._num_early = 0 if self._ops.wants_all_gradients else max(0, num_full - 1)
-        self._owners = [one for pack in self._packs for one in pack.members]
-        self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
-        ends = [sum(len(pack.members) for pack in self._packs[: i + 1]) for i in range(num_full)]
+        ends = list(itertools.accumulate(len(pack.members) for pack in self._packs))
         self._numbers = [
             list(range(end - len(pack.members), end))
-            for pack, end in zip(self._packs, ends, strict=False)
+            for pack, end in zip(self._packs, ends, strict=True)
         ]
         self._hooked_at = [end - 1 for end in ends]
+        # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
+        self._num_early = 0 if self._ops.wants_all_gradients else max(0, len(ends) - 1)
+        self._packs += [SparsePack(one, self._reduction) for one in sparse]
+        self._owners = [one for pack in self._packs for one in pack.members]
+        self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
 
     def _bytes_per_pack(self, owners: Sequence[Leaves]) -> int:
         """Returns the size of packs: what the user says, or what is best for these gradients."""
@@ -384,6 +381,4 @@ class GradientReducer:
         own = [one for one in owners if one.has_own_gradients()]
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):
-                OwnGradients(self._op, self._mirrors, self._weighting).reduce(
-                    own, self._reduction.reduce
-                )
+                reduce_own(own, self._op, self._mirrors, self._weighting, self._reduction.reduce)

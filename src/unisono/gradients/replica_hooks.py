@@ -4,6 +4,9 @@ With `num_replicas`, a hook is called for each replica, with the gradients and t
 replica. The ranks of its process group are the replicas of all workers, and sums over them have the
 order of the tree. On a worker, the hooks of its replicas run in turn: each until it needs what the
 others bring.
+
+In an elastic job, hooks go on after a loss. At the end of a run, each worker gives an equal part of
+what its replicas keep to each other worker. If a worker is lost, the others put the parts together.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,22 +22,109 @@ from torch import Tensor
 from unisono.communicators import Communicator
 from unisono.engines import OneByOne, ReplicaMeeting, ReplicaThreads
 from unisono.errors import UnsupportedError
-from unisono.gradients.kept_hooks import Contents, Kept, exchanged, told
 from unisono.gradients.replica_ranks import ReplicaRank
 from unisono.hooks import GradBucket, WorkersGroup
 from unisono.hooks.contents import content_of, restored
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.reductions import AcrossWorkers
+from unisono.reductions import AcrossWorkers, Workers
+from unisono.reductions.wire import num_bytes, read, write
+
+# By the number of a replica, what its hook keeps; see `unisono.hooks.contents`.
+Contents = dict[int, Any]
+
+
+class Kept(NamedTuple):
+    """What a worker has of what hooks keep between two runs.
+
+    Attributes:
+        own: By replica, what it keeps.
+        texts: By replica, the same without the bytes of tensors; of all replicas.
+        parts: By the number of another worker, a part of the bytes of what its replicas keep.
+        replicas: By the number of a worker, its replicas. Empty if `own` has all replicas.
+    """
+
+    own: Contents
+    texts: list[str]
+    parts: dict[int, Tensor]
+    replicas: dict[int, range]
+
+    @classmethod
+    def of_all(cls, contents: Contents) -> Kept:
+        """What a worker has that knows what all replicas keep."""
+        return cls(contents, [], {}, {})
+
+
+def told(
+    communicator: Communicator, numbers: Sequence[int], ranges: Sequence[range], own: Contents
+) -> Kept:
+    """Gives other workers what the replicas of this worker keep. All workers call it.
+
+    `numbers` are the workers, by rank, and `ranges` their replicas.
+    """
+    written = [write(content) for content in own.values()]
+    texts = Workers(communicator).gather_objects([text for text, _ in written])
+    data = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in written)])
+    size, rank = communicator.size, communicator.rank
+    most = max(sum(map(num_bytes, of_worker)) for of_worker in texts)
+    parts = [torch.empty(0, dtype=torch.uint8)] * size
+    if size > 1 and most > 0:
+        room = -(-most // (size - 1))
+        padded = torch.zeros((size - 1) * room, dtype=torch.uint8)
+        padded[: len(data)] = data
+        given = list(padded.split(room))
+        # A worker need not give itself a part.
+        given.insert(rank, torch.zeros_like(given[0]))
+        parts = communicator.all_to_all(torch.cat(given))
+    of_all = [text for of_worker in texts for text in of_worker]
+    parts_of = dict(zip(numbers, parts, strict=True))
+    return Kept(own, of_all, parts_of, dict(zip(numbers, ranges, strict=True)))
+
+
+def exchanged(
+    communicator: Communicator, numbers: Sequence[int], kept: Kept | None
+) -> Contents | None:
+    """Returns what the hooks of all replicas keep, or None if that is nothing. All workers call it.
+
+    `kept` is what this worker has. Raises if several workers were lost at once.
+    """
+    mine: Any = None
+    if kept is not None:
+        parts = {number: one for number, one in kept.parts.items() if number not in numbers}
+        replicas = {number: (own.start, own.stop) for number, own in kept.replicas.items()}
+        mine = kept.own, kept.texts, parts, replicas
+    found: Contents = {}
+    lost: dict[int, dict[int, Tensor]] = {}
+    texts: list[str] = []
+    replicas = {}
+    for number, one in zip(numbers, Workers(communicator).gather_objects(mine), strict=True):
+        if one is not None:
+            own, its_texts, parts, its_replicas = one
+            found |= own
+            texts, replicas = its_texts or texts, its_replicas or replicas
+            for other, part in parts.items():
+                lost.setdefault(other, {})[number] = part
+    for number, parts in lost.items():
+        missing = [replica for replica in range(*replicas[number]) if replica not in found]
+        others = [other for other in replicas if other != number]
+        total = sum(num_bytes(texts[replica]) for replica in missing)
+        if total and not set(others) <= parts.keys():
+            raise UnsupportedError(
+                "Several workers were lost at once, and only they had what the communication hook "
+                f"keeps for replica {missing[0]}. Start again from a checkpoint."
+            )
+        nothing = torch.empty(0, dtype=torch.uint8)
+        data = torch.cat([parts[other] for other in others]) if total else nothing
+        for replica in missing:
+            found[replica] = read(texts[replica], data)
+            data = data[num_bytes(texts[replica]) :]
+    return found or None
 
 
 class ReplicaHooks:
     """A hook for each replica of this worker.
 
-    Args:
-        state: What the program has registered. The first replica of the worker uses it, and the
-            others have copies.
-        function: The hook itself, which may be an object with a state, too.
-        group: The process group that the hook uses.
+    The first replica uses the `state` that the program has registered, and the others have copies.
+    The `function` may be an object with a state, too.
     """
 
     def __init__(self, state: object, function: HookFunction, group: WorkersGroup) -> None:
@@ -85,13 +175,9 @@ class ReplicaHooks:
     def __call__(
         self, index: int, buffers: Sequence[Tensor], parameters: Sequence[Tensor], *, is_last: bool
     ) -> Tensor:
-        """Returns the gradients of a bucket, reduced over the replicas of all workers.
+        """Returns the gradients of bucket `index`, reduced over the replicas of all workers.
 
-        Args:
-            index: The number of the bucket.
-            buffers: The gradients of each replica of this worker.
-            parameters: Their parameters.
-            is_last: Whether no other bucket of this backward pass follows.
+        The `buffers` are the gradients of each replica of this worker.
         """
         assert self._threads is not None
         self._has_run = True
@@ -132,8 +218,7 @@ class ReplicaHooks:
     def tell(self, numbers: Sequence[int]) -> None:
         """At the end of a run of an elastic job: gives other workers what the hooks keep.
 
-        Args:
-            numbers: The numbers of the workers, by rank.
+        The `numbers` are the workers, by rank.
         """
         if self._has_run:
             ranges = self._across.layout.ranges
@@ -168,10 +253,7 @@ class ReplicaHooks:
     ) -> None:
         """When workers come or go: all get what the hooks of all replicas keep.
 
-        Args:
-            communicator: Connects them.
-            numbers: Their numbers, by rank.
-            is_ahead: Whether the last run is complete, because another worker has passed it.
+        `is_ahead` says that the last run is complete, because another worker has passed it.
         """
         kept = self._kept if self._pending is None or not is_ahead else self._pending
         self.take(exchanged(communicator, numbers, kept))

@@ -23,13 +23,7 @@ class ReplicaRank(DelegatingCommunicator):
     """One replica of this worker, as a rank among the replicas of all workers.
 
     The replicas of a worker meet in each collective, and the worker does it for all of them.
-
-    Args:
-        across: Reduces over the replicas of all workers.
-        local_id: The number of the replica on this worker.
-
-    Attributes:
-        failure: In a block of `meeting_at`, what went wrong in a collective, if something did.
+    In a block of `meeting_at`, `failure` is what went wrong in a collective, if something did.
     """
 
     def __init__(self, across: AcrossWorkers, local_id: int) -> None:

@@ -153,8 +153,9 @@ class AcrossWorkers(CrossDeviceOps):
         return [one for own in self._workers.gather_objects(list(tensors)) for one in own]
 
     def combine_here(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
-        """Lets a user's own reduction combine a value of this worker's replicas."""
-        return self._combine(op, [list(tensors)])[0]
+        """Lets what reduces between the devices of this worker combine a value of its replicas."""
+        ((value, target),) = self._pairs([tensors])
+        return _only(self._local.reduce(op, value, target))
 
     @property
     def wants_all_gradients(self) -> bool:
@@ -197,13 +198,6 @@ class AcrossWorkers(CrossDeviceOps):
         devices = self._devices[: len(values[0])] if values else ()
         target = Destinations(self._devices[:1])
         return [(PerReplica.placed(tuple(own), devices), target) for own in values]
-
-    def mean_here(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Returns the mean of this worker's replicas, as what reduces between them gives it."""
-        value = PerReplica.placed(tuple(tensors), self._devices)
-        mean = self._local.reduce(ReduceOp.MEAN, value, Destinations(self._devices[:1]))
-        assert isinstance(mean, Tensor)
-        return mean
 
     def place(self, device: torch.device) -> torch.device:
         """Returns where a tensor must be for the workers to exchange it."""

@@ -181,11 +181,8 @@ class Workers:
         if not self.are_many:
             return tensor
         if is_sparse(tensor):
-            indices = self.communicator.all_gather(tensor._indices().to(_HOST))[0]
-            values = self.communicator.all_gather(tensor._values().to(_HOST))[0]
-            return torch.sparse_coo_tensor(
-                indices, values, tensor.shape, device=tensor.device, check_invariants=False
-            )
+            chosen: Tensor = self.gather_objects(tensor)[0]
+            return chosen.to(tensor.device)
         copy = tensor.detach().clone()
         self.share([copy])
         return copy

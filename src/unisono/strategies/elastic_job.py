@@ -27,7 +27,7 @@ from unisono.errors import (
     UnequalCollectivesError,
     UnsupportedError,
 )
-from unisono.gradients.kept_hooks import Contents, exchanged
+from unisono.gradients.replica_hooks import Contents, exchanged
 from unisono.reductions import CrossDeviceOps, dealt
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_leaving import Departures

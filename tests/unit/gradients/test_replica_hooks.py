@@ -10,7 +10,7 @@ import torch
 from worker_threads import on_workers
 
 from unisono.errors import UnsupportedError
-from unisono.gradients.kept_hooks import Contents, Kept, exchanged, told
+from unisono.gradients.replica_hooks import Contents, Kept, exchanged, told
 from unisono.reductions import ReplicaLayout, Workers, dealt
 
 
