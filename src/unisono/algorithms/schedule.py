@@ -209,7 +209,9 @@ class _Planner:
                 continue
             self._finish(held, move.root, results)
             for member in move.members:
-                self._copy_result(results, move.root, member)
+                if self.memories[member] not in results:
+                    source = results[self.memories[move.root]]
+                    results[self.memories[member]] = self._copy(source, member)
         if len(held) == 1:
             self._finish(held, next(iter(held)), results)
         return Plan(self.num_replicas, *self._with_outputs(destinations, results))
@@ -224,20 +226,17 @@ class _Planner:
         return target
 
     def _gather(self, held: dict[int, list[_Term]], move: Gather) -> None:
-        """Brings the members' terms to the root, grouped by memory."""
+        """Brings the members' terms to the root, memory by memory, combined before a copy."""
         by_memory: dict[Hashable, list[_Term]] = {}
         for member in move.members:
             by_memory.setdefault(self.memories[member], []).extend(held.pop(member, []))
         at_root = held.setdefault(move.root, [])
         for memory, terms in by_memory.items():
-            at_root += self._carried(terms, memory, move.root)
-
-    def _carried(self, terms: list[_Term], memory: Hashable, root: int) -> list[_Term]:
-        """Brings terms from `memory` to `root`, combined first if they must be copied."""
-        if memory == self.memories[root]:
-            return terms
-        combined = [self._combine(term) for term in self._merged(terms)]
-        return [_Term(start, stop, self._copy(buffer, root)) for start, stop, buffer in combined]
+            if memory == self.memories[move.root]:
+                at_root += terms
+                continue
+            combined = [self._combine(term) for term in self._merged(terms)]
+            at_root += [_Term(a, b, self._copy(buffer, move.root)) for a, b, buffer in combined]
 
     def _finish(
         self, held: dict[int, list[_Term]], root: int, results: dict[Hashable, int]
@@ -245,11 +244,6 @@ class _Planner:
         if root in held and not results:
             (total,) = self._merged(held[root])
             _, _, results[self.memories[root]] = self._combine(total)
-
-    def _copy_result(self, results: dict[Hashable, int], root: int, member: int) -> None:
-        if self.memories[member] not in results:
-            source = results[self.memories[root]]
-            results[self.memories[member]] = self._copy(source, member)
 
     def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
         """Merges terms into as few nodes of the tree as possible."""
@@ -318,17 +312,16 @@ def run(
     for step in plan.steps:
         if isinstance(step, Copy):
             with span("copy", "copy", held[step.source], to=places[step.place]):
-                held[step.target] = _copied(held[step.source], places[step.place])
+                # Between GPUs without peer access, CUDA copies through host memory.
+                held[step.target] = [
+                    tensor.detach().to(places[step.place], copy=True)
+                    for tensor in held[step.source]
+                ]
         else:
             items = list(zip(*(held[source] for source in step.sources), strict=True))
             written = _combined(step, op, items, dtypes, plan.num_replicas)
             held.update(zip(step.targets, zip(*written, strict=True), strict=True))
     return list(zip(*(held[output] for output in plan.outputs), strict=True))
-
-
-def _copied(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    # Between GPUs without peer access, CUDA copies through host memory.
-    return [tensor.detach().to(device, copy=True) for tensor in tensors]
 
 
 def _combined(

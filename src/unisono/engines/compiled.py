@@ -42,15 +42,14 @@ class Compilations:
     def may_come(self, step: Callable[..., Any], arguments: Iterable[Any]) -> bool:
         """Before a run: returns whether something may be compiled in it."""
         frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-        if frames is None:
+        # Optimizers load the compiler, too, so most programs that have it never compile.
+        if frames is None or not (_told or _has_compiled()):
             return False
         _tell()
         self._before = _num_compiled(frames)
         code = getattr(getattr(step, _MARK, step), "__code__", type(step))
-        last, self._signature = (
-            self._signature,
-            (code, torch.is_grad_enabled(), *_shapes(arguments)),
-        )
+        last = self._signature
+        self._signature = code, torch.is_grad_enabled(), *_shapes(arguments)
         is_settled = self._signature == last and last in self._settled
         if is_settled or len(self._settled) >= _MAX_SIGNATURES:
             return False
@@ -77,6 +76,11 @@ def _tell() -> None:
     if rules not in _told:
         _told.append(rules)
         rules.add(_PACKAGE)
+
+
+def _has_compiled() -> bool:
+    engine: Any = sys.modules.get("torch._dynamo.eval_frame")
+    return engine is not None and bool(engine.cached_backends)
 
 
 def _num_compiled(frames: Any) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 from unisono.kernels.checks import check_replicas
 from unisono.kernels.gpu import reduce_on_gpu
 from unisono.kernels.native import native_core
-from unisono.kernels.tree import divide, tree_reduce, wide_dtype
+from unisono.kernels.tree import divide, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 Item = Sequence[Tensor]
@@ -68,8 +68,7 @@ def _reduce_on_host(
     kernel = native_core().kernel
     if kernel is None:
         return [None] * len(batch)
-    is_mean = op is ReduceOp.MEAN
-    name = "sum" if is_mean else op.value
+    name, is_mean = undivided(op).value, op is ReduceOp.MEAN
     # The kernel would refuse sparse tensors too, but asking torch for their storage is slow.
     kept = [i for i, item in enumerate(batch) if not _is_sparse(item)]
     if len(kept) == len(batch):
@@ -105,9 +104,8 @@ def _reduce_into_on_host(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[
     if kernel is None or any(_is_sparse(item) for item in batch):
         return False
     is_mean = op is ReduceOp.MEAN
-    name = "sum" if is_mean else op.value
     try:
-        kernel.reduce_into(name, batch, outputs, is_mean, torch.get_num_threads())
+        kernel.reduce_into(undivided(op).value, batch, outputs, is_mean, torch.get_num_threads())
     except ValueError:
         return False
     return True
@@ -122,15 +120,12 @@ def _reordered(
     orders = [_memory_order((*item, *own)) for item, own in zip(batch, outputs, strict=True)]
     if not any(orders):
         return None
-    inputs = _permuted(batch, orders)
-    return inputs, inputs if outputs is batch else _permuted(outputs, orders)
+    inputs = list(map(_permuted, batch, orders))
+    return inputs, inputs if outputs is batch else list(map(_permuted, outputs, orders))
 
 
-def _permuted(batch: Sequence[Item], orders: Sequence[list[int] | None]) -> list[Item]:
-    return [
-        item if order is None else tuple(tensor.permute(order) for tensor in item)
-        for item, order in zip(batch, orders, strict=True)
-    ]
+def _permuted(item: Item, order: list[int] | None) -> Item:
+    return item if order is None else tuple(tensor.permute(order) for tensor in item)
 
 
 def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, ...]:
@@ -138,8 +133,7 @@ def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, 
     if order is not None:
         # Dense tensors with the same memory order, such as channels_last, are contiguous if
         # permuted.
-        permuted = [tuple(tensor.permute(order) for tensor in tensors)]
-        results = reduce_fused(op, permuted, [num_copies])[0]
+        results = reduce_fused(op, [_permuted(tensors, order)], [num_copies])[0]
         if results is not None:
             back = sorted(range(len(order)), key=order.__getitem__)
             return tuple(result.permute(back) for result in results)
@@ -149,8 +143,7 @@ def _reduce_item(op: ReduceOp, tensors: Item, num_copies: int) -> tuple[Tensor, 
 
 def in_memory_order(tensors: Item) -> Item:
     """Returns views that are contiguous, of tensors that share an order such as channels_last."""
-    order = _memory_order(tensors)
-    return tensors if order is None else tuple(tensor.permute(order) for tensor in tensors)
+    return _permuted(tensors, _memory_order(tensors))
 
 
 def _memory_order(tensors: Item) -> list[int] | None:
@@ -169,8 +162,7 @@ def combine_into(
 ) -> None:
     """Writes the combination of `terms` into every output, which may be one of the terms.
 
-    Args:
-        count: For a mean, what to divide the sum by; the number of terms if not given.
+    A mean is the sum divided by `count`, or by the number of terms.
     """
     if op is not ReduceOp.MEAN or count in (None, len(terms)):
         if reduce_into(op, [terms], [outputs]):

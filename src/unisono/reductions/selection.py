@@ -105,12 +105,10 @@ def _by_kind(resolved: Sequence[Device], has_nccl: bool | None) -> Choice:  # no
         return Choice(
             NcclAllReduce(), f"{len(resolved)} different GPUs, whose links NCCL knows how to use"
         )
+    groups = " | ".join(
+        ", ".join(str(resolved[i]) for i in group) for group in near_groups(resolved)
+    )
     return Choice(
         HierarchicalCopyAllReduce(num_packs=len(memories)),
-        f"{why_not_nccl}; it sends little between {_groups_in_words(resolved)}",
+        f"{why_not_nccl}; it sends little between {groups}",
     )
-
-
-def _groups_in_words(devices: Sequence[Device]) -> str:
-    groups = near_groups(devices)
-    return " | ".join(", ".join(str(devices[i]) for i in group) for group in groups)
