@@ -116,6 +116,8 @@ class Program:
     watches_updates: bool = False
     # The communication hook.
     hook: str = "none"
+    has_scaler: bool = False
+    has_variables: bool = False
 
     @staticmethod
     def drawn(rng: random.Random, num_replicas: int) -> Program:
@@ -123,6 +125,8 @@ class Program:
         batch_size = num_replicas * rng.randint(2, 4) + rng.randrange(3)
         num_whole = rng.randint(2, 4)
         seed = rng.randrange(1 << 30)
+        # Apart from the others, which are what they were before there were these.
+        further = random.Random(seed)
         return Program(
             seed=seed,
             num_replicas=num_replicas,
@@ -137,7 +141,9 @@ class Program:
             num_samples=num_whole * batch_size + rng.randrange(2 * num_replicas, batch_size + 1),
             batch_size=batch_size,
             num_epochs=2,
-            hook=random.Random(seed).choice(HOOKS),
+            hook=further.choice(HOOKS),
+            has_scaler=further.random() < 0.3,
+            has_variables=further.random() < 0.4,
         )
 
     @property
@@ -218,6 +224,16 @@ class Training:
             self.critic = nn.Linear(NUM_CLASSES, 1)
             self.second = torch.optim.SGD(self.critic.parameters(), lr=0.1, momentum=0.5)
             self.average = torch.optim.swa_utils.AveragedModel(self.model, use_buffers=True)
+            self.scaler = torch.amp.GradScaler(
+                "cpu", init_scale=4.0, growth_interval=2, enabled=program.has_scaler
+            )
+            # One of each replica, and one of all.
+            self.own = uo.Variable(
+                torch.zeros(()),
+                synchronization=uo.VariableSynchronization.ON_READ,
+                aggregation=uo.VariableAggregation.SUM,
+            )
+            self.mean = uo.Variable(1.0, trainable=False, aggregation=uo.VariableAggregation.MEAN)
         if program.watches_updates:
             self.optimizer.register_step_pre_hook(lambda *_: at(POINTS_OF_UPDATES[0]))
             self.optimizer.register_step_post_hook(lambda *_: at(POINTS_OF_UPDATES[1]))
@@ -240,6 +256,9 @@ class Training:
                 critic=self.critic,
                 second=self.second,
                 average=self.average,
+                scaler=self.scaler,
+                own=self.own,
+                mean=self.mean,
                 input=self._batches,
                 progress=self,
             )
@@ -307,17 +326,22 @@ class Training:
         scores = self.model(inputs)
         self._at("in the forward pass")
         loss = nn.functional.cross_entropy(scores, labels)
-        loss.backward()
+        self.scaler.scale(loss).backward()
         if extra == "two backward passes":
-            self.model(inputs.flip(0)).square().mean().backward()
+            self.scaler.scale(self.model(inputs.flip(0)).square().mean()).backward()
+        if self._program.has_variables:
+            self.own.assign_add(loss.detach())
+            self.mean.assign(0.5 * self.mean + loss.detach())
         self._at("after the backward pass")
         if extra == "all-reduce before the update":
             loss = context.all_reduce("MEAN", loss.detach())
+        self.scaler.unscale_(self.optimizer)
         if self._program.clipping == "norm":
             clip_grad_norm_(self.model.parameters(), 0.5)
         elif self._program.clipping == "value":
             clip_grad_value_(self.model.parameters(), 0.05)
-        self.optimizer.step()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
         if self._program.schedule != "none":
             self.scheduler.step()
         if extra == "all-reduce after the update":
@@ -344,6 +368,9 @@ class Training:
             **{f"model {name}": one for name, one in self.model.state_dict().items()},
             **{f"critic {name}": one for name, one in self.critic.state_dict().items()},
             **{f"average {name}": one for name, one in self.average.state_dict().items()},
+            "own variable": self.own.value(),
+            "mean variable": self.mean.value(),
+            "loss scale": torch.tensor(self.scaler.get_scale()),
             "next random number": torch.rand(1),
         }
         for name, optimizer in (("first", self.optimizer), ("second", self.second)):

@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
+from torch.optim import optimizer as hooks
 
 from unisono.contexts import ReplicaContext, current_replica, entered
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
+from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.attributes import are_same
@@ -28,7 +30,13 @@ from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import Leaves, clear, spread
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.updates import SeenState, Settings, is_plain, update_in_shares
+from unisono.variables.updates import (
+    SeenState,
+    Settings,
+    is_plain,
+    update_in_shares,
+    watch_updates,
+)
 
 
 class _Owner:
@@ -222,7 +230,6 @@ class OnceOptimizer(OnceUpdate):
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        # Parameters reach other memories when the code that runs for all has ended.
         _spread_variables(self)
         return result
 
@@ -261,7 +268,8 @@ class OnceScaler(Front):
             take_gradients(optimizer)
             result = method(optimizer, *args)
             for leaves in _leaves(optimizer):
-                leaves.take_from_primary()
+                # torch does not count it as a write when gradients are unscaled.
+                leaves.give_gradient()
             return result
 
         return do_once(f"GradScaler.{what}", work)
@@ -279,6 +287,8 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
     if owner_of(target) is not mirrors:
         _owners[target] = _Owner(mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
+        if len(set(mirrors.memories)) > 1:
+            _spread_after_updates()
 
 
 def owner_of(target: Any) -> Mirrors | None:
@@ -343,6 +353,17 @@ def _give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]
 
 def _spread_variables(optimizer: Any) -> None:
     spread([one for one in _leaves(optimizer) if not one.is_watched])
+
+
+@computed_once
+def _spread_after_updates() -> None:
+    """Gives other memories what an update writes, which torch does not count if it is fused."""
+
+    def after(optimizer: Optimizer, *_: Any) -> None:
+        if owner_of(optimizer) is not None:
+            spread([one for one in _leaves(optimizer) if one.is_spread])
+
+    watch_updates(after, hooks.register_optimizer_step_post_hook)
 
 
 def _step_with_closures(

@@ -92,10 +92,13 @@ def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | N
     ]
 
 
-def watch_updates(hook: Callable[..., None]) -> RemovableHandle:
-    """Calls a hook of our own before every update of any optimizer."""
+def watch_updates(
+    hook: Callable[..., None],
+    register: Callable[..., RemovableHandle] = hooks.register_optimizer_step_pre_hook,
+) -> RemovableHandle:
+    """Calls a hook of our own before, or after, every update of any optimizer."""
     _ours.add(hook)
-    return hooks.register_optimizer_step_pre_hook(hook)
+    return register(hook)
 
 
 def is_plain(optimizer: Any, cls: type) -> bool:
@@ -107,8 +110,11 @@ def is_plain(optimizer: Any, cls: type) -> bool:
 def has_hooks(optimizer: Any) -> bool:
     """Whether the program has a hook that is called in every step of an optimizer."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    others = any(hook not in _ours for hook in hooks._global_optimizer_pre_hooks.values())
-    return any(own) or others or bool(hooks._global_optimizer_post_hooks)
+    of_all = (
+        *hooks._global_optimizer_pre_hooks.values(),
+        *hooks._global_optimizer_post_hooks.values(),
+    )
+    return any(own) or any(hook not in _ours for hook in of_all)
 
 
 class Settings:

@@ -324,6 +324,77 @@ def test_an_infinite_gradient_on_one_replica_skips_the_step(setup: Setup) -> Non
     assert setup.weight == pytest.approx(-2)
 
 
+def test_all_replicas_see_unscaled_gradients(setup: Setup) -> None:
+    """torch does not count a write when it unscales gradients."""
+    with setup.strategy.scope():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+
+    def step(x: Tensor) -> tuple[float, float]:
+        setup.optimizer.zero_grad()
+        scaler.scale(setup.model(x).sum()).backward()
+        scaler.unscale_(setup.optimizer)
+        unscaled = gradient()
+        clip_grad_value_(setup.model.parameters(), 8.0)
+        scaler.step(setup.optimizer)
+        scaler.update()
+        return unscaled, gradient()
+
+    def step_that_unscales_at_the_update(x: Tensor) -> tuple[float, float]:
+        setup.optimizer.zero_grad()
+        scaler.scale(setup.model(x).sum()).backward()
+        before = gradient()
+        scaler.step(setup.optimizer)
+        return before, gradient()
+
+    def gradient() -> float:
+        assert setup.model.weight.grad is not None
+        return setup.model.weight.grad.item()
+
+    for found in setup.strategy.experimental_local_results(setup.run(step)):
+        assert found == (5.5, 5.5)
+    assert setup.weight == -5.5
+    for found in setup.strategy.experimental_local_results(
+        setup.run(step_that_unscales_at_the_update)
+    ):
+        assert found == (22.0, 5.5)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad])
+@pytest.mark.parametrize("is_inside", [True, False], ids=["in a step", "outside"])
+def test_all_replicas_see_what_a_fused_optimizer_has_written(
+    kind: Any, is_inside: bool, mirrored: Make, memories: str
+) -> None:
+    """torch does not count a write of a fused optimizer either."""
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1, bias=False)
+        optimizer = kind(model.parameters(), lr=1.0, fused=True)
+    nn.init.zeros_(model.weight)
+    alone = nn.Linear(1, 1, bias=False)
+    alone_optimizer = kind(alone.parameters(), lr=1.0, fused=True)
+    nn.init.zeros_(alone.weight)
+
+    def step(x: Tensor) -> float:
+        optimizer.zero_grad()
+        (model(x) - 1).square().mean().backward()
+        if is_inside:
+            optimizer.step()
+        return model.weight.item()
+
+    for _ in range(3):
+        found = strategy.experimental_local_results(strategy.run(step, args=(X,)))
+        if not is_inside:
+            optimizer.step()
+            found = strategy.experimental_local_results(strategy.run(lambda: model.weight.item()))
+        alone_optimizer.zero_grad()
+        alone.weight.grad = torch.stack(
+            [torch.autograd.grad((alone(x) - 1).square().mean(), alone.weight)[0] for x in X.values]
+        ).mean(0)
+        alone_optimizer.step()
+        assert found == (alone.weight.item(),) * 2
+        assert model.weight.item() == alone.weight.item()
+
+
 def test_a_closure_is_evaluated_on_every_replica(mirrored: Make, memories: str) -> None:
     strategy = mirrored()
     with strategy.scope():
