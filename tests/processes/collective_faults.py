@@ -102,7 +102,6 @@ def suffer(desk: Desk, injection: Injection, rank: int, engine: Engine) -> Repor
                 PrefixStore("gloo", own),
                 rank,
                 injection.size,
-                host=None,
                 timeout_seconds=seconds,
                 check_health=check_health,
             )

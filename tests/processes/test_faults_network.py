@@ -49,9 +49,7 @@ def make(
 
     def gloo(check_health: Callable[[float], None]) -> Any:
         seconds: Any = {"timeout_seconds": timeout, "joining_seconds": joining}
-        return make_gloo_group(
-            own, rank, size, host=None, num_threads=1, check_health=check_health, **seconds
-        )
+        return make_gloo_group(own, rank, size, check_health=check_health, **seconds)
 
     return NetworkCommunicator(
         own,

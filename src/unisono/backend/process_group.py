@@ -216,11 +216,8 @@ def make_backend(
     name = _name_for(group, device)
     place = PrefixStore(f"{device.type}/{name}", store), group.rank(), group.size()
     if name == "gloo":
-        # One thread is enough for what is left to Gloo: sends and receives need none.
         seconds = timeout.total_seconds()
-        made = make_gloo_group(
-            *place, timeout_seconds=seconds, num_threads=1, check_health=check_health
-        )
+        made = make_gloo_group(*place, timeout_seconds=seconds, check_health=check_health)
         return distributed.ProcessGroup.BackendType.GLOO, made
     if name == "nccl" and distributed.is_nccl_available():
         nccl: Any = distributed.ProcessGroupNCCL

@@ -44,10 +44,8 @@ def make_gloo_group(
     rank: int,
     size: int,
     *,
-    host: str | None = None,
     timeout_seconds: float,
     joining_seconds: float | None = None,
-    num_threads: int = 4,
     check_health: Callable[[float], None] = lambda _: None,
 ) -> Any:
     """Returns a new group, apart from torch's default one.
@@ -58,12 +56,11 @@ def make_gloo_group(
 
     Args:
         store: One store, or one prefix of it, serves one call.
-        num_threads: How many collectives may run at the same time.
         check_health: Raises a `CommunicationError` if a rank is lost, in so many seconds.
     """
     left = Countdown(timeout_seconds if joining_seconds is None else joining_seconds)
-    own = own_address(store, rank, size, host=host, timeout_seconds=left.seconds())
-    attempts = _Attempts(store, rank, size, own, left, num_threads)
+    own = own_address(store, rank, size, timeout_seconds=left.seconds())
+    attempts = _Attempts(store, rank, size, own, left)
     ends = PrefixStore("ends", store)
     made = connected(ends, rank, size, "Gloo", attempts.make, left.seconds(), check_health)
     made._set_default_timeout(timedelta(seconds=timeout_seconds + GRACE_SECONDS))
@@ -82,7 +79,6 @@ class _Attempts(NamedTuple):
     size: int
     address: str
     left: Countdown
-    num_threads: int
 
     def make(self, is_over: threading.Event) -> Any:
         """Returns a group that connects all ranks."""
@@ -108,7 +104,8 @@ class _Attempts(NamedTuple):
         options._timeout = timedelta(seconds=seconds / _GLOO_PATIENCE)
         device = _device(self.address)
         options._devices = [device]
-        options._threads = self.num_threads
+        # They serve collectives of Gloo, which are few. Sends and receives need none.
+        options._threads = 1
         try:
             made = group(_PatientStore(store, is_over.is_set), self.rank, self.size, options)
         except RuntimeError:

@@ -77,12 +77,10 @@ def named_globally(
     )
 
 
-def own_address(
-    store: Store, rank: int, size: int, *, host: str | None, timeout_seconds: float
-) -> str:
+def own_address(store: Store, rank: int, size: int, *, timeout_seconds: float) -> str:
     """Returns the address of this rank, on the network that leads to the coordinator."""
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    own = host or (
+    own = (
         address_of_interface(interface)
         if interface
         else address_towards(coordinator_address(store))
@@ -90,7 +88,7 @@ def own_address(
     said = say_to_all(
         PrefixStore("address", store), rank, size, own, timeout_seconds=timeout_seconds
     )
-    return own if host or interface else reachable(own, said)
+    return own if interface else reachable(own, said)
 
 
 def address_of_interface(name: str) -> str:

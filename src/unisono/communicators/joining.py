@@ -46,17 +46,10 @@ class _Invitation(NamedTuple):
 
 
 def join_mesh(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    host: str | None = None,
-    timeout_seconds: float,
-    joining_seconds: float | None = None,
+    store: Store, rank: int, size: int, *, timeout_seconds: float, joining_seconds: float
 ) -> Mesh:
     """Connects this rank to all others, which do the same."""
-    patience = timeout_seconds if joining_seconds is None else joining_seconds
-    party = _Party(store, rank, size, host, patience)
+    party = _Party(store, rank, size, joining_seconds)
     sockets = party.connected(called=range(rank), callers=range(rank + 1, size))
     for one in sockets.values():
         keep_alive(one, timeout_seconds)
@@ -64,16 +57,10 @@ def join_mesh(
 
 
 def join_star(
-    store: Store,
-    rank: int,
-    size: int,
-    *,
-    host: str | None,
-    timeout_seconds: float,
-    joining_seconds: float,
+    store: Store, rank: int, size: int, *, timeout_seconds: float, joining_seconds: float
 ) -> dict[int, socket.socket]:
     """Connects every rank to rank 0, for small messages, and returns the connections by rank."""
-    party = _Party(store, rank, size, host, joining_seconds)
+    party = _Party(store, rank, size, joining_seconds)
     others = range(1, size)
     sockets = party.connected(called=[0] if rank else [], callers=[] if rank else others)
     for one in sockets.values():
@@ -84,13 +71,10 @@ def join_star(
 class _Party:
     """Ranks that connect to each other, and strangers who call."""
 
-    def __init__(
-        self, store: Store, rank: int, size: int, host: str | None, seconds: float
-    ) -> None:
+    def __init__(self, store: Store, rank: int, size: int, seconds: float) -> None:
         self._store = store
         self._rank = rank
         self._size = size
-        self._host = host
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self._keys = encryption()
@@ -102,9 +86,8 @@ class _Party:
     def connected(self, called: Sequence[int], callers: Sequence[int]) -> dict[int, socket.socket]:
         """Returns connections to the ranks that this one calls, and those that call it."""
         self._missing = set(callers)
-        address = own_address(
-            self._store, self._rank, self._size, host=self._host, timeout_seconds=self._seconds
-        )
+        place = self._store, self._rank, self._size
+        address = own_address(*place, timeout_seconds=self._seconds)
         with _listening(address) as listener:
             port, is_encrypted = listener.getsockname()[1], bool(self._keys)
             own = _Invitation(address, port, self._secret, is_encrypted)

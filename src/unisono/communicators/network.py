@@ -232,13 +232,5 @@ def _make_transport(
         return MpiTransport(comm, watch.timeout_seconds)
     if engine is Engine.TCP:
         return join_mesh(store, rank, size, **seconds)
-    # Its own threads serve collectives, and there are none.
-    group = make_gloo_group(
-        store,
-        rank,
-        size,
-        num_threads=1,
-        check_health=watch.check_health,
-        **seconds,
-    )
+    group = make_gloo_group(store, rank, size, check_health=watch.check_health, **seconds)
     return GlooTransport(group, watch.timeout_seconds)

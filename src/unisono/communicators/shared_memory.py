@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import Store
 
 from unisono.communicators.communicator import Communicator, slice_of
 from unisono.communicators.headers import check_terms
@@ -54,8 +54,7 @@ class SharedMemoryCommunicator(Communicator):
     result is copied back.
 
     Args:
-        key: Under which the ranks look for each other in the store. Communicators that are made at
-            the same time need different keys.
+        store: One store, or one prefix of it, serves one communicator.
         can_allocate: Whether `allocate` returns shared memory. If not, the communicator keeps no
             file descriptor where the ranks can see each other in `/proc`.
     """
@@ -67,7 +66,6 @@ class SharedMemoryCommunicator(Communicator):
         size: int,
         *,
         timeout_seconds: float = 300.0,
-        key: str = "unisono/shared_memory",
         joining_seconds: float | None = None,
         can_allocate: bool = True,
     ) -> None:
@@ -80,7 +78,7 @@ class SharedMemoryCommunicator(Communicator):
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._is_full = not can_allocate
         self._group = share_memory(
-            PrefixStore(key, store),
+            store,
             rank,
             size,
             timeout_seconds if joining_seconds is None else joining_seconds,

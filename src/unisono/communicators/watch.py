@@ -55,7 +55,6 @@ class Watch:
         size: int,
         *,
         timeout_seconds: float,
-        host: str | None = None,
         joining_seconds: float | None = None,
         streams: Mapping[int, Stream] | None = None,
         may_leave: bool = False,
@@ -79,7 +78,6 @@ class Watch:
             store,
             rank,
             size,
-            host=host,
             timeout_seconds=timeout_seconds,
             joining_seconds=timeout_seconds if joining_seconds is None else joining_seconds,
         )

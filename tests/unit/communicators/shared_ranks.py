@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from processes.harness import Ranks
-from torch._C._distributed_c10d import Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.shared_memory import SharedMemoryCommunicator
 from unisono.errors import (
@@ -39,8 +39,12 @@ def report(call: Callable[[], object]) -> Report:
     raise AssertionError("the call ended well")
 
 
-def join(store: Store, rank: int, size: int, **options: Any) -> SharedMemoryCommunicator:
-    return SharedMemoryCommunicator(store, rank, size, **{"timeout_seconds": TIMEOUT, **options})
+def join(
+    store: Store, rank: int, size: int, key: str = "first", **options: Any
+) -> SharedMemoryCommunicator:
+    return SharedMemoryCommunicator(
+        PrefixStore(key, store), rank, size, **{"timeout_seconds": TIMEOUT, **options}
+    )
 
 
 def kill(ranks: Ranks, rank: int, number: signal.Signals) -> None:

@@ -69,11 +69,11 @@ def connect_but_for_one(store: Store, rank: int, size: int) -> tuple[str, tuple[
         with pytest.raises(RuntimeError):
             group(PrefixStore("gloo 0", store), rank, size, timedelta(milliseconds=1))
         store.set("published", "")
-        own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
+        own_address(store, rank, size, timeout_seconds=60)
         return "", (), ""
     store.wait(["published"], timedelta(seconds=60))
     try:
-        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60, joining_seconds=4)
+        make_gloo_group(store, rank, size, timeout_seconds=60, joining_seconds=4)
     except CommunicationError as error:
         return type(error).__name__, error.ranks, str(error)
     return "nothing", (), ""
@@ -133,13 +133,13 @@ def connect_to_a_silent_one(store: Store, rank: int, size: int) -> float:
     first = PrefixStore("gloo 0", store)
     if rank == 1:
         group: Any = distributed.ProcessGroupGloo
-        own_address(store, rank, size, host="127.0.0.1", timeout_seconds=60)
+        own_address(store, rank, size, timeout_seconds=60)
         with pytest.raises(RuntimeError, match="given up"):
             group(SilentStore(first), rank, size, timedelta(seconds=60))
         return 0.0
     began = time.monotonic()
     with suppress(CommunicationError):
-        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60, joining_seconds=4)
+        make_gloo_group(store, rank, size, timeout_seconds=60, joining_seconds=4)
     while any(thread.name == "unisono gloo" for thread in threading.enumerate()):
         time.sleep(0.01)
     first.set(f"{rank} has given up", "")
@@ -203,7 +203,7 @@ def test_all_ranks_try_again_where_one_could_not_connect(
     stores: list[Store] = [job, UnluckyStore(job), job]
 
     def summed(rank: int) -> float:
-        group = make_gloo_group(stores[rank], rank, 3, host="127.0.0.1", timeout_seconds=60)
+        group = make_gloo_group(stores[rank], rank, 3, timeout_seconds=60)
         total = torch.ones(1)
         group.allreduce([total]).wait()
         return total.item()
@@ -274,7 +274,7 @@ def test_a_group_ends_all_its_connections_though_one_has_ended_before() -> None:
     store = HashStore()
 
     def make(rank: int) -> Any:
-        return make_gloo_group(store, rank, 3, host="127.0.0.1", timeout_seconds=60)
+        return make_gloo_group(store, rank, 3, timeout_seconds=60)
 
     with ThreadPoolExecutor(3) as pool:
         first, second, third = pool.map(make, range(3))
@@ -292,7 +292,7 @@ def test_a_group_ends_all_its_connections_though_one_has_ended_before() -> None:
 def encrypted_in_no_known_way(store: Store, rank: int, size: int) -> str:
     os.environ["GLOO_DEVICE_TRANSPORT"] = "no such transport"
     with pytest.raises(UnsupportedError) as caught:
-        make_gloo_group(store, rank, size, host="127.0.0.1", timeout_seconds=60)
+        make_gloo_group(store, rank, size, timeout_seconds=60)
     return str(caught.value)
 
 

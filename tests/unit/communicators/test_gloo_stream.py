@@ -43,11 +43,7 @@ def ends() -> Iterator[list[End]]:
     store = HashStore()
 
     def make(rank: int) -> End:
-        return End(
-            make_gloo_group(
-                store, rank, 2, host="127.0.0.1", timeout_seconds=SECONDS, num_threads=1
-            )
-        )
+        return End(make_gloo_group(store, rank, 2, timeout_seconds=SECONDS))
 
     with ThreadPoolExecutor(2) as pool:
         made = list(pool.map(make, range(2)))

@@ -32,9 +32,7 @@ def three() -> Iterator[Three]:
     store = HashStore()
 
     def make(rank: int) -> GlooTransport:
-        group = make_gloo_group(
-            store, rank, 3, host="127.0.0.1", timeout_seconds=SECONDS, num_threads=1
-        )
+        group = make_gloo_group(store, rank, 3, timeout_seconds=SECONDS)
         return GlooTransport(group, SECONDS)
 
     with ThreadPoolExecutor(3) as pool:

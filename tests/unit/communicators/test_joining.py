@@ -16,6 +16,7 @@ from processes.certificates import keys, new_authority
 from processes.harness import Outcome, run_ranks
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
+from unisono.communicators import joining
 from unisono.communicators.greeting import call
 from unisono.communicators.hosts import address_of_interface
 from unisono.communicators.job_store import serve_store, store_at
@@ -30,7 +31,7 @@ TLS = "GLOO_DEVICE_TRANSPORT_TCP_TLS"
 
 
 def join(store: Store, rank: int, size: int, seconds: float = 20.0) -> Mesh:
-    return join_mesh(store, rank, size, host="127.0.0.1", timeout_seconds=seconds)
+    return join_mesh(store, rank, size, timeout_seconds=seconds, joining_seconds=seconds)
 
 
 def joined(pool: ThreadPoolExecutor, store: Store, size: int) -> list[Future[Mesh]]:
@@ -63,9 +64,10 @@ def test_nobody_listens_once_all_are_connected() -> None:
     assert set(os.listdir("/proc/self/fd")) <= before
 
 
-def test_an_address_of_another_host_is_an_error() -> None:
+def test_an_address_of_another_host_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "own_address", lambda *_, **__: "192.0.2.1")
     with pytest.raises(UnsupportedError, match=r"'192.0.2.1' is not an address of this host"):
-        join_mesh(HashStore(), 0, 1, host="192.0.2.1", timeout_seconds=5)
+        join(HashStore(), 0, 1, 5)
 
 
 @pytest.mark.parametrize(
