@@ -41,6 +41,8 @@ from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutErr
 
 # How long to wait for ranks to tell what they do, before an error says it of all.
 _ANSWER_SECONDS = 2.0
+# How a rank has ended, in words.
+_CLOSED, _ENDED, _CUT_OFF = "has closed its communicator", "has ended", "cannot be reached"
 _NO_WAY = (
     errno.ETIMEDOUT,
     errno.EHOSTUNREACH,
@@ -75,19 +77,13 @@ def lost(what: Mapping[int, str], others: str) -> WorkerLostError:
 
 @dataclass
 class _Rank:
-    """What the hub knows of a rank."""
+    """What the hub knows of a rank; `end` says how it has ended, if it has."""
 
     host: str = ""
     sequence: int = 0
     collective: str | None = None
     waits_in: int = 0
-    is_closed: bool = False
-    has_ended: bool = False
-    is_cut_off: bool = False
-
-    @property
-    def is_gone(self) -> bool:
-        return self.has_ended or self.is_cut_off
+    end: str = ""
 
 
 class Hub:
@@ -147,7 +143,7 @@ class Hub:
         elif kind == "asks":
             self._say_whether_all_are_well(rank)
         elif kind == "goodbye":
-            one.is_closed = True
+            one.end = _CLOSED
             self._look_for_leavers()
         # What was sent before it was asked for is no answer.
         if kind in ("does", "knows", "goodbye"):
@@ -155,12 +151,11 @@ class Hub:
 
     def _ended(self, rank: int, error: OSError | None) -> None:
         one = self._ranks[rank]
-        if not one.is_closed:
-            one.is_cut_off = is_unreachable(error)
-            one.has_ended = not one.is_cut_off
+        if not one.end:
+            one.end = _CUT_OFF if is_unreachable(error) else _ENDED
             # A rank that waits for a process that has ended finds its connection broken. One that
             # only ends without a goodbye, after the last collective, is no failure.
-            if one.is_cut_off:
+            if one.end == _CUT_OFF:
                 self._find(partial(self._lost, [rank]))
         self._no_answer_is_needed_of(rank)
 
@@ -205,23 +200,24 @@ class Hub:
             self._tell_own(0, self._verdict)
 
     def _present(self) -> set[int]:
-        return {r for r, one in self._ranks.items() if not one.is_closed and not one.is_gone}
+        return {rank for rank, one in self._ranks.items() if not one.end}
+
+    def _gone(self) -> list[int]:
+        """Returns the ranks that have ended without a goodbye."""
+        return [rank for rank, one in self._ranks.items() if one.end in (_ENDED, _CUT_OFF)]
+
+    def _closed_before(self, sequence: int) -> list[int]:
+        """Returns the ranks that have closed before collective number `sequence`."""
+        ranks = self._ranks.items()
+        return [rank for rank, one in ranks if one.end == _CLOSED and one.sequence < sequence]
 
     def _look_for_leavers(self) -> None:
         """Finds ranks that have closed before a collective for which another waits."""
-        last = max(one.waits_in for one in self._ranks.values())
-        leavers = [
-            rank for rank, one in self._ranks.items() if one.is_closed and one.sequence < last
-        ]
-        if leavers:
+        if leavers := self._closed_before(max(one.waits_in for one in self._ranks.values())):
             self._find(partial(self._lost, leavers))
 
     def _say_whether_all_are_well(self, asker: int) -> None:
-        gone = [
-            rank
-            for rank, one in self._ranks.items()
-            if one.is_gone or (one.is_closed and not self._may_leave)
-        ]
+        gone = self._gone() if self._may_leave else self._ranks.keys() - self._present()
         if gone:
             self._find(partial(self._lost, gone))
         else:
@@ -230,8 +226,8 @@ class Hub:
     def _late(
         self, asker: int, sequence: int, doing: str, seconds: float, awaited: list[int]
     ) -> CommunicationError:
-        if ended := [rank for rank, one in self._ranks.items() if one.is_gone]:
-            return self._lost(ended)
+        if gone := self._gone():
+            return self._lost(gone)
         late = self._latest(sequence) or awaited
         return timed_out(asker, seconds, doing, late, self._what_all_do())
 
@@ -244,13 +240,8 @@ class Hub:
         return idle or [rank for rank, one in late.items() if one.sequence == first]
 
     def _broken(self, sequence: int, peer: int | None, why: str) -> CommunicationError:
-        gone = {rank for rank, one in self._ranks.items() if one.is_gone}
-        if peer is None:
-            gone |= {
-                r for r, one in self._ranks.items() if one.is_closed and one.sequence < sequence
-            }
-        else:
-            gone |= {peer}
+        gone = self._gone()
+        gone += self._closed_before(sequence) if peer is None else [peer]
         if gone:
             return self._lost(gone, why)
         return WorkerLostError(
@@ -260,21 +251,16 @@ class Hub:
 
     def _lost(self, ranks: Iterable[int], why: str = "") -> CommunicationError:
         # A host that is gone takes all its ranks along, some of which are found out later.
-        silent = {r for r, one in self._ranks.items() if one.is_cut_off or r in self._unanswered}
+        silent = {r for r in self._ranks if self._what_happened_to(r, "") == _CUT_OFF}
         hosts = {self._ranks[rank].host for rank in ranks if rank in silent}
         lost_too = {rank for rank in silent if self._ranks[rank].host in hosts}
         what = {rank: self._what_happened_to(rank, why) for rank in {*ranks, *lost_too}}
         return lost(what, self._what_all_do())
 
     def _what_happened_to(self, rank: int, why: str) -> str:
-        one = self._ranks[rank]
-        if one.is_closed:
-            return "has closed its communicator"
-        if one.has_ended:
-            return "has ended"
-        if one.is_cut_off or rank in self._unanswered:
-            return "cannot be reached"
-        return f"lives, but a connection to it broke ({why})"
+        silent = _CUT_OFF if rank in self._unanswered else ""
+        broken = f"lives, but a connection to it broke ({why})"
+        return self._ranks[rank].end or silent or broken
 
     def _what_all_do(self) -> str:
         doing = "; ".join(f"rank {rank}: {self._doing(rank)}" for rank in self._ranks)
