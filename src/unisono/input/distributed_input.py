@@ -218,50 +218,49 @@ class DistributedInput:
         raise NotImplementedError
 
     def __iter__(self) -> DistributedIterator:
-        pending, self._pending = self._pending, None
-        epoch = self.begin() if pending is None else self.resume(pending[0], refetch=pending[1])
-        iterator = DistributedIterator(self, epoch)
+        (saved, refetch), self._pending = self._pending or (None, True), None
+        iterator = DistributedIterator(self, self.open(saved, refetch=refetch))
         self._latest = weakref.ref(iterator)
         return iterator
 
-    def begin(self) -> Epoch:
-        """Begins an epoch."""
-        self._leave_latest()
-        if self._made_owners != self._owners:
-            self._made_owners = self._owners
-            self._sources = self._sources_again()
-        epoch = Epoch.begin(self._sources, self._readers, self._progress.anew())
+    def open(self, saved: Progress | None = None, *, refetch: bool = True) -> Epoch:
+        """Begins an epoch, where another one was saved if that was under way."""
+        if saved is not None and saved.at_start is not None:
+            self._check_steps(saved)
+            self._leave_latest()
+            epoch = Epoch.resume(self._sources, self._readers, saved, refetch=refetch)
+        else:
+            self._leave_latest()
+            if self._made_owners != self._owners:
+                self._made_owners = self._owners
+                self._sources = self._sources_again()
+            epoch = Epoch.begin(self._sources, self._readers, self._progress.anew())
         self._progress = epoch.progress
         return epoch
 
-    def resume(self, progress: Progress, *, refetch: bool) -> Epoch:
-        """Begins an epoch where another one was saved."""
-        if progress.batches_per_step != self.batches_per_step:
+    def _check_steps(self, saved: Progress) -> None:
+        if saved.batches_per_step != self.batches_per_step:
             raise UnsupportedError(
-                f"The saved state is of an input with {progress.batches_per_step} batches per "
+                f"The saved state is of an input with {saved.batches_per_step} batches per "
                 f"step, but this one takes {self.batches_per_step}. Resume with the same number of "
                 "replicas."
             )
-        if progress.steps_per_batch != self.steps_per_batch:
+        if saved.steps_per_batch != self.steps_per_batch:
             raise UnsupportedError(
-                f"The saved state is of an input with {progress.steps_per_batch} steps per batch, "
+                f"The saved state is of an input with {saved.steps_per_batch} steps per batch, "
                 f"but this one makes {self.steps_per_batch}. Resume with the same policy and the "
                 "same number of workers."
             )
-        self._leave_latest()
-        epoch = Epoch.resume(self._sources, self._readers, progress, refetch=refetch)
-        self._progress = progress
-        return epoch
-
-    def _sources_again(self) -> tuple[Source, ...]:
-        """In an elastic job whose workers have changed: returns what this worker reads now."""
-        return self._sources
 
     def _leave_latest(self) -> None:
         """Stops an older epoch from drawing where the next one is about to."""
         latest = self._latest()
         if latest is not None and any(source.has_one_epoch for source in self._sources):
             latest.close()
+
+    def _sources_again(self) -> tuple[Source, ...]:
+        """In an elastic job whose workers have changed: returns what this worker reads now."""
+        return self._sources
 
     if TYPE_CHECKING:
         dataset: Any

@@ -152,7 +152,7 @@ class DistributedIterator(Iterator[Any]):
         """Starts the epoch again. Before the first step it does nothing."""
         if self._has_ended or self.progress.at_first is not None:
             self.close()
-            self._take(self._dataset.begin())
+            self._take(self._dataset.open())
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position in the epoch; see `DistributedDataset.state_dict`."""
@@ -160,13 +160,9 @@ class DistributedIterator(Iterator[Any]):
 
     def load_state_dict(self, state: Mapping[str, Any], *, refetch: bool = True) -> None:
         """Continues where another iterator was; see `DistributedDataset.load_state_dict`."""
-        progress = self._dataset._loaded(state)
+        saved = self._dataset._loaded(state)
         self.close()
-        self._take(
-            self._dataset.begin()
-            if progress.at_start is None
-            else self._dataset.resume(progress, refetch=refetch)
-        )
+        self._take(self._dataset.open(saved, refetch=refetch))
 
     @property
     def left(self) -> dict[int, int | None] | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.arguments import check_bool, check_int, check_optional, in_words
+from unisono.arguments import check_bool, check_instance, check_int, check_optional, in_words
 from unisono.errors import UnsupportedError
 from unisono.values import flatten
 
@@ -140,18 +140,13 @@ class InputOptions:
     count_samples: Callable[[Any], int] | None = None
 
     def __post_init__(self) -> None:
-        mode = self.experimental_replication_mode
-        if not isinstance(mode, InputReplicationMode):
-            members = ", ".join(str(member) for member in InputReplicationMode)
-            raise UnsupportedError(
-                f"`experimental_replication_mode` must be one of {members}, got {in_words(mode)}."
-            )
-        if not isinstance(self.auto_shard_policy, AutoShardPolicy):
-            members = ", ".join(member.name for member in AutoShardPolicy)
-            raise UnsupportedError(
-                f"`auto_shard_policy` must be one of `AutoShardPolicy`, {members}; got "
-                f"{in_words(self.auto_shard_policy)}."
-            )
+        mode, policy = self.experimental_replication_mode, self.auto_shard_policy
+        modes = ", ".join(map(str, InputReplicationMode))
+        policies = ", ".join(member.name for member in AutoShardPolicy)
+        wanted = f"one of {policies} of `AutoShardPolicy`"
+        check_instance("auto_shard_policy", policy, AutoShardPolicy, wanted)
+        name = "experimental_replication_mode"
+        check_instance(name, mode, InputReplicationMode, f"one of {modes}")
         is_name = isinstance(self.split, str) and self.split in ("even", "tensorflow")
         if not is_name and not callable(self.split):
             raise UnsupportedError(

@@ -243,7 +243,7 @@ def select_replica(replica_id: int, structure: Any) -> Any:
         raise _too_deep() from None
     container = opened(structure)
     if container is None or not any(
-        isinstance(leaf, DistributedValues) for leaf in _all(structure)
+        isinstance(leaf, DistributedValues) for leaf in flatten(structure)[0]
     ):
         return structure
     return container.make([select_replica(replica_id, child) for child in container.children])
@@ -261,10 +261,6 @@ def flatten(structure: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
     return leaves, tree.build
 
 
-def _all(structure: Any) -> list[Any]:
-    return take_apart(structure)[1]
-
-
 class _Star:
     def __repr__(self) -> str:
         return "*"
@@ -277,7 +273,7 @@ def _spelled(structure: Any) -> str:
 def tensors_of(structure: Any) -> list[Tensor]:
     """Returns all tensors in a structure, including those of distributed values."""
     found: list[Tensor] = []
-    for leaf in _all(structure):
+    for leaf in flatten(structure)[0]:
         if isinstance(leaf, DistributedValues):
             found += tensors_of(list(leaf.values))
         elif isinstance(leaf, Tensor):

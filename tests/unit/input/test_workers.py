@@ -384,5 +384,7 @@ def test_a_policy_for_what_a_function_shares_is_refused() -> None:
 
 
 def test_a_policy_that_is_none_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match="OFF, AUTO, FILE, DATA, HINT; got 'FILE'"):
+    with pytest.raises(
+        UnsupportedError, match="OFF, AUTO, FILE, DATA, HINT of `AutoShardPolicy`, got 'FILE'"
+    ):
         InputOptions(auto_shard_policy="FILE")  # type: ignore[arg-type]

@@ -100,8 +100,7 @@ class SplitBatch:
     """The input of one step, on devices to which its copies may still be under way.
 
     Attributes:
-        tree: The structure.
-        leaves: For each leaf its parts, by replica id.
+        leaves: For each leaf of the tree its parts, by replica id.
         counts: How many samples each replica got: of all workers if they share the batch. A
             replica that got none has a part all the same. Empty if they are not counted.
         is_counted: Whether the counts are those of samples; otherwise each part counts as one.
@@ -150,14 +149,8 @@ class Splitter:
     """Splits batches as the options say.
 
     A replica without samples gets a copy of a sample of the batch, which counts nothing: some
-    models cannot take an empty batch. As TensorFlow splits, it gets an empty part.
-
-    Args:
-        options: The options of the input.
-        batch_size: The size of a full batch, if the source says so.
-
-    Attributes:
-        leaves_empty: Whether a part without samples is left empty.
+    models cannot take an empty batch. As TensorFlow splits, it gets an empty part (`leaves_empty`).
+    The source may know the size of a full batch.
     """
 
     def __init__(
@@ -179,23 +172,13 @@ class Splitter:
         return SplitBatch(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
 
     def split(
-        self,
-        batch: Any,
-        num_parts: int,
-        own: slice = slice(None),
-        slices: Slices | None = None,
+        self, batch: Any, num_parts: int, own: slice = slice(None), slices: Slices | None = None
     ) -> SplitBatch:
         """Splits `batch` over the replicas of all workers.
 
         Leaves without a batch dimension, such as numbers, text and None, are given to every
-        replica.
-
-        Args:
-            batch: A host batch.
-            num_parts: The number of replicas.
-            own: The replicas of this worker. The parts are theirs, the counts those of all.
-            slices: Returns the samples of each replica for a number of samples. None leaves that to
-                the options.
+        replica. The parts are those of the `own` replicas of this worker, the counts those of all.
+        `slices` returns the samples of each replica, if the options do not say that.
         """
         if self._given is not None:
             parts = self._split_by_user(self._given(batch, num_parts), num_parts)
@@ -297,12 +280,9 @@ def grouped(
         return SplitBatch(tree, list(zip(*leaves, strict=True)), counts)
     # Lists with an entry per sample may have different lengths.
     for is_leaf in (is_column, is_inner_list, is_list):
-        apart = [taken_apart(batch, is_leaf) for batch in batches]
-        first = apart[0][0]
-        if all(tree.paths == first.paths for tree, _ in apart):
-            return SplitBatch(
-                first, list(zip(*(leaves for _, leaves in apart), strict=True)), counts
-            )
+        trees, leaves = zip(*(taken_apart(batch, is_leaf) for batch in batches), strict=True)
+        if all(other.paths == trees[0].paths for other in trees):
+            return SplitBatch(trees[0], list(zip(*leaves, strict=True)), counts)
     trees = [taken_apart(batch, is_column)[0] for batch in batches]
     other = next(i for i, tree in enumerate(trees) if tree.paths != trees[0].paths)
     raise ReplicaMismatchError(
