@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import _imp
 import ctypes
 import threading
+from contextlib import suppress
 
 
 class ReplicaStopped(BaseException):
@@ -52,6 +54,10 @@ class Guard:
         # lock then stays taken.
         while self._lock._is_owned():  # type: ignore[attr-defined]
             self._lock.release()
+        # The same is true of the lock of Python's imports, which other threads would wait for.
+        with suppress(RuntimeError):
+            while _imp.lock_held():
+                _imp.release_lock()
 
     def stop(self, *, is_again: bool = False) -> None:
         """Raises `ReplicaStopped` at the next instruction of user code, or when that begins."""
