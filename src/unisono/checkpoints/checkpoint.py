@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -20,8 +20,8 @@ from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions import Workers
 from unisono.reductions.wire import read, write
-from unisono.strategies.hooking import newest_hook
 from unisono.strategies.joining import elastic_job, newest_workers
+from unisono.strategies.worker import newest_hook
 from unisono.values import flatten, map_leaves
 from unisono.variables import Variable
 
@@ -154,23 +154,17 @@ class Checkpoint:
         return any(own is one or getattr(own, "_dataset", None) is one for own in held)
 
 
-class told_to_all:
+@contextlib.contextmanager
+def told_to_all(workers: Workers, what: str) -> Iterator[bool]:
     """A block in which the chief does something. If it fails there, all workers raise an error."""
-
-    def __init__(self, workers: Workers, what: str) -> None:
-        self._workers = workers
-        self._what = what
-
-    def __enter__(self) -> bool:
-        return self._workers.communicator.rank == 0
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if not self._workers.are_many or not isinstance(error, (Exception, type(None))):
-            return
-        own = "" if error is None else f"{type(error).__name__}: {error}"
-        told = self._workers.gather_objects(own)
-        if error is None and told[0]:
-            raise CommunicationError(f"The chief could not {self._what}. {told[0]}", [0])
+    try:
+        yield workers.communicator.rank == 0
+    except Exception as error:
+        if workers.are_many:
+            workers.gather_objects(f"{type(error).__name__}: {error}")
+        raise
+    if workers.are_many and (told := workers.gather_objects("")[0]):
+        raise CommunicationError(f"The chief could not {what}. {told}", [0])
 
 
 def these_workers() -> Workers:

@@ -36,6 +36,9 @@ class CheckpointManager:
         directory: The folder; it is made if it is not there.
         max_to_keep: How many checkpoints to keep; None keeps all.
         checkpoint_name: How the names of the files begin.
+
+    Attributes:
+        longest_seconds: How long the slowest save of this process took; 0 if there was none.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class CheckpointManager:
         self._max_to_keep = max_to_keep
         self._name = checkpoint_name
         self._pending: tuple[ThreadPoolExecutor, Future[None]] | None = None
-        self._longest_seconds = 0.0
+        self.longest_seconds = 0.0
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -81,11 +84,6 @@ class CheckpointManager:
         """The file of the newest checkpoint; None if there is none."""
         found = self._found()
         return str(found[-1][1]) if found else None
-
-    @property
-    def longest_seconds(self) -> float:
-        """How long the slowest save of this process took; 0 if there was none."""
-        return self._longest_seconds
 
     def save(self, checkpoint_number: int | None = None, *, background: bool = False) -> str:
         """Saves a checkpoint. All workers call it.
@@ -180,7 +178,7 @@ class CheckpointManager:
             _log.error("Cannot save %s: %s: %s", path, type(error).__name__, error)
             raise
         seconds = time.monotonic() - start
-        self._longest_seconds = max(self._longest_seconds, seconds)
+        self.longest_seconds = max(self.longest_seconds, seconds)
         _log.info("Saved %s in %.1f s.", path, seconds)
 
     def _delete_old(self, newest: Path) -> None:

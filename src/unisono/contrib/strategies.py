@@ -100,7 +100,7 @@ class ParameterServerStrategy(Strategy):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse(
+        raise UnsupportedError(
             "`ParameterServerStrategy` trains asynchronously, with variables on parameter servers. "
             "Unisono trains synchronously: use `unisono.MirroredStrategy` on one host, and "
             "`unisono.MultiWorkerMirroredStrategy` on several workers."
@@ -119,7 +119,7 @@ class TPUStrategy(Strategy):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse(
+        raise UnsupportedError(
             "`TPUStrategy` needs TPUs. Unisono trains on CPUs and GPUs: use "
             "`unisono.MirroredStrategy`."
         )
@@ -137,7 +137,7 @@ class MultiWorkerAllReduce(CrossDeviceOps):
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        _refuse(
+        raise UnsupportedError(
             "`MultiWorkerAllReduce` reduces between the devices of all workers from one process. "
             "Here every worker runs the script and drives its own devices: use "
             "`unisono.MultiWorkerMirroredStrategy`, which reduces between workers by itself."
@@ -153,14 +153,10 @@ def run_standard_tensorflow_server(session_config: object = None) -> NoReturn:
     Raises:
         UnsupportedError: Always.
     """
-    _refuse(
+    raise UnsupportedError(
         "There is no TensorFlow server that another process could drive. Start the script itself "
         "on every worker, for example with `unisono launch` or `torchrun`."
     )
-
-
-def _refuse(message: str) -> NoReturn:
-    raise UnsupportedError(message)
 
 
 class CollectiveAllReduceStrategy(MultiWorkerMirroredStrategy):

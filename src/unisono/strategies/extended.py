@@ -1,58 +1,41 @@
-"""`StrategyExtended`: what strategies are made of."""
+"""`StrategyExtended`: the methods of `tf.distribute` for authors of training loops."""
 
 from __future__ import annotations
 
 import functools
-import os
-import threading
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from unisono.arguments import check_bool, check_call, check_instance, check_optional
-from unisono.communicators import Communicator, IdentityCommunicator
-from unisono.contexts import (
-    CrossReplicaContext,
-    ReplicaContext,
-    entered,
-    running_replica,
+from unisono.arguments import (
+    check_bool,
+    check_call,
+    check_instance,
+    check_int,
+    check_iterable,
+    in_words,
 )
-from unisono.costs import Tuning
-from unisono.devices import Device, replica_devices, this_machine
-from unisono.engines import CallerThread
-from unisono.functions import Captures, Function
-from unisono.gradients import GradientReducer
-from unisono.gradients.replica_hooks import ReplicaHooks
-from unisono.hooks.hook import CommHook
-from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
-from unisono.reductions import (
-    AcrossWorkers,
-    CrossDeviceOps,
-    Workers,
-    predicted_cost,
+from unisono.contexts import CrossReplicaContext, current_replica, entered, get_strategy
+from unisono.devices import Device, cpu_slots
+from unisono.errors import ContextError, UnsupportedError
+from unisono.input import ArrayDataset, DistributedIterator, numpy_dataset
+from unisono.options import CommunicationOptions, ReduceOp
+from unisono.reductions import destinations_of, listed_pairs
+from unisono.strategies.steps import MultiStepContext
+from unisono.strategies.worker import WorkerReplicas
+from unisono.values import (
+    DistributedValues,
+    Mirrored,
+    flatten,
+    select_replica,
 )
-from unisono.strategies.counting import Counting
-from unisono.strategies.extended_methods import ExtendedMethods
-from unisono.strategies.hooking import HookMethods
-from unisono.strategies.runner import Runner, unpack
-from unisono.tracing import span
-from unisono.values import DistributedValues
-from unisono.variables import (
-    Leaves,
-    Mirrors,
-    merge,
-    undone,
-    watch_torch,
-)
+from unisono.variables import Component, Variable, variable_of
 
 if TYPE_CHECKING:
-    from unisono.strategies.elastic_job import ElasticJob
-    from unisono.strategies.strategy import Strategy
+    pass
 
 
-class StrategyExtended(ExtendedMethods, HookMethods):
+class StrategyExtended(WorkerReplicas):
     """Further methods of a strategy of one worker.
 
     Args:
@@ -75,163 +58,11 @@ class StrategyExtended(ExtendedMethods, HookMethods):
     experimental_should_init = True
     should_checkpoint = True
     should_save_summary = True
-    # What makes runs that survive the loss of workers; None if nothing does.
-    elastic: ElasticJob | None = None
-
-    def __init__(
-        self,
-        devices: tuple[Device, ...],
-        cross_device_ops: CrossDeviceOps,
-        *,
-        reduce_gradients: ReduceOp = ReduceOp.MEAN,
-        options: CommunicationOptions = DEFAULT_OPTIONS,
-        is_serial: bool = False,
-        synchronize_batch_norm: bool = False,
-        communicator: Communicator | None = None,
-        replicas_per_worker: Sequence[int] | None = None,
-        threads_per_replica: int | None = None,
-        tuning: Tuning | None = None,
-    ) -> None:
-        devices = replica_devices(devices)
-        check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
-        reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
-        options = check_options(options)
-        check_bool("is_serial", is_serial)
-        check_bool("synchronize_batch_norm", synchronize_batch_norm)
-        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
-        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
-        self._duplicate = functools.partial(
-            StrategyExtended,
-            devices,
-            cross_device_ops,
-            reduce_gradients=reduce_gradients,
-            options=options,
-            is_serial=is_serial,
-            synchronize_batch_norm=synchronize_batch_norm,
-            threads_per_replica=threads_per_replica,
-            tuning=tuning,
-        )
-        self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
-        self.reduce_gradients = reduce_gradients
-        self.options = options
-        self._is_serial = is_serial
-        self._num_intraop = threads_per_replica
-        self._tuning = tuning
-        self.mirrors = Mirrors(
-            *_memories(devices),
-            workers=self.workers,
-            synchronize_batch_norm=synchronize_batch_norm,
-        )
-        # What gradients pass through on their way between workers, if the program has said so.
-        self._hook: CommHook | ReplicaHooks | None = None
-        self._lay_out(devices, cross_device_ops)
-        # A single replica, too, has its gradients pass through a reduction that wants all of them.
-        self.mirrors.is_single &= not self._local_ops.wants_all_gradients
-        if not self.mirrors.is_single:
-            watch_torch()
-        self._num_runs = 0
-        # A single replica shares nothing, and runs on the thread of its caller.
-        self._run_lock: AbstractContextManager[Any] = (
-            nullcontext() if self.mirrors.is_single else threading.Lock()
-        )
-        self._strategy: Strategy | None = None
-        # It belongs to the process that made it, also after a fork; see `check_process`.
-        self._process = os.getpid()
-
-    def _lay_out(self, devices: tuple[Device, ...], ops: CrossDeviceOps) -> None:
-        """Makes all that depends on which replicas this worker has, and who the others are."""
-        self._devices = devices
-        # Which replicas each worker has.
-        self.layout = self.workers.layout(len(devices))
-        self.cross_device_ops = self._local_ops = ops = ops.in_strategy()
-        if self.workers.are_many:
-            self.cross_device_ops = AcrossWorkers(ops, self.workers, devices)
-        self.gradients = self._reducer()
-        self._runner = Runner(
-            devices, self.workers, is_serial=self._is_serial, num_intraop=self._num_intraop
-        )
-        self.current_weights = [1.0] * len(devices)
-        is_moving = self.elastic is not None
-        self.counting = Counting(devices, self.workers, is_moving=is_moving)
-        places = _memories(devices)[1]
-        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
-
-    def _reducer(self) -> GradientReducer:
-        """Makes what reduces gradients."""
-        ops, hook, cost = self.cross_device_ops, self._hook, None
-        if hook is None:
-            cost = predicted_cost(self._local_ops, self._devices, self._tuning)
-        else:
-            # A single worker, too, has its gradients pass through the hook.
-            ops = across = AcrossWorkers(self._local_ops, self.workers, self._devices)
-            if isinstance(hook, ReplicaHooks):
-                hook.lay_out(across, self.mirrors.places[0])
-        return GradientReducer(
-            self.mirrors, self._devices, ops, self.reduce_gradients, self.options, cost, hook
-        )
-
-    def _relayout(
-        self,
-        devices: tuple[Device, ...],
-        ops: CrossDeviceOps,
-        communicator: Communicator,
-        counts: Sequence[int],
-    ) -> None:
-        """Between two runs: gives this worker other replicas, and keeps what the program made."""
-        if self.elastic is not None:
-            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
-        self.mirrors.relayout(*_memories(devices))
-        self.gradients.retire()
-        self._captures.close()
-        self._runner.close()
-        self.workers.change(communicator, counts)
-        self._lay_out(devices, ops)
-        if self.elastic is not None:
-            self.elastic.variables.relayout()
-
-    def bind(self, strategy: Strategy) -> None:
-        """Says whose extension this is."""
-        self._strategy = strategy
-
-    @property
-    def strategy(self) -> Strategy:
-        """The strategy that this extends."""
-        assert self._strategy is not None
-        return self._strategy
-
-    @property
-    def worker_devices(self) -> tuple[Device, ...]:
-        """The devices that replicas run on, by replica id."""
-        return self._devices
 
     @property
     def parameter_devices(self) -> tuple[Device, ...]:
         """The devices that variables are kept on."""
         return self._devices
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas over which gradients are aggregated, on all workers."""
-        return self.layout.total
-
-    @property
-    def first_replica_id(self) -> int:
-        """The number of this worker's first replica among those of all workers."""
-        return self.layout.own.start
-
-    @property
-    def host(self) -> Device:
-        """Where results go that are for the program: the first replica's device."""
-        return self._devices[0]
-
-    def adopt(self, leaves: Leaves) -> None:
-        """Trains what belongs to no module, from now on: in the current run too, if there is one.
-
-        It is made in a meeting of the replicas, so that none is in a backward pass.
-        """
-        self.mirrors.add(leaves)
-        if running_replica() is not None:
-            self.gradients.begin(self.current_weights)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -245,100 +76,297 @@ class StrategyExtended(ExtendedMethods, HookMethods):
         is_unpacked = isinstance(args, DistributedValues)
         check_call("fn", fn, () if is_unpacked else args, kwargs)
         if is_unpacked:
-            fn, args = functools.partial(unpack, fn), (args,)
-        kwargs = kwargs or {}
-        running = running_replica()
-        if running is not None:
-            results = self._runner.run_again(running, fn, args, kwargs)
-            return self.counting.regrouped(results)
-        # One run at a time: leaves, gradients and weights are those of the run under way.
-        with self._run_lock:
-            before = CallerThread()
-            try:
-                with entered(CrossReplicaContext(self)):
-                    if self.elastic is not None:
-                        return self.elastic.run(fn, args, kwargs)
-                    return self._run_step(fn, args, kwargs)
-            except BaseException:
-                before.restore()
-                raise
+            fn, args = functools.partial(_unpack, fn), (args,)
+        return self._call(fn, args, kwargs or {})
 
-    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        self._num_runs += 1
-        with span("step", "run", step=self._num_runs):
-            weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
-            self.current_weights = weights
-            if isinstance(fn, Function):
-                if self.elastic is not None:
-                    return self._run(fn.fn, args, kwargs, weights)
-                return self._captures.run(fn, args, kwargs, weights)
-            return self._run(fn, args, kwargs, weights)
-
-    def _run(
+    def reduce_to(
         self,
+        reduce_op: ReduceOp | str,
+        value: Any,
+        destinations: Any,
+        options: CommunicationOptions | None = None,
+    ) -> Any:
+        """Reduces a value, or every distributed value of a nested structure, to devices.
+
+        See `CrossDeviceOps.reduce`; `reduce_op` may be a name. Values that know the samples of
+        their replicas are reduced as `Strategy.reduce` says. A mirrored `value` is its own mean,
+        and has no sum: that is an `UnsupportedError`.
+        """
+        self.strategy._check_cross_replica("reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        if not isinstance(value, DistributedValues):
+            leaves, rebuild = flatten(value)
+            if any(isinstance(leaf, DistributedValues) for leaf in leaves):
+                return rebuild([self.reduce_to(op, leaf, destinations, options) for leaf in leaves])
+            if self.layout.are_several or self.elastic is not None:
+                return self._reduce_single(op, value, destinations)
+        if isinstance(value, Mirrored) or (isinstance(value, Variable) and value.is_mirrored):
+            if op is ReduceOp.SUM and self.num_replicas_in_sync > 1:
+                raise UnsupportedError(
+                    "A mirrored value is the same on every replica, so its sum over replicas has "
+                    "no meaning. Use MEAN, or multiply it by the number of replicas."
+                )
+            return self.broadcast_to(value, destinations)
+        if self.elastic is not None:
+            reduce = functools.partial(self._reduce, op, value, destinations, options)
+            return self.elastic.reduce(op, value, destinations, reduce)
+        return self._reduce(op, value, destinations, options)
+
+    def _reduce(
+        self, op: ReduceOp, value: Any, destinations: Any, options: CommunicationOptions | None
+    ) -> Any:
+        value = self.counting.counted(op, value)
+        return self.cross_device_ops.reduce(op, value, destinations, self.options.merge(options))
+
+    def _reduce_single(self, op: ReduceOp, value: Any, destinations: Any) -> Any:
+        """Reduces what is not distributed: the same on every replica."""
+        is_zero = isinstance(value, (int, float)) and value == 0
+        if op is ReduceOp.SUM and not is_zero:
+            raise UnsupportedError(
+                f"{in_words(value)} is a single value, not one value per replica, so its sum over "
+                f"{self.num_replicas_in_sync} replicas has no meaning. Reduce what `run` returns."
+            )
+        return self.broadcast_to(value, destinations)
+
+    def batch_reduce_to(
+        self,
+        reduce_op: ReduceOp | str,
+        value_destination_pairs: Iterable[tuple[Any, Any]],
+        options: CommunicationOptions | None = None,
+    ) -> list[Any]:
+        """Reduces many values to devices; see `CrossDeviceOps.batch_reduce`."""
+        self.strategy._check_cross_replica("batch_reduce_to()")
+        op = ReduceOp.read(reduce_op)
+        listed = listed_pairs(value_destination_pairs)
+        pairs = [(self.counting.counted(op, value), where) for value, where in listed]
+        return list(self.cross_device_ops.batch_reduce(op, pairs, self.options.merge(options)))
+
+    def broadcast_to(self, tensor: Any, destinations: Any) -> Any:
+        """Copies a tensor to devices; see `CrossDeviceOps.broadcast`."""
+        self.strategy._check_cross_replica("broadcast_to()")
+        return self.cross_device_ops.broadcast(tensor, destinations_of(destinations))
+
+    def update(
+        self,
+        var: Variable,
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
+    ) -> Any:
+        """Calls `fn(component, *args, **kwargs)` once for each storage of a variable.
+
+        On a replica this is a `merge_call`.
+
+        Args:
+            var: A variable of this strategy.
+            fn: Changes the component, in place. It is a tensor that also has the methods of a
+                variable: `assign`, `assign_add`, `assign_sub` and `scatter_*`.
+            args: Its further arguments. Of distributed ones it gets the component of the replica.
+            kwargs: Its keyword arguments, treated as `args` are.
+            group: Whether the results become one `Mirrored`.
+
+        Returns:
+            A `Mirrored` of what `fn` returns, or with `group=False` a tuple of it, one entry a
+            storage: replicas that share a memory share one.
+
+        Raises:
+            UnsupportedError: If `var` is no `Variable`.
+            ContextError: If it was made under another strategy.
+        """
+        check_call("fn", fn, args, kwargs)
+        check_bool("group", group)
+        if not isinstance(var, Variable):
+            raise UnsupportedError(
+                f"`update()` takes a `Variable` of the strategy, got {type(var).__name__}."
+            )
+        if not self.variable_created_in_scope(var):
+            raise ContextError(
+                f"`update()` of {self.strategy!r} was given a variable that was made under "
+                f"{var.strategy!r}. Call that strategy's `extended.update()`."
+            )
+        context = current_replica()
+        if context is not None:
+            return context.merge_call(
+                lambda _, *a, **k: self._update(var, fn, a, k, is_grouped=group), args, kwargs
+            )
+        return self._update(var, fn, args, kwargs or {}, is_grouped=group)
+
+    def _update(
+        self,
+        var: Variable,
         fn: Callable[..., Any],
         args: Sequence[Any],
         kwargs: dict[str, Any],
-        weights: Sequence[float],
-        recorder: Any = None,
+        *,
+        is_grouped: bool,
     ) -> Any:
-        if recorder is None or not (recorder.is_capturing and recorder.streams):
-            # No graph of one memory can bring something to others.
-            self.mirrors.refresh()
-        self.gradients.begin(weights, () if recorder is None else recorder.streams)
-        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
-        if self.mirrors.is_single:
-            results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
-            return self.counting.regrouped(results)
-        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
-        try:
-            with undone(self.mirrors, idle) if idle else nullcontext():
-                results = self.mirrors.call_in_use(fn, run)
-            self.mirrors.watch.check()
-            self.mirrors.parts.check()
-            self.mirrors.groups.settle(len(self._devices))
-        finally:
-            self.mirrors.groups.forget()
-        # Only where all replicas have succeeded: a run that fails leaves all as it was.
-        self.mirrors.buffers.end(weights, recorder)
-        self.mirrors.metrics.end(weights)
-        return self.counting.regrouped(results)
+        if self.elastic is not None:
+            self.elastic.variables.before_write(var, var.owners)
+        calls = [
+            (owner, functools.partial(fn, Component.of(var.values[owner]))) for owner in var.owners
+        ]
+        results = self._call_each(calls, args, kwargs)
+        if is_grouped and all(leaf is None for own in results for leaf in flatten(own)[0]):
+            return None
+        return _grouped(
+            results, [var.devices[owner] for owner in var.owners], is_grouped=is_grouped
+        )
 
-    def _undo_drawing(self) -> None:
-        """After a run that is undone: random generators of the program are what they were."""
-        if self._runner.of_run is not None:
-            self._runner.of_run.undo()
-
-    def merge_call(
+    def _call_each(
         self,
-        context: ReplicaContext,
-        merge_fn: Callable[..., Any],
-        args: tuple[Any, ...],
+        calls: Sequence[tuple[int, Callable[..., Any]]],
+        args: Sequence[Any],
         kwargs: dict[str, Any],
-    ) -> Any:
-        """Does the work of `ReplicaContext.merge_call`."""
-        return merge(context, merge_fn, args, kwargs)
+    ) -> tuple[Any, ...]:
+        """Makes a call for each of some replicas, with its own arguments."""
+        results = []
+        for replica_id, call in calls:
+            own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs))
+            with entered(CrossReplicaContext(self, replica_id)):
+                results.append(call(*own_args, **own_kwargs))
+        return tuple(results)
 
-    def close(self) -> None:
-        """Ends the threads of the replicas, and leaves the other workers."""
-        if self._process != os.getpid() and self.workers.are_many:
-            return
-        self._forget_hook()
-        # First, because it ends what the threads may wait for.
-        self.workers.communicator.close()
-        self.gradients.close()
-        self._captures.close()
-        self._runner.close()
-        self.cross_device_ops.close()
+    def update_non_slot(
+        self,
+        colocate_with: Sequence[Device],
+        fn: Callable[..., Any],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+        group: bool = True,  # noqa: FBT001, FBT002 - the signature of tf.distribute
+    ) -> Any:
+        """Calls `fn(*args, **kwargs)` once for each of the devices, with their own arguments.
+
+        Args:
+            colocate_with: The devices, as `non_slot_devices` returns them.
+            fn: What to call.
+            args: Its arguments. Of distributed ones it gets the component of the replica.
+            kwargs: Its keyword arguments, treated as `args` are.
+            group: Whether the results become one `Mirrored`; otherwise they are a tuple.
+
+        Raises:
+            UnsupportedError: If a device is none of this strategy's.
+        """
+        self.strategy._check_cross_replica("update_non_slot()")
+        check_call("fn", fn, args, kwargs)
+        check_bool("group", group)
+        devices = tuple(check_iterable("colocate_with", colocate_with))
+        for device in devices:
+            if not isinstance(device, Device) or device not in self.worker_devices:
+                raise UnsupportedError(
+                    f"`update_non_slot()` takes devices of {self.strategy!r}, got "
+                    f"{in_words(device)}. Pass those that `non_slot_devices()` returns."
+                )
+        calls = [(self.worker_devices.index(device), fn) for device in devices]
+        return _grouped(self._call_each(calls, args, kwargs or {}), devices, is_grouped=group)
+
+    def non_slot_devices(self, var_list: Sequence[Variable]) -> tuple[Device, ...]:
+        """Returns the devices of all variables of `var_list`; those of none are `cpu:0`."""
+        variables = check_iterable("var_list", var_list)
+        for var in variables:
+            check_instance("var_list", var, DistributedValues, "a list of variables")
+        return tuple(dict.fromkeys(d for var in variables for d in var.devices)) or cpu_slots(1)
+
+    def read_var(self, v: Variable) -> Any:
+        """Reads the variable `v`; one that is `ON_READ`, as its aggregation says."""
+        check_instance("v", v, Variable, "a `Variable` of the strategy")
+        return v.value()
+
+    def value_container(self, value: Any) -> Any:
+        """Returns what `value` is a replica's part of: a variable, or a model's parameter.
+
+        Everything else is its own container.
+        """
+        variable, owner = variable_of(value), self.mirrors.owners.get(id(value))
+        if variable is None:
+            return value if owner is None else owner.primary
+        return variable
+
+    def variable_created_in_scope(self, v: Any) -> bool:
+        """Whether `v` is a variable that was made under this strategy."""
+        return isinstance(v, Variable) and v.strategy is self.strategy
+
+    @contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+        """Within the block, variables are made on the devices of `colocate_with_variable`.
+
+        All variables of a strategy are on all its devices, so this only checks whose it is.
+
+        Raises:
+            ContextError: If it is entered outside the scope of this strategy.
+            UnsupportedError: If the variable was not made under this strategy.
+        """
+        if get_strategy() is not self.strategy:
+            raise ContextError(
+                f"`colocate_vars_with()` of {self.strategy!r} was called outside its scope. Enter "
+                "`strategy.scope()` first."
+            )
+        if not self.variable_created_in_scope(colocate_with_variable):
+            raise UnsupportedError(
+                f"`colocate_vars_with()` takes a variable of {self.strategy!r}, got "
+                f"{in_words(colocate_with_variable)}."
+            )
+        yield
+
+    def experimental_run_steps_on_iterator(
+        self,
+        fn: Callable[..., Any],
+        iterator: DistributedIterator,
+        iterations: int = 1,
+        initial_loop_values: Mapping[str, Any] | None = None,
+    ) -> MultiStepContext:
+        """Calls `fn(context, inputs)` with one element of the input after another.
+
+        `fn` runs in cross-replica context, where it calls `run`, and gives what it has for the
+        caller to `context`.
+
+        Args:
+            fn: One step.
+            iterator: Where the elements come from.
+            iterations: How many steps there are.
+            initial_loop_values: What `last_step_outputs` are if there is no step.
+
+        Returns:
+            The context, with what the last step gave.
+
+        Raises:
+            UnsupportedError: If `iterations` is negative.
+        """
+        self.strategy._check_cross_replica("experimental_run_steps_on_iterator()")
+        check_call("fn", fn, (), None)
+        check_int("iterations", iterations, least=0)
+        check_instance("iterator", iterator, DistributedIterator, "a distributed iterator")
+        steps = MultiStepContext(initial_loop_values)
+        with entered(CrossReplicaContext(self.strategy.extended)):
+            for _ in range(iterations):
+                fn(steps, iterator.get_next())
+        return steps
+
+    def experimental_make_numpy_dataset(
+        self, numpy_input: Any, session: object = None
+    ) -> ArrayDataset:
+        """See `Strategy.experimental_make_numpy_dataset`."""
+        return numpy_dataset(numpy_input)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StrategyExtended:
-        return self._duplicate()
+        return StrategyExtended(
+            self.worker_devices,
+            self._given_ops,
+            reduce_gradients=self.reduce_gradients,
+            options=self.options,
+            is_serial=self._is_serial,
+            synchronize_batch_norm=self.mirrors.synchronizes,
+            threads_per_replica=self._num_intraop,
+            tuning=self._tuning,
+        )
 
 
-def _memories(
-    devices: tuple[Device, ...],
-) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
-    """Returns the memory and the torch device of each replica."""
-    machine = this_machine()
-    memories = tuple(machine.memory(device) for device in devices)
-    return memories, tuple(machine.torch_device(device) for device in devices)
+def _grouped(results: tuple[Any, ...], devices: Sequence[Device], *, is_grouped: bool) -> Any:
+    if not is_grouped:
+        return results
+    return results[0] if len(results) == 1 else Mirrored.placed(results, tuple(devices))
+
+
+def _unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
+    """Calls `fn` with the items of `own`."""
+    return fn(*check_iterable("args", own), **kwargs)

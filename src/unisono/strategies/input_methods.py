@@ -27,16 +27,9 @@ if TYPE_CHECKING:
 class InputMethods:
     """The part of a strategy that distributes input."""
 
-    if TYPE_CHECKING:
-
-        @property
-        def extended(self) -> StrategyExtended:
-            """See `Strategy.extended`."""
-
-        def run(self, fn: Callable[..., Any], args: Any = (), kwargs: Any = None) -> Any:
-            """See `Strategy.run`."""
-
-        def _check_cross_replica(self, what: str) -> None: ...
+    _extended: StrategyExtended
+    run: Callable[..., Any]
+    _check_cross_replica: Callable[..., None]
 
     def experimental_distribute_dataset(
         self, dataset: Any, options: InputOptions | None = None
@@ -59,11 +52,11 @@ class InputMethods:
         """
         return DistributedDataset(
             dataset,
-            self.extended.worker_devices,
+            self._extended.worker_devices,
             options,
             input_context=self._input_context,
-            workers=self.extended.workers,
-            job=self.extended.elastic,
+            workers=self._extended.workers,
+            job=self._extended.elastic,
         )
 
     def distribute_datasets_from_function(
@@ -85,10 +78,10 @@ class InputMethods:
         return DistributedDatasetsFromFunction(
             dataset_fn,
             self._input_context,
-            self.extended.worker_devices,
+            self._extended.worker_devices,
             options,
-            workers=self.extended.workers,
-            job=self.extended.elastic,
+            workers=self._extended.workers,
+            job=self._extended.elastic,
         )
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
@@ -107,13 +100,13 @@ class InputMethods:
         Returns:
             The structure of a value with `PerReplica` leaves, also where there is one replica.
         """
-        layout, job = self.extended.layout, self.extended.elastic
+        layout, job = self._extended.layout, self._extended.elastic
         contexts = [ValueContext(replica, layout.total) for replica in range(layout.total)]
         own = slice(layout.own.start, layout.own.stop)
         if job is None:
-            return values_from_function(value_fn, self.extended.worker_devices, contexts[own])
+            return values_from_function(value_fn, self._extended.worker_devices, contexts[own])
         return values_from_function(
-            value_fn, self.extended.worker_devices, contexts, own=own, generation=job.generation
+            value_fn, self._extended.worker_devices, contexts, own=own, generation=job.generation
         )
 
     def experimental_make_numpy_dataset(
@@ -167,7 +160,7 @@ class InputMethods:
 
     @property
     def _input_context(self) -> InputContext:
-        communicator = self.extended.workers.communicator
+        communicator = self._extended.workers.communicator
         return InputContext(
-            communicator.size, communicator.rank, self.extended.num_replicas_in_sync
+            communicator.size, communicator.rank, self._extended.num_replicas_in_sync
         )

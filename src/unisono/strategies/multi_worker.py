@@ -30,6 +30,16 @@ if TYPE_CHECKING:
     from unisono.checkpoints.checkpoint import Checkpoint
 
 
+class _Wishes(NamedTuple):
+    """What a program has asked for. The workers may change later."""
+
+    devices: tuple[Device, ...] | None
+    num_replicas: int | None
+    ops: CrossDeviceOps | None
+    min_workers: int | None
+    settings: dict[str, Any]
+
+
 class MultiWorkerExtended(StrategyExtended):
     """Further methods of a strategy of many workers."""
 
@@ -37,22 +47,47 @@ class MultiWorkerExtended(StrategyExtended):
 
     def __init__(
         self,
-        maker: _Maker,
+        wishes: _Wishes,
         resolver: ClusterResolver,
-        membership: Membership,
-        *args: Any,
-        **kw: Any,
+        options: CommunicationOptions,
+        config: ConfigProto,
     ) -> None:
-        super().__init__(*args, **kw)
-        self.maker = maker
+        membership = Membership.of(resolver)
+        membership = led_by(membership, config.leader_rank(membership.spec))
+        if config.timeout_seconds is not None:
+            options = replace(options, timeout_seconds=config.timeout_seconds)
+        own = _visible(wishes.devices, membership, config)
+        members: ElasticMembers | None = None
+        if wishes.min_workers is None or wishes.num_replicas is None:
+            communicator, counts, tuning = join(membership, own, options, wishes.num_replicas)
+        else:
+            wanted = wishes.num_replicas, wishes.min_workers
+            members, tuning = join_elastic(membership, own, options, *wanted)
+            communicator = members.met.communicator
+            counts = dealt(wishes.num_replicas, communicator.size)
+
+        def make_ops(devices: tuple[Device, ...]) -> CrossDeviceOps:
+            return wishes.ops or select_cross_device_ops(devices, tuning)
+
+        devices = spread(own, counts[communicator.rank])
+        super().__init__(
+            devices,
+            make_ops(devices),
+            options=options,
+            communicator=communicator,
+            replicas_per_worker=counts,
+            # Where an operator has more threads, it may add numbers up in another order.
+            threads_per_replica=None if wishes.num_replicas is None else 1,
+            tuning=tuning,
+            **wishes.settings,
+        )
+        self.wishes = wishes
         self.resolver = resolver
         self.membership = membership
-
-    def _be_elastic(self, job: ElasticJob) -> None:
-        """Before anything is made: lets `job` make the runs."""
-        self.elastic = job
-        job.begin()
-        self.counting = Counting(self.worker_devices, self.workers, is_moving=True)
+        if members is not None:
+            self.elastic = ElasticJob(self, members, own, make_ops)
+            self.elastic.begin()
+            self.counting = Counting(self.worker_devices, self.workers, is_moving=True)
 
     @property
     def should_checkpoint(self) -> bool:  # type: ignore[override]
@@ -75,7 +110,7 @@ class MultiWorkerExtended(StrategyExtended):
                 "A strategy that is connected to other workers cannot be copied. Make a new one on "
                 "every worker."
             )
-        return self.maker(self.resolver, self.options, ConfigProto())
+        return MultiWorkerExtended(self.wishes, self.resolver, self.options, ConfigProto())
 
 
 class MultiWorkerMirroredStrategy(Strategy):
@@ -141,7 +176,7 @@ class MultiWorkerMirroredStrategy(Strategy):
                 f"`min_workers={min_workers}` says when a job that has lost workers goes on, and "
                 "this one ends when it loses one. Add `elastic=True`, or leave out `min_workers`."
             )
-        maker = _Maker(
+        wishes = _Wishes(
             chosen,
             num_replicas,
             cross_device_ops,
@@ -149,7 +184,7 @@ class MultiWorkerMirroredStrategy(Strategy):
             replica_settings(serial, reduce_gradients, synchronize_batch_norm),
         )
         resolver = cluster_resolver or detect() or SimpleClusterResolver(ClusterSpec({}))
-        super().__init__(maker(resolver, options, ConfigProto()))
+        super().__init__(MultiWorkerExtended(wishes, resolver, options, ConfigProto()))
 
     @property
     def cluster_resolver(self) -> ClusterResolver:
@@ -232,7 +267,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             )
         resolver = SimpleClusterResolver(spec, task_type=task_type, task_id=task_id)
         self.close()
-        Strategy.__init__(self, before.maker(resolver, before.options, config))
+        after = MultiWorkerExtended(before.wishes, resolver, before.options, config)
+        Strategy.__init__(self, after)
 
     def update_config_proto(self, config_proto: T) -> T:
         """Returns a copy of `config_proto` that says where this worker is in its cluster."""
@@ -278,62 +314,16 @@ def _check_elastic(
         )
 
 
-class _Maker(NamedTuple):
-    """Makes the extension of a strategy once it is known who the workers are."""
-
-    devices: tuple[Device, ...] | None
-    num_replicas: int | None
-    ops: CrossDeviceOps | None
-    min_workers: int | None
-    settings: dict[str, Any]
-
-    def __call__(
-        self, resolver: ClusterResolver, options: CommunicationOptions, config: ConfigProto
-    ) -> MultiWorkerExtended:
-        membership = Membership.of(resolver)
-        membership = led_by(membership, config.leader_rank(membership.spec))
-        if config.timeout_seconds is not None:
-            options = replace(options, timeout_seconds=config.timeout_seconds)
-        own = self._visible(membership, config)
-        members: ElasticMembers | None = None
-        if self.min_workers is None or self.num_replicas is None:
-            communicator, counts, tuning = join(membership, own, options, self.num_replicas)
-        else:
-            wanted = self.num_replicas, self.min_workers
-            members, tuning = join_elastic(membership, own, options, *wanted)
-            communicator = members.met.communicator
-            counts = dealt(self.num_replicas, communicator.size)
-
-        def make_ops(devices: tuple[Device, ...]) -> CrossDeviceOps:
-            return self.ops or select_cross_device_ops(devices, tuning)
-
-        devices = spread(own, counts[communicator.rank])
-        made = MultiWorkerExtended(
-            self,
-            resolver,
-            membership,
-            devices,
-            make_ops(devices),
-            options=options,
-            communicator=communicator,
-            replicas_per_worker=counts,
-            # Where an operator has more threads, it may add numbers up in another order.
-            threads_per_replica=None if self.num_replicas is None else 1,
-            tuning=tuning,
-            **self.settings,
+def _visible(
+    devices: tuple[Device, ...] | None, membership: Membership, config: ConfigProto
+) -> tuple[Device, ...]:
+    devices = local_devices(membership) if devices is None else devices
+    if membership.task_type is None or membership.task_id is None:
+        return devices
+    visible = config.visible(devices, membership.task_type, membership.task_id)
+    if not visible:
+        raise DeviceError(
+            f"The filters {config.device_filters} leave none of this worker's devices "
+            f"{', '.join(map(str, devices))}. Name one of them in `device_filters`."
         )
-        if members is not None:
-            made._be_elastic(ElasticJob(made, members, own, make_ops))
-        return made
-
-    def _visible(self, membership: Membership, config: ConfigProto) -> tuple[Device, ...]:
-        devices = local_devices(membership) if self.devices is None else self.devices
-        if membership.task_type is None or membership.task_id is None:
-            return devices
-        visible = config.visible(devices, membership.task_type, membership.task_id)
-        if not visible:
-            raise DeviceError(
-                f"The filters {config.device_filters} leave none of this worker's devices "
-                f"{', '.join(map(str, devices))}. Name one of them in `device_filters`."
-            )
-        return visible
+    return visible

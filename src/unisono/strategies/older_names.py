@@ -51,16 +51,11 @@ def _call_for_each_tower(
     return strategy.run(fn, args=args, kwargs=kwargs)
 
 
-def _update(strategy: Strategy, var: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    group = kwargs.pop("grouped", True)
-    return strategy.extended.update(var, fn, args, kwargs, group)
-
-
-def _update_non_slot(
-    strategy: Strategy, devices: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
+def _grouped(
+    name: str, strategy: Strategy, where: Any, fn: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     group = kwargs.pop("grouped", True)
-    return strategy.extended.update_non_slot(devices, fn, args, kwargs, group)
+    return getattr(strategy.extended, name)(where, fn, args, kwargs, group)
 
 
 class PerDeviceDataset(DistributedDatasetsFromFunction):
@@ -125,8 +120,8 @@ _CHANGED: dict[str, tuple[str, Callable[..., Any]]] = {
     "broadcast": ("extended.broadcast_to", _broadcast),
     "call_for_each_tower": ("run", _call_for_each_tower),
     "distribute_dataset": ("distribute_datasets_from_function", _distribute_dataset),
-    "update": ("extended.update", _update),
-    "update_non_slot": ("extended.update_non_slot", _update_non_slot),
+    "update": ("extended.update", partial(_grouped, "update")),
+    "update_non_slot": ("extended.update_non_slot", partial(_grouped, "update_non_slot")),
 }
 # Attributes that are computed from those of today.
 _COMPUTED: dict[str, tuple[str, Callable[[Any], Any]]] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import set_multithreading_enabled
 
-from unisono.arguments import check_iterable
 from unisono.contexts import ReplicaContext, Replicas, entered, running_replica
 from unisono.devices import Device, this_machine
 from unisono.engines import (
@@ -30,13 +28,13 @@ from unisono.engines import (
     Turns,
     drawing,
 )
-from unisono.errors import ContextError, add_note
+from unisono.errors import add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.values import select_replica
 
 if TYPE_CHECKING:
-    from unisono.strategies.extended import StrategyExtended
+    pass
 
 
 class Runner:
@@ -46,13 +44,12 @@ class Runner:
         self,
         devices: tuple[Device, ...],
         workers: Workers,
+        num_intraop: int | None,
         *,
         is_serial: bool,
-        num_intraop: int | None = None,
     ) -> None:
         self._devices = devices
         self._num_intraop = num_intraop
-        self._workers = workers
         rank = workers.communicator.rank
         where = f" of worker {rank}" if workers.are_many else ""
         numbers = workers.layout(len(devices)).own
@@ -63,7 +60,7 @@ class Runner:
         self._gpus = list(dict.fromkeys(place for place in self._places if place.type == "cuda"))
         self._is_serial = is_serial
         self._all_at_once = Turns(len(devices))
-        self._threads = ReplicaThreads(len(devices), num_intraop)
+        self.threads = ReplicaThreads(len(devices), num_intraop)
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
         self._interpreter = Interpreter(
@@ -161,7 +158,7 @@ class Runner:
         with self._lock, _in_order(streams if meeting.orders_streams else ()):
             before = self._global_randomness.before()
             calls = [call(context) for context in contexts]
-            results = self._interpreter.run(calls, lambda own: self._threads.run(own, meeting))
+            results = self._interpreter.run(calls, lambda own: self.threads.run(own, meeting))
             self._global_randomness.after(before)
         of_run.settle()
         return results
@@ -212,20 +209,6 @@ class Runner:
     def _origin(self, context: ReplicaContext) -> str:
         return f"Raised on {self._names[context.local_id]} ({context.device})."
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.close()
-
-    def restarted(self) -> Runner:
-        """In a forked child: returns a runner with its own threads."""
-        self._threads.abandon()
-        return Runner(
-            self._devices,
-            self._workers,
-            is_serial=self._is_serial,
-            num_intraop=self._num_intraop,
-        )
-
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(place) if place.type == "cuda" else nullcontext()
@@ -245,11 +228,6 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
-    """Calls `fn` with the items of `own`."""
-    return fn(*check_iterable("args", own), **kwargs)
-
-
 @contextmanager
 def _in_order(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     """Orders the work of these streams between what this thread has started and what it will."""
@@ -260,26 +238,3 @@ def _in_order(streams: Sequence[torch.cuda.Stream]) -> Iterator[None]:
     yield
     for one, own in others:
         own.wait_stream(one)
-
-
-def check_process(extended: StrategyExtended) -> None:
-    """In a forked child: lets new threads start, or refuses to speak for this worker.
-
-    Raises:
-        ContextError: If there are other workers, which know the parent only.
-    """
-    if extended._process == os.getpid():
-        return
-    if extended.workers.are_many:
-        raise ContextError(
-            f"{extended.strategy!r} was made by process {extended._process}, but this is process "
-            f"{os.getpid()}, which was forked from it. A forked process is not a worker of the "
-            "cluster. Use the strategy in the process that made it, or start processes with "
-            "`spawn`."
-        )
-    extended._process = os.getpid()
-    extended.mirrors.fronts.take_down_in_child()
-    extended._runner = extended._runner.restarted()
-    if not extended.mirrors.is_single:
-        # A thread of the parent may have held it.
-        extended._run_lock = threading.Lock()

@@ -23,22 +23,16 @@ class MultiStepContext:
 
     Args:
         initial_values: What there is to show if there is no step.
+
+    Attributes:
+        last_step_outputs: What the last step gave, by name.
+        non_tensor_outputs: What else the last step gave, by name.
     """
 
     def __init__(self, initial_values: Mapping[str, Any] | None = None) -> None:
         check_optional("initial_loop_values", initial_values, Mapping, "a dict")
-        self._last_step_outputs: dict[str, Any] = dict(initial_values or {})
-        self._non_tensor_outputs: dict[str, Any] = {}
-
-    @property
-    def last_step_outputs(self) -> dict[str, Any]:
-        """What the last step gave, by name."""
-        return self._last_step_outputs
-
-    @property
-    def non_tensor_outputs(self) -> dict[str, Any]:
-        """What else the last step gave, by name."""
-        return self._non_tensor_outputs
+        self.last_step_outputs: dict[str, Any] = dict(initial_values or {})
+        self.non_tensor_outputs: dict[str, Any] = {}
 
     def set_last_step_output(
         self, name: str, output: Any, reduce_op: ReduceOp | str | None = None
@@ -67,13 +61,13 @@ class MultiStepContext:
         """Gives anything else. On a replica this is a `merge_call`, and all outputs are kept."""
         context = get_replica_context()
         if context is None:
-            self._non_tensor_outputs[name] = output
+            self.non_tensor_outputs[name] = output
         else:
             context.merge_call(self._set_local_results, (name, output))
 
     def _set_output(self, strategy: Strategy, name: str, output: Any, reduce_op: Any) -> None:
         reduced = output if reduce_op is None else strategy.reduce(reduce_op, output)
-        self._last_step_outputs[name] = reduced
+        self.last_step_outputs[name] = reduced
 
     def _set_local_results(self, strategy: Strategy, name: str, output: Any) -> None:
-        self._non_tensor_outputs[name] = strategy.experimental_local_results(output)
+        self.non_tensor_outputs[name] = strategy.experimental_local_results(output)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,18 +18,16 @@ from unisono.contexts import (
     entered,
     other_strategy,
 )
-from unisono.errors import ContextError, ReplicaMismatchError, UnsupportedError
+from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction
-from unisono.kernels import check_gather
 from unisono.options import ReduceOp, VariableAggregation
+from unisono.strategies.combining import concatenate, read_axes, reduce_leaf
 from unisono.strategies.config import RunOptions
 from unisono.strategies.extended import StrategyExtended
-from unisono.strategies.extended_methods import read_axes
 from unisono.strategies.input_methods import InputMethods
 from unisono.strategies.older_names import aggregate, older_name, warn_of_older_form
-from unisono.strategies.runner import check_process
-from unisono.values import DistributedValues, as_tensor, flatten, select_replica
+from unisono.values import DistributedValues, flatten, select_replica
 from unisono.variables import bring_in, creating
 
 if TYPE_CHECKING:
@@ -155,7 +154,7 @@ class Strategy(InputMethods):
         op = ReduceOp.read(reduce_op)
         leaves, rebuild = flatten(value)
         axes = read_axes(axis)
-        return rebuild([self._extended._reduce_leaf(op, leaf, axes) for leaf in leaves])
+        return rebuild([reduce_leaf(self._extended, op, leaf, axes) for leaf in leaves])
 
     def gather(self, value: Any, axis: int) -> Any:
         """Concatenates the components of a value along `axis`, in replica order.
@@ -178,31 +177,9 @@ class Strategy(InputMethods):
         self._check_cross_replica("gather()", "Call `all_gather` of the replica context there.")
         check_int("axis", axis)
         if self._extended.elastic is not None:
-            return self._extended.elastic.gather(value, axis, self._gather)
-        return self._gather(value, axis)
-
-    def _gather(self, value: Any, axis: int) -> Any:
-        workers = self._extended.workers
-        is_distributed = isinstance(value, DistributedValues)
-        components = value.values if is_distributed else (value,)
-        num_local = len(self._extended.worker_devices)
-        if not components or (is_distributed and len(components) != num_local):
-            raise ReplicaMismatchError(
-                f"Cannot gather a value of {len(components)} components: the strategy has "
-                f"{num_local} replicas on this worker. Gather a value that its `run` returned."
-            )
-        tensors = [as_tensor(component).detach() for component in components]
-        for tensor in tensors:
-            check_gather([tensor], axis)
-        if not is_distributed and not workers.are_many:
-            return value
-        if is_distributed or len(self._extended.worker_devices) == 1:
-            are_counted = self._extended.counting.are_counted(value)
-            tensors = [
-                tensor if is_counted else tensor.narrow(axis, 0, 0)
-                for tensor, is_counted in zip(tensors, are_counted, strict=True)
-            ]
-        return workers.concatenate(tensors, axis)[0]
+            gather = functools.partial(concatenate, self._extended)
+            return self._extended.elastic.gather(value, axis, gather)
+        return concatenate(self._extended, value, axis)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Returns the components of `value` of this worker, always as a tuple.
@@ -367,7 +344,7 @@ class Strategy(InputMethods):
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
-        if self._extended.has_hook:
+        if self._extended.hook is not None:
             raise UnsupportedError(
                 "A strategy with a communication hook cannot be copied, because both would write "
                 "to the hook's state. Make a new strategy, and register a new hook."
@@ -378,7 +355,7 @@ class Strategy(InputMethods):
         return duplicate
 
     def _check_cross_replica(self, what: str, remedy: str = "") -> None:
-        check_process(self._extended)
+        self._extended.check_process()
         other = other_strategy(self)
         if other is not None:
             raise ContextError(

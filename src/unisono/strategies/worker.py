@@ -1,0 +1,374 @@
+"""The replicas of a worker: how they run, and how their gradients are reduced."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.arguments import check_bool, check_instance, check_optional
+from unisono.communicators import Communicator, IdentityCommunicator
+from unisono.contexts import (
+    CrossReplicaContext,
+    entered,
+    running_replica,
+)
+from unisono.costs import Tuning
+from unisono.devices import Device, replica_devices, this_machine
+from unisono.engines import CallerThread
+from unisono.errors import ContextError, UnsupportedError
+from unisono.functions import Captures, Function
+from unisono.gradients import GradientReducer
+from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.hooks import WorkersGroup
+from unisono.hooks.hook import CommHook, HookFunction
+from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
+from unisono.reductions import (
+    AcrossWorkers,
+    CrossDeviceOps,
+    Workers,
+    predicted_cost,
+)
+from unisono.strategies.counting import Counting
+from unisono.strategies.runner import Runner
+from unisono.tracing import span
+from unisono.variables import (
+    Leaves,
+    Mirrors,
+    merge,
+    undone,
+    watch_torch,
+)
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
+    from unisono.strategies.strategy import Strategy
+
+
+# The hooks of open strategies, the newest last.
+_registered: list[weakref.ref[CommHook | ReplicaHooks]] = []
+
+
+def newest_hook() -> CommHook | ReplicaHooks | None:
+    """Returns the hook that this process has registered last with a strategy that is open."""
+    return next((found for one in reversed(_registered) if (found := one()) is not None), None)
+
+
+class WorkerReplicas:
+    """The replicas of one worker. `StrategyExtended` adds the methods of `tf.distribute`."""
+
+    # What makes runs that survive the loss of workers; None if nothing does.
+    elastic: ElasticJob | None = None
+    reduce_to: Callable[..., Any]
+
+    def __init__(
+        self,
+        devices: tuple[Device, ...],
+        cross_device_ops: CrossDeviceOps,
+        *,
+        reduce_gradients: ReduceOp = ReduceOp.MEAN,
+        options: CommunicationOptions = DEFAULT_OPTIONS,
+        is_serial: bool = False,
+        synchronize_batch_norm: bool = False,
+        communicator: Communicator | None = None,
+        replicas_per_worker: Sequence[int] | None = None,
+        threads_per_replica: int | None = None,
+        tuning: Tuning | None = None,
+    ) -> None:
+        devices = replica_devices(devices)
+        check_instance("cross_device_ops", cross_device_ops, CrossDeviceOps, "a `CrossDeviceOps`")
+        reduce_gradients = ReduceOp.read(reduce_gradients, "reduce_gradients")
+        options = check_options(options)
+        check_bool("is_serial", is_serial)
+        check_bool("synchronize_batch_norm", synchronize_batch_norm)
+        check_optional("communicator", communicator, Communicator, "a `Communicator` or None")
+        check_optional("tuning", tuning, Tuning, "a `Tuning` or None")
+        self.workers = Workers(communicator or IdentityCommunicator(), replicas_per_worker)
+        self.reduce_gradients = reduce_gradients
+        self.options = options
+        self._is_serial = is_serial
+        self._num_intraop = threads_per_replica
+        self._tuning = tuning
+        self._given_ops = cross_device_ops
+        self.mirrors = Mirrors(
+            *_memories(devices),
+            workers=self.workers,
+            synchronize_batch_norm=synchronize_batch_norm,
+        )
+        # What gradients pass through on their way between workers, if the program has said so.
+        self.hook: CommHook | ReplicaHooks | None = None
+        self._lay_out(devices, cross_device_ops)
+        # A single replica, too, has its gradients pass through a reduction that wants all of them.
+        self.mirrors.is_single &= not self._local_ops.wants_all_gradients
+        if not self.mirrors.is_single:
+            watch_torch()
+        self._num_runs = 0
+        # A single replica shares nothing, and runs on the thread of its caller.
+        self._run_lock: AbstractContextManager[Any] = (
+            nullcontext() if self.mirrors.is_single else threading.Lock()
+        )
+        self._strategy: Strategy | None = None
+        # It belongs to the process that made it, also after a fork; see `check_process`.
+        self._process = os.getpid()
+
+    def _lay_out(self, devices: tuple[Device, ...], ops: CrossDeviceOps) -> None:
+        """Makes all that depends on which replicas this worker has, and who the others are."""
+        self._devices = devices
+        # Which replicas each worker has.
+        self.layout = self.workers.layout(len(devices))
+        self.cross_device_ops = self._local_ops = ops = ops.in_strategy()
+        if self.workers.are_many:
+            self.cross_device_ops = AcrossWorkers(ops, self.workers, devices)
+        self.gradients = self._reducer()
+        self._runner = self._new_runner()
+        self.current_weights = [1.0] * len(devices)
+        is_moving = self.elastic is not None
+        self.counting = Counting(devices, self.workers, is_moving=is_moving)
+        places = _memories(devices)[1]
+        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
+
+    def _new_runner(self) -> Runner:
+        return Runner(self._devices, self.workers, self._num_intraop, is_serial=self._is_serial)
+
+    def _reducer(self) -> GradientReducer:
+        """Makes what reduces gradients."""
+        ops, hook, cost = self.cross_device_ops, self.hook, None
+        if hook is None:
+            cost = predicted_cost(self._local_ops, self._devices, self._tuning)
+        else:
+            # A single worker, too, has its gradients pass through the hook.
+            ops = across = AcrossWorkers(self._local_ops, self.workers, self._devices)
+            if isinstance(hook, ReplicaHooks):
+                hook.lay_out(across, self.mirrors.places[0])
+        return GradientReducer(
+            self.mirrors, self._devices, ops, self.reduce_gradients, self.options, cost, hook
+        )
+
+    def _relayout(
+        self,
+        devices: tuple[Device, ...],
+        ops: CrossDeviceOps,
+        communicator: Communicator,
+        counts: Sequence[int],
+    ) -> None:
+        """Between two runs: gives this worker other replicas, and keeps what the program made."""
+        if self.elastic is not None:
+            self.elastic.variables.check(has_unreduced=self.gradients.has_unreduced)
+        self.mirrors.relayout(*_memories(devices))
+        self.gradients.retire()
+        self._captures.close()
+        self._runner.threads.close()
+        self.workers.change(communicator, counts)
+        self._lay_out(devices, ops)
+        if self.elastic is not None:
+            self.elastic.variables.relayout()
+
+    def bind(self, strategy: Strategy) -> None:
+        """Says whose extension this is."""
+        self._strategy = strategy
+
+    @property
+    def strategy(self) -> Strategy:
+        """The strategy that this extends."""
+        assert self._strategy is not None
+        return self._strategy
+
+    @property
+    def worker_devices(self) -> tuple[Device, ...]:
+        """The devices that replicas run on, by replica id."""
+        return self._devices
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas over which gradients are aggregated, on all workers."""
+        return self.layout.total
+
+    @property
+    def first_replica_id(self) -> int:
+        """The number of this worker's first replica among those of all workers."""
+        return self.layout.own.start
+
+    @property
+    def host(self) -> Device:
+        """Where results go that are for the program: the first replica's device."""
+        return self._devices[0]
+
+    def adopt(self, leaves: Leaves) -> None:
+        """Trains what belongs to no module, from now on: in the current run too, if there is one.
+
+        It is made in a meeting of the replicas, so that none is in a backward pass.
+        """
+        self.mirrors.add(leaves)
+        if running_replica() is not None:
+            self.gradients.begin(self.current_weights)
+
+    def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        running = running_replica()
+        if running is not None:
+            results = self._runner.run_again(running, fn, args, kwargs)
+            return self.counting.regrouped(results)
+        # One run at a time: leaves, gradients and weights are those of the run under way.
+        with self._run_lock:
+            before = CallerThread()
+            try:
+                with entered(CrossReplicaContext(self)):
+                    if self.elastic is not None:
+                        return self.elastic.run(fn, args, kwargs)
+                    return self._run_step(fn, args, kwargs)
+            except BaseException:
+                before.restore()
+                raise
+
+    def _run_step(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self._num_runs += 1
+        with span("step", "run", step=self._num_runs):
+            weights = self.counting.begin((*args, *kwargs.values()), self.reduce_gradients)
+            self.current_weights = weights
+            if isinstance(fn, Function):
+                if self.elastic is not None:
+                    return self._run(fn.fn, args, kwargs, weights)
+                return self._captures.run(fn, args, kwargs, weights)
+            return self._run(fn, args, kwargs, weights)
+
+    def _run(
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        weights: Sequence[float],
+        recorder: Any = None,
+    ) -> Any:
+        if recorder is None or not (recorder.is_capturing and recorder.streams):
+            # No graph of one memory can bring something to others.
+            self.mirrors.refresh()
+        self.gradients.begin(weights, () if recorder is None else recorder.streams)
+        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
+        if self.mirrors.is_single:
+            results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
+            return self.counting.regrouped(results)
+        idle = [i for i, weight in enumerate(weights) if weight == 0.0]
+        try:
+            with undone(self.mirrors, idle) if idle else nullcontext():
+                results = self.mirrors.call_in_use(fn, run)
+            self.mirrors.watch.check()
+            self.mirrors.parts.check()
+            self.mirrors.groups.settle(len(self._devices))
+        finally:
+            self.mirrors.groups.forget()
+        # Only where all replicas have succeeded: a run that fails leaves all as it was.
+        self.mirrors.buffers.end(weights, recorder)
+        self.mirrors.metrics.end(weights)
+        return self.counting.regrouped(results)
+
+    def _undo_drawing(self) -> None:
+        """After a run that is undone: random generators of the program are what they were."""
+        if self._runner.of_run is not None:
+            self._runner.of_run.undo()
+
+    merge_call = staticmethod(merge)
+
+    @functools.cached_property
+    def process_group(self) -> WorkersGroup:
+        """The workers as a process group of torch."""
+        return WorkersGroup(None if self.elastic is not None else self.workers.communicator)
+
+    @property
+    def replica_hooks(self) -> ReplicaHooks | None:
+        """The communication hooks of the replicas, if each has its own."""
+        return self.hook if isinstance(self.hook, ReplicaHooks) else None
+
+    def register_comm_hook(self, state: object, hook: HookFunction) -> None:
+        """Lets `hook` reduce gradients; see `Strategy.register_comm_hook`."""
+        if self.hook is not None:
+            raise ContextError(
+                "The strategy already has a communication hook. Register one hook that does both."
+            )
+        if self.mirrors.is_in_use:
+            raise ContextError(
+                "A communication hook was registered after a model or variable was made in the "
+                "scope. Call `register_comm_hook()` right after making the strategy."
+            )
+        if self.reduce_gradients not in (ReduceOp.MEAN, ReduceOp.SUM):
+            raise UnsupportedError(
+                "A communication hook computes the mean or sum of gradients, but "
+                f"`reduce_gradients` is {self.reduce_gradients}. Use MEAN or SUM."
+            )
+        state = self.process_group if state is None else state
+        # Only with `num_replicas`, results must not depend on who has which replicas.
+        if self._num_intraop is not None:
+            self.hook = self._of_replicas(state, hook)
+        else:
+            communicator = self.workers.communicator
+            who = f"worker {communicator.rank} of {communicator.size}"
+            place = communicator.rank, communicator.size, self.mirrors.places[0]
+            self.hook = CommHook(state, hook, who, *place)
+        _registered.append(weakref.ref(self.hook))
+        self.gradients = self._reducer()
+        watch_torch()
+        # A single replica, too, has its gradients pass through the hook.
+        self.mirrors.is_single = False
+        self.mirrors.is_in_use = True
+        self._run_lock = threading.Lock()
+
+    def _of_replicas(self, state: object, hook: HookFunction) -> ReplicaHooks:
+        if self._local_ops.wants_all_gradients or not self._local_ops.is_tree_sum:
+            raise UnsupportedError(
+                f"{type(self._local_ops).__name__} combines the replicas of a worker, but with "
+                "`num_replicas` a communication hook is called for each replica. Leave out "
+                "`cross_device_ops`, `num_replicas`, or the hook."
+            )
+        hooks = ReplicaHooks(state, hook, self.process_group)
+        if self.elastic is not None:
+            hooks.take(self.elastic.of_hooks)
+        return hooks
+
+    def check_process(self) -> None:
+        """In a forked child: lets new threads start, or refuses to speak for this worker.
+
+        Raises:
+            ContextError: If there are other workers, which know the parent only.
+        """
+        if self._process == os.getpid():
+            return
+        if self.workers.are_many:
+            raise ContextError(
+                f"{self.strategy!r} was made by process {self._process}, but this is process "
+                f"{os.getpid()}, which was forked from it. A forked process is not a worker of the "
+                "cluster. Use the strategy in the process that made it, or start processes with "
+                "`spawn`."
+            )
+        self._process = os.getpid()
+        self.mirrors.fronts.take_down_in_child()
+        self._runner.threads.abandon()
+        self._runner = self._new_runner()
+        if not self.mirrors.is_single:
+            # A thread of the parent may have held it.
+            self._run_lock = threading.Lock()
+
+    def close(self) -> None:
+        """Ends the threads of the replicas, and leaves the other workers."""
+        if self._process != os.getpid() and self.workers.are_many:
+            return
+        # No checkpoint holds what its hook keeps any more.
+        _registered[:] = [one for one in _registered if one() not in (self.hook, None)]
+        # First, because it ends what the threads may wait for.
+        self.workers.communicator.close()
+        self.gradients.close()
+        self._captures.close()
+        self._runner.threads.close()
+        self.cross_device_ops.close()
+
+
+def _memories(
+    devices: tuple[Device, ...],
+) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
+    """Returns the memory and the torch device of each replica."""
+    machine = this_machine()
+    memories = tuple(machine.memory(device) for device in devices)
+    return memories, tuple(machine.torch_device(device) for device in devices)
