@@ -15,7 +15,8 @@ import torch
 from hypothesis import settings
 
 from unisono import MirroredStrategy
-from unisono.kernels import NativeCore, native_core
+from unisono.kernels import native_core
+from unisono.kernels.native import NativeCore
 from unisono.testing import separate_memories
 
 settings.register_profile("local", deadline=None)

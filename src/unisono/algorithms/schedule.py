@@ -198,23 +198,26 @@ class _Planner:
     memories: tuple[Hashable, ...]
     steps: list[Step] = field(default_factory=list)
     num_buffers: int = 0
+    # The terms that each place holds, and the result in each memory that has it.
+    held: dict[int, list[_Term]] = field(default_factory=dict)
+    results: dict[Hashable, int] = field(default_factory=dict)
 
     def plan(self, schedule: Schedule, destinations: tuple[int, ...]) -> Plan:
-        leaves = [_Term(i, i + 1, self._new_buffer()) for i in range(self.num_replicas)]
-        held = {place: [leaf] for place, leaf in enumerate(leaves)}
-        results: dict[Hashable, int] = {}
+        for i in range(self.num_replicas):
+            self.held[i] = [_Term(i, i + 1, self._new_buffer())]
         for move in schedule:
             if isinstance(move, Gather):
-                self._gather(held, move)
+                self._gather(move)
                 continue
-            self._finish(held, move.root, results)
+            self._finish(move.root)
             for member in move.members:
-                if self.memories[member] not in results:
-                    source = results[self.memories[move.root]]
-                    results[self.memories[member]] = self._copy(source, member)
-        if len(held) == 1:
-            self._finish(held, next(iter(held)), results)
-        return Plan(self.num_replicas, *self._with_outputs(destinations, results))
+                if self.memories[member] not in self.results:
+                    source = self.results[self.memories[move.root]]
+                    self.results[self.memories[member]] = self._copy(source, member)
+        if len(self.held) == 1:
+            self._finish(next(iter(self.held)))
+        outputs = self._outputs(destinations)
+        return Plan(self.num_replicas, tuple(self.steps), outputs)
 
     def _new_buffer(self) -> int:
         self.num_buffers += 1
@@ -225,12 +228,12 @@ class _Planner:
         self.steps.append(Copy(source, target, place))
         return target
 
-    def _gather(self, held: dict[int, list[_Term]], move: Gather) -> None:
+    def _gather(self, move: Gather) -> None:
         """Brings the members' terms to the root, memory by memory, combined before a copy."""
         by_memory: dict[Hashable, list[_Term]] = {}
         for member in move.members:
-            by_memory.setdefault(self.memories[member], []).extend(held.pop(member, []))
-        at_root = held.setdefault(move.root, [])
+            by_memory.setdefault(self.memories[member], []).extend(self.held.pop(member, []))
+        at_root = self.held.setdefault(move.root, [])
         for memory, terms in by_memory.items():
             if memory == self.memories[move.root]:
                 at_root += terms
@@ -238,12 +241,10 @@ class _Planner:
             combined = [self._combine(term) for term in self._merged(terms)]
             at_root += [_Term(a, b, self._copy(buffer, move.root)) for a, b, buffer in combined]
 
-    def _finish(
-        self, held: dict[int, list[_Term]], root: int, results: dict[Hashable, int]
-    ) -> None:
-        if root in held and not results:
-            (total,) = self._merged(held[root])
-            _, _, results[self.memories[root]] = self._combine(total)
+    def _finish(self, root: int) -> None:
+        if root in self.held and not self.results:
+            (total,) = self._merged(self.held[root])
+            _, _, self.results[self.memories[root]] = self._combine(total)
 
     def _merged(self, terms: Iterable[_Term]) -> list[_Term]:
         """Merges terms into as few nodes of the tree as possible."""
@@ -268,17 +269,15 @@ class _Planner:
         self.steps.append(Combine(tuple(parts), (target,), is_result, is_whole))
         return term.start, term.stop, target
 
-    def _with_outputs(
-        self, destinations: tuple[int, ...], results: dict[Hashable, int]
-    ) -> tuple[tuple[Step, ...], tuple[int, ...]]:
+    def _outputs(self, destinations: tuple[int, ...]) -> tuple[int, ...]:
         """Gives each destination its own buffer, so that changing one does not change another."""
         taken: set[int] = set()
         outputs = []
         for place in destinations:
-            buffer = results[self.memories[place]]
+            buffer = self.results[self.memories[place]]
             outputs.append(self._twin(buffer, place) if buffer in taken else buffer)
             taken.add(buffer)
-        return tuple(self.steps), tuple(outputs)
+        return tuple(outputs)
 
     def _twin(self, buffer: int, place: int) -> int:
         """Returns another buffer with the same content: written by the same sum, or copied."""

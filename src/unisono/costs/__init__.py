@@ -14,7 +14,6 @@ from unisono.costs.model import (
     first_bytes_for_parts,
     rounds_of,
     schedule_line,
-    schedule_seconds,
 )
 from unisono.costs.tuning import Run, Tuning, current_tuning, read_tuning, tuning_path
 
@@ -36,6 +35,5 @@ __all__ = [
     "read_tuning",
     "rounds_of",
     "schedule_line",
-    "schedule_seconds",
     "tuning_path",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor, distributed, nn
 from torch.optim import Optimizer
 
 from unisono.errors import UnsupportedError
+from unisono.reductions.wire import attributes_of
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
@@ -76,7 +77,7 @@ def content_of(thing: Any, where: str = "state") -> Any:
             "copied for each replica. Keep numbers, texts and tensors, in lists, dicts and objects."
         )
     return Fields(
-        {name: content_of(one, f"{where}.{name}") for name, one in _attributes(thing).items()}
+        {name: content_of(one, f"{where}.{name}") for name, one in attributes_of(thing).items()}
     )
 
 
@@ -118,19 +119,10 @@ def restored(
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
         return _drawing_on(thing, content.values)
     target = thing if in_place else object.__new__(type(thing))
-    like = _attributes(thing)
+    like = attributes_of(thing)
     for name, one in content.values.items():
         object.__setattr__(target, name, restored(like.get(name), one, place, in_place=in_place))
     return target
-
-
-def _attributes(thing: Any) -> dict[str, Any]:
-    names: list[str] = []
-    for kind in type(thing).__mro__:
-        slots = kind.__dict__.get("__slots__", ())
-        names += [slots] if isinstance(slots, str) else slots
-    own = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-    return own | dict(getattr(thing, "__dict__", {}))
 
 
 def _filled(like: dict[Any, Any], content: dict[Any, Any], *, in_place: bool) -> dict[Any, Any]:

@@ -9,11 +9,10 @@ from unisono.kernels.batch import (
 )
 from unisono.kernels.checks import check_axes, check_gather, check_layout, check_replicas
 from unisono.kernels.gpu import TableArena, triton_status
-from unisono.kernels.native import NativeCore, native_core
+from unisono.kernels.native import native_core
 from unisono.kernels.tree import divide, result_dtype, tree_reduce, undivided, wide_dtype
 
 __all__ = [
-    "NativeCore",
     "TableArena",
     "check_axes",
     "check_gather",

@@ -11,8 +11,6 @@ from unisono.packing.packs import (
     Spec,
     by_dtype,
     group_by_bytes,
-    group_small,
-    split_evenly,
 )
 
 __all__ = [
@@ -26,6 +24,4 @@ __all__ = [
     "Spec",
     "by_dtype",
     "group_by_bytes",
-    "group_small",
-    "split_evenly",
 ]

@@ -4,8 +4,6 @@ from unisono.reductions.across_workers import AcrossWorkers
 from unisono.reductions.all_reduce import (
     AllReduce,
     HierarchicalCopyAllReduce,
-    is_all_reduce,
-    packing_of,
 )
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
@@ -45,11 +43,9 @@ __all__ = [
     "choose_cross_device_ops",
     "dealt",
     "destinations_of",
-    "is_all_reduce",
     "listed_destinations",
     "listed_pairs",
     "mirrored",
-    "packing_of",
     "predicted_cost",
     "select_cross_device_ops",
 ]

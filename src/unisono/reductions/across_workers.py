@@ -167,9 +167,8 @@ class AcrossWorkers(CrossDeviceOps):
     ) -> list[Result]:
         values = [list(value.values) for value, _ in value_destination_pairs]
         totals = self.combine_gradients(reduce_op, values)
-        self._reduce_between(reduce_op, totals)
         return [
-            self._deliver(total, destinations)
+            self._deliver(self._reduce_between(reduce_op, total), destinations)
             for total, (_, destinations) in zip(totals, value_destination_pairs, strict=True)
         ]
 
@@ -177,18 +176,15 @@ class AcrossWorkers(CrossDeviceOps):
         """Lets a user's own reduction combine all gradients of this worker's replicas."""
         return list(map(_only, self._local.reduce_gradients(undivided(op), self._pairs(values))))
 
-    def _reduce_between(self, op: ReduceOp, totals: list[Tensor]) -> None:
-        """Reduces what this worker has combined with what the others have, in place."""
-        for i, total in enumerate(totals):
-            count = self.num_replicas
-            if is_sparse(total):
-                sent = total.to(self.place(total.device))
-                totals[i] = all_reduce_sparse(self.communicator, op, sent, count)
-            else:
-                sent = total.to(self.place(total.device)).contiguous()
-                is_mean = op is ReduceOp.MEAN
-                self.communicator.all_reduce(op, [sent.view(-1)], count if is_mean else None)
-                totals[i] = sent
+    def _reduce_between(self, op: ReduceOp, total: Tensor) -> Tensor:
+        """Reduces what this worker has combined with what the others have."""
+        sent = total.to(self.place(total.device))
+        if is_sparse(sent):
+            return all_reduce_sparse(self.communicator, op, sent, self.num_replicas)
+        sent = sent.contiguous()
+        count = self.num_replicas if op is ReduceOp.MEAN else None
+        self.communicator.all_reduce(op, [sent.view(-1)], count)
+        return sent
 
     def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
         """Combines replicas of this worker without rounding to a narrow dtype."""

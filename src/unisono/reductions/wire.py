@@ -117,10 +117,7 @@ class _Writer:
         content: list[Any] = []
         if base is not object:
             content = list(thing.items() if issubclass(base, dict) else thing)
-        names = _slots(kind) if base is not tuple else []
-        state = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
-        state |= getattr(thing, "__dict__", {})
-        return ["record", *_path(kind), self.write(content), self.write(state)]
+        return ["record", *_path(kind), self.write(content), self.write(attributes_of(thing))]
 
 
 class _Reader:
@@ -200,12 +197,15 @@ def _base(kind: type) -> Any:
     return object if is_known or issubclass(kind, UserDict) else None
 
 
-def _slots(kind: type) -> list[str]:
-    found: list[str] = []
-    for one in kind.__mro__:
-        slots = one.__dict__.get("__slots__", ())
-        found += [slots] if isinstance(slots, str) else list(slots)
-    return [name for name in found if name not in ("__dict__", "__weakref__")]
+def attributes_of(thing: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, also those in slots."""
+    names: list[str] = []
+    for kind in type(thing).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    names = [name for name in names if name not in ("__dict__", "__weakref__")]
+    own = {name: getattr(thing, name) for name in names if hasattr(thing, name)}
+    return own | dict(getattr(thing, "__dict__", {}))
 
 
 def _path(kind: type) -> tuple[str, str]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from unisono.algorithms import Gather, Spread, one_device, two_level
-from unisono.costs import Link, schedule_line, schedule_seconds
+from unisono.costs import Link, schedule_line
+from unisono.costs.model import schedule_seconds
 from unisono.devices import halves
 
 LINK = Link(1e-5, 1e10, 2e-6)

@@ -10,7 +10,8 @@ from unisono.devices import Device, cpu_slots
 from unisono.errors import UnsupportedError
 from unisono.experimental import CommunicationOptions
 from unisono.packing import NoPacking, NumPacks, PackingRule, SmallGroups
-from unisono.reductions import AllReduce, Ends, is_all_reduce, packing_of
+from unisono.reductions import AllReduce, Ends
+from unisono.reductions.all_reduce import is_all_reduce, packing_of
 from unisono.testing import separate_memories
 
 SUM = uo.ReduceOp.SUM
