@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Device, lend
+from unisono.errors import ContextError
 from unisono.gradients.accumulation import (
     Aside,
     SealedHooks,
@@ -219,6 +220,13 @@ class GradientReducer:
         if notes.current_pass is not None:
             # Within another one: a checkpoint computes again.
             return run()
+        if notes.is_without_sync and self._hooked:
+            raise ContextError(
+                f"{self._mirrors.name_of(self._hooked[0].primary)} has a hook of "
+                "`register_post_accumulate_grad_hook()`, which is called with the reduced gradient "
+                "after every backward pass, but in `no_sync()` no gradient is reduced. Leave out "
+                "`no_sync()`, or do what the hook does before `optimizer.step()`."
+            )
         with no_torch_function():
             with self._lock:
                 if notes.num_passes not in self._passes:

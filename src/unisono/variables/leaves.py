@@ -148,6 +148,9 @@ class Leaves:
         leaf = self.leaves[replica_id]
         if replica_id == 0:
             clear(self.primary, set_to_none=set_to_none)
+            if set_to_none:
+                # Or the next run would clear gradients that stay on the replicas for now.
+                self.is_shown = False
         if set_to_none:
             leaf.grad = self.reduced[replica_id] = None
             return
