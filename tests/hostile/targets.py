@@ -46,12 +46,15 @@ LEFT_OUT = {
     "reduce_in_place": _CALLED_BY_US,
     "all_reduce_schedule": _CALLED_BY_US,
     "cost": _CALLED_BY_US,
+    "is_one_sum": _CALLED_BY_US,
     "reduce_dense": _CALLED_BY_US,
     "reduce_packs": _CALLED_BY_US,
     "reduce_plain": _CALLED_BY_US,
     "root": _CALLED_BY_US,
     "route": _CALLED_BY_US,
     "schedule": _CALLED_BY_US,
+    # Of inputs, for their iterators.
+    "open": _CALLED_BY_US,
     # Of values: torch functions call it.
     "apart": _CALLED_BY_US,
     # Of distributed datasets.
