@@ -34,7 +34,7 @@ from torch import Tensor, nn
 import unisono as uo
 from unisono_tools.benchmarks.peers.models import CASES, Case, train_step
 from unisono_tools.benchmarks.rows import machine
-from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import free_ports
 
 NUM_WORKERS, NUM_REPLICAS = 4, 4
 STEPS_PER_TURN = 10

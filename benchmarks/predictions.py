@@ -20,11 +20,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from unisono.communicators import connect
 from unisono.costs import Cluster, Tuning
 from unisono_tools.benchmarks.peers.crew import DEADLINE_S, Crew
-from unisono_tools.benchmarks.report import spell_seconds
 from unisono_tools.benchmarks.rows import spell_bytes
 from unisono_tools.namespaces import enter, make_hosts
 from unisono_tools.planning.model import Model
 from unisono_tools.pricing import running, seconds_of
+from unisono_tools.tables import spell_seconds
 from unisono_tools.tuning.measured import fitted, runs_of
 from unisono_tools.tuning.rank_sweeps import cluster_sweep, rank_sweeps
 from unisono_tools.tuning.sweeps import all_reduce_sweep, local_sweep

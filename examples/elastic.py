@@ -32,7 +32,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
 from unisono_tools.elastic_demo import Elastic, paint
-from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import free_ports
 
 NUM_REPLICAS = 6
 # How many workers the cluster has room for: those at first, and those that are started later.

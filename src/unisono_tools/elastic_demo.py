@@ -26,8 +26,7 @@ from torch.utils.data import DataLoader
 
 import unisono as uo
 from unisono_tools.demo import BATCH_SIZE, ConvNet, load
-from unisono_tools.launching.local_tasks import free_ports
-from unisono_tools.processes import one_thread, quick_processes
+from unisono_tools.processes import free_ports, one_thread, quick_processes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

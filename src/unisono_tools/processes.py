@@ -1,4 +1,4 @@
-"""How tools run torch: in which processes, and with how many threads."""
+"""How tools run torch: in which processes, at which ports, and with how many threads."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import atexit
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from multiprocessing import forkserver
 from typing import Any
@@ -42,6 +43,15 @@ def _end_fork_server(owner: int) -> None:
         with suppress(OSError):
             os.kill(server._forkserver_pid, signal.SIGKILL)
             server._stop()
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns different free ports of this host."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
 
 
 @contextmanager

@@ -27,13 +27,15 @@ def show_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
 def spell_seconds(seconds: float) -> str:
     """Returns seconds with the unit that suits them.
 
-    >>> spell_seconds(0.0000123), spell_seconds(0.25), spell_seconds(75)
-    ('12.3 us', '250 ms', '75 s')
+    >>> spell_seconds(0.0000123), spell_seconds(0.0009997), spell_seconds(75), spell_seconds(7200)
+    ('12.3 us', '1 ms', '75 s', '2 h')
     """
-    for unit, size in (("h", 3600.0), ("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
+    number, unit = seconds / 3600, "h"
+    for shorter, size, most in (("us", 1e-6, 999.5), ("ms", 1e-3, 999.5), ("s", 1.0, 3600.0)):
+        if seconds < most * size:
+            number, unit = seconds / size, shorter
+            break
+    return f"{number:.3g} {unit}" if number < 999.5 else f"{number:.0f} {unit}"
 
 
 def spell_bytes(num_bytes: float) -> str:

@@ -24,7 +24,7 @@ from processes.programs import clean_environment, run_together
 from unisono.communicators.stores import say_to_all
 from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
-from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import free_ports
 
 # Enough for ranks of a busy machine to come at the same time.
 LATE_SECONDS = 5.0

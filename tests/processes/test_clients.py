@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from processes.harness import run_ranks
 from processes.programs import clean_environment, run
-from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import free_ports
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torch_backend"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

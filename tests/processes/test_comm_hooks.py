@@ -12,7 +12,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
 import unisono as uo
 from processes.harness import run_ranks
-from unisono_tools.launching.local_tasks import free_ports
+from unisono_tools.processes import free_ports
 
 connect: Any = importlib.import_module("unisono.communicators.connect")
 

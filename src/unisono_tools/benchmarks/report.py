@@ -14,6 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from unisono_tools.benchmarks.rows import Row, Sweep, machine
+from unisono_tools.tables import spell_seconds
 
 
 def run(sweep: Sweep, console: Console) -> list[Row]:
@@ -91,14 +92,6 @@ def _width(table: Table, console: Console) -> int:
 def _caption(sweep: Sweep) -> str:
     ratios = "Columns named after a competitor hold its median time divided by Unisono's."
     return "\n".join([ratios, *(f"Left out: {peer}." for peer in sweep.left_out)])
-
-
-def spell_seconds(seconds: float) -> str:
-    """Returns a time in three digits and the unit that fits: 1.25 us, 34.2 ms."""
-    for unit, size in (("us", 1e-6), ("ms", 1e-3)):
-        if seconds < 999.5 * size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds:.3g} s"
 
 
 def _spell_rate(rate: float) -> str:

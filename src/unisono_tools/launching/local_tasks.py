@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 from unisono.cluster import Address, ClusterSpec
 from unisono.errors import ClusterError
+from unisono_tools.processes import free_ports
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,6 @@ def is_of_this_host(host: str) -> bool:
     except OSError:
         return False
     return any(_can_bind(family, address) for family, _, _, _, address in found)
-
-
-def free_ports(count: int) -> list[int]:
-    """Returns different free ports."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _can_bind(family: int, address: Sequence[object]) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from contextlib import ExitStack, closing
 from multiprocessing.connection import Connection
 
@@ -14,13 +13,14 @@ from unisono.cluster_resolver import SimpleClusterResolver
 from unisono_tools.benchmarks.peers.crew import DEADLINE_S
 from unisono_tools.benchmarks.peers.models import Case, train_step
 from unisono_tools.benchmarks.peers.trainers import Step, Trainers, serve_steps
+from unisono_tools.processes import free_ports
 
 
 class Workers(Trainers):
     """Two or more workers with one CPU replica each, which share memory."""
 
     def __init__(self, num_workers: int) -> None:
-        super().__init__("workers", num_workers, _work, _free_ports(num_workers))
+        super().__init__("workers", num_workers, _work, free_ports(num_workers))
 
 
 def _work(rank: int, num_workers: int, pipe: Connection, ports: list[int]) -> None:
@@ -49,9 +49,3 @@ def _work(rank: int, num_workers: int, pipe: Connection, ports: list[int]) -> No
             return step
 
         serve_steps(pipe, build)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(probe.getsockname()[1]) for probe in probes]

@@ -7,7 +7,8 @@ import pytest
 
 from unisono.cluster import ClusterSpec
 from unisono.errors import ClusterError
-from unisono_tools.launching.local_tasks import free_ports, is_of_this_host, local_tasks
+from unisono_tools.launching.local_tasks import is_of_this_host, local_tasks
+from unisono_tools.processes import free_ports
 
 
 def test_only_the_tasks_of_this_host_are_started() -> None:
