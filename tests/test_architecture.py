@@ -4,6 +4,7 @@
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,6 +57,14 @@ DOORS = {*COMMANDS, ROOT / "tracing" / "recording.py"}
 # The package itself only collects the public names, so it sees all others.
 SOURCES = sorted({*ROOT.rglob("*.py")} - {ROOT / "__init__.py", *COMMANDS})
 TOOL_SOURCES = sorted(path for path in TOOLS.rglob("*.py") if path != TOOLS / "__init__.py")
+
+# The walks of the page on the architecture: what each is called, and its files in order.
+PAGE = (SRC.parent / "docs" / "architecture.md").read_text()
+_SECTION = PAGE.partition("## Four walks")[2].partition("\n## ")[0]
+WALKS = {
+    text.splitlines()[0]: re.findall(r"^\d+\. `([\w/]+\.py)`", text, re.MULTILINE)
+    for text in _SECTION.split("\n### ")[1:]
+}
 
 each_source = every("path", SOURCES)
 each_tool = every("path", TOOL_SOURCES)
@@ -129,6 +138,21 @@ def test_files_stay_short(path: Path) -> None:
     assert len(path.read_text().splitlines()) <= MAX_LINES
 
 
+def test_there_are_four_walks_through_the_sources() -> None:
+    names = ["A training step", "A batch", "An all-reduce between hosts", "A benchmark"]
+
+    assert list(WALKS) == names
+
+
+@pytest.mark.parametrize("name", WALKS)
+def test_a_walk_is_short_and_leads_down(name: str) -> None:
+    levels = [level_of(file) for file in WALKS[name]]
+
+    assert 1 < len(levels) <= 7
+    assert len({*WALKS[name]}) == len(levels)
+    assert levels == sorted(levels, reverse=True)
+
+
 @pytest.mark.parametrize("name", TRANSPORTS)
 def test_a_transport_is_small(name: str) -> None:
     path = ROOT / "communicators" / f"{name}.py"
@@ -167,6 +191,14 @@ def test_an_import_that_points_up_or_aside_is_found(
 )
 def test_an_import_that_points_down_or_is_for_types_is_let_through(source: str) -> None:
     assert forbidden_imports("values", source) == set()
+
+
+def level_of(file: str) -> tuple[bool, int]:
+    """How high the file of a walk lies; the tools are above the core."""
+    is_tool = file.startswith(f"{TOOLS.name}/")
+    path = Path(file).relative_to(TOOLS.name) if is_tool else Path(file)
+    assert ((TOOLS if is_tool else ROOT) / path).is_file(), f"{file} is not there"
+    return is_tool, (TOOL_LEVELS if is_tool else LEVELS)[path.parts[0].removesuffix(".py")]
 
 
 def forbidden_imports(package: str, source: str, root: str = "unisono") -> set[str]:
