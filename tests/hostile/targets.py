@@ -55,6 +55,7 @@ LEFT_OUT = {
     "schedule": _CALLED_BY_US,
     # Of inputs, for their iterators.
     "open": _CALLED_BY_US,
+    "parts": _CALLED_BY_US,
     # Of values: torch functions call it.
     "apart": _CALLED_BY_US,
     # Of distributed datasets.
