@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +23,7 @@ from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once, owner_of, parameters_of
 from unisono.variables.outsiders import check_metric, note_maker, refuse_outsiders
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
+from unisono.variables.torch_calls import in_place_of, let_clipping_be_known, watch_calls
 
 
 class _Scopes(threading.local):
@@ -96,7 +95,7 @@ def _watch_attributes() -> None:
     """Lets replicas be given what is set on a primary: between runs it is a plain module."""
     set_attribute, delete_attribute = nn.Module.__setattr__, nn.Module.__delattr__
 
-    @functools.wraps(set_attribute)
+    @in_place_of(nn.Module, "__setattr__")
     def __setattr__(self: nn.Module, name: str, value: Any) -> None:
         mirror = mirror_of(self)
         if mirror is not None and not is_own(raw(self), name):
@@ -107,15 +106,12 @@ def _watch_attributes() -> None:
             check_metric(self)
         set_attribute(self, name, value)
 
-    @functools.wraps(delete_attribute)
+    @in_place_of(nn.Module, "__delattr__")
     def __delattr__(self: nn.Module, name: str) -> None:
         mirror = mirror_of(self)
         if mirror is not None:
             mirror.forget(name)
         delete_attribute(self, name)
-
-    nn.Module.__setattr__ = __setattr__  # type: ignore[method-assign]
-    nn.Module.__delattr__ = __delattr__  # type: ignore[method-assign]
 
 
 @computed_once
@@ -123,15 +119,13 @@ def let_optimizers_take_variables() -> None:
     """Makes optimizers take a variable wherever they take a parameter."""
     add_param_group = Optimizer.add_param_group
 
-    @functools.wraps(add_param_group)
+    @in_place_of(Optimizer, "add_param_group")
     def wrapped(self: Optimizer, param_group: dict[str, Any]) -> None:
         params = param_group.get("params") if isinstance(param_group, dict) else None
         if params is not None and not isinstance(params, (Tensor, set)):
             given = [params] if isinstance(params, HasPolicy) else params
             param_group["params"] = [_parameter(one) for one in given]
         add_param_group(self, param_group)
-
-    Optimizer.add_param_group = wrapped  # type: ignore[method-assign]
 
 
 def _parameter(given: Any) -> Any:
@@ -154,7 +148,7 @@ def _wrap_zero_grad(cls: Any) -> None:
     """Makes clearing gradients outside `run` clear them on each replica."""
     zero_grad = cls.zero_grad
 
-    @functools.wraps(zero_grad)
+    @in_place_of(cls, "zero_grad")
     def wrapped(self: Any, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         zero_grad(self, set_to_none)
         if current_replica() is None:
@@ -162,8 +156,6 @@ def _wrap_zero_grad(cls: Any) -> None:
             for mirrors in [one for one in _all_mirrors if one.all_leaves]:
                 parameters = self.parameters() if of_module else parameters_of(self)
                 mirrors.clear_gradients(parameters, set_to_none=set_to_none)
-
-    cls.zero_grad = wrapped
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:
@@ -184,7 +176,7 @@ def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | Non
 def _wrap_making(name: str, make: Any) -> None:
     """Lets modules be found that register nothing, as metrics do, and copies of modules."""
 
-    @functools.wraps(make)
+    @in_place_of(nn.Module, name)
     def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
         if _scopes.open:
@@ -192,22 +184,18 @@ def _wrap_making(name: str, make: Any) -> None:
         else:
             note_maker(self)
 
-    setattr(nn.Module, name, wrapped)
-
 
 def _wrap_init(cls: type) -> None:
     """Lets objects of `cls` be found when they are made: torch has no hook for these."""
     init = cls.__init__  # type: ignore[misc]
 
-    @functools.wraps(init)
+    @in_place_of(cls, "__init__")
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
         note_maker(self)
         init(self, *args, **kwargs)
         mirrors = _mirrors_for(self)
         if mirrors is not None:
             make_once(self, mirrors)
-
-    cls.__init__ = wrapped  # type: ignore[misc]
 
 
 def _mirrors_for(made: Any) -> Mirrors | None:

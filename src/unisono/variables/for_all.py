@@ -16,6 +16,7 @@ from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
 from unisono.variables.statistics import Written
+from unisono.variables.torch_calls import in_place_of
 
 T = TypeVar("T")
 
@@ -163,8 +164,6 @@ def average_once() -> None:
     """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
     update = swa_utils.AveragedModel.update_parameters
 
-    @functools.wraps(update)
+    @in_place_of(swa_utils.AveragedModel, "update_parameters")
     def update_parameters(self: Any, model: nn.Module) -> None:
         once(update, self, model)
-
-    swa_utils.AveragedModel.update_parameters = update_parameters  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from unisono.variables.attributes import raw
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
-from unisono.variables.torch_calls import is_of_another
+from unisono.variables.torch_calls import in_place_of, is_of_another
 from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter, module, scheduler or scaler in a step.
@@ -257,7 +257,7 @@ def _check_before(cls: Any, name: str) -> None:
     """Lets a method of a scheduler or scaler refuse to work for several replicas at once."""
     method: Callable[..., Any] = getattr(cls, name)
 
-    @functools.wraps(method)
+    @in_place_of(cls, name)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
         context = _one_of_several()
         is_own = context is None or owner_of(self) is context.replicas.mirrors
@@ -268,5 +268,3 @@ def _check_before(cls: Any, name: str) -> None:
                 "`strategy.scope()`, or bring it in with `strategy.mirror()`."
             )
         return method(self, *args, **kwargs)
-
-    setattr(cls, name, checked)

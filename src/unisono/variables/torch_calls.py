@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,20 @@ from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.variables.leaves import Mark, variable_of
 
+T = TypeVar("T", bound=Callable[..., Any])
+
 # What clips gradients in torch. Older versions have fewer.
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[T], T]:
+    """Puts a function in the place of one of torch, with its name and documentation."""
+
+    def put(made: T) -> T:
+        setattr(owner, name, functools.wraps(getattr(owner, name))(made))
+        return made
+
+    return put
 
 
 @computed_once
@@ -147,11 +159,11 @@ def let_clipping_be_known() -> None:
         clip = getattr(torch.nn.utils.clip_grad, name, None)
         for module in (torch.nn.utils, torch.nn.utils.clip_grad):
             if clip is not None and getattr(module, name, None) is clip:
-                setattr(module, name, _wrapped(clip))
+                _wrap_clipping(module, name, clip)
 
 
-def _wrapped(clip: Any) -> Callable[..., Any]:
-    @functools.wraps(clip)
+def _wrap_clipping(module: Any, name: str, clip: Any) -> None:
+    @in_place_of(module, name)
     def wrapped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
         if context is None or context.replicas.mirrors.is_single:
@@ -173,5 +185,3 @@ def _wrapped(clip: Any) -> Callable[..., Any]:
             for one in reduced:
                 one.reduced[replica_id] = Mark.of(one.leaves[replica_id].grad)
         return result
-
-    return wrapped

@@ -8,7 +8,6 @@ parameters and submodules the modules have is looked at when the run ends.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -21,6 +20,7 @@ from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, spread
+from unisono.variables.torch_calls import in_place_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -153,24 +153,21 @@ def let_data_be_watched() -> None:
     nn.Parameter.data = property(get, put, doc=original.__doc__)  # type: ignore[assignment]
     copied = nn.Parameter.__deepcopy__
 
-    @functools.wraps(copied)
+    @in_place_of(nn.Parameter, "__deepcopy__")
     def deepcopy(self: nn.Parameter, memo: dict[int, Any]) -> Any:
         copy = copied(self, memo)  # type: ignore[no-untyped-call]
         for watch in _watches:
             watch.add_copy(self, copy)
         return copy
 
-    nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign, assignment]
     flattened = nn.RNNBase.flatten_parameters
 
-    @functools.wraps(flattened)
+    @in_place_of(nn.RNNBase, "flatten_parameters")
     def flatten_parameters(self: nn.RNNBase) -> None:
         # It would move the weights of one replica away from the storage that all share.
         context = current_replica()
         if context is None or context.replicas.mirrors.is_single:
             flattened(self)
-
-    nn.RNNBase.flatten_parameters = flatten_parameters  # type: ignore[method-assign]
 
 
 def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
