@@ -62,9 +62,6 @@ class Leaves:
         "version",
     )
 
-    # Whether a `Watch` sees what is written to them, and copies it to other memories.
-    is_watched = True
-
     def __init__(
         self,
         primary: nn.Parameter,
@@ -208,8 +205,6 @@ class VariableLeaves(Leaves):
     """The components of a variable, which are leaves already; the first is the primary."""
 
     __slots__ = ("_variable",)
-
-    is_watched = False
 
     def __init__(
         self, variable: object, components: Sequence[nn.Parameter], owner_of: tuple[int, ...]

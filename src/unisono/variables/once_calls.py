@@ -28,7 +28,7 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.attributes import are_same
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
-from unisono.variables.leaves import Leaves, clear, spread
+from unisono.variables.leaves import Leaves, VariableLeaves, clear, spread
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.updates import (
     SeenState,
@@ -352,7 +352,7 @@ def _give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]
 
 
 def _spread_variables(optimizer: Any) -> None:
-    spread([one for one in _leaves(optimizer) if not one.is_watched])
+    spread([one for one in _leaves(optimizer) if isinstance(one, VariableLeaves)])
 
 
 @computed_once
