@@ -57,7 +57,16 @@ NB_MODULE(_native, m) {
       .def("ring", &unisono::Bell::ring, "Wakes all who wait.")
       .def("wait", &unisono::Bell::wait, "seen"_a, "timeout_s"_a,
            nb::call_guard<nb::gil_scoped_release>(),
-           "Waits until it has rung more often than `seen`; False if it has not in time.");
+           "Waits until it has rung more often than `seen`; False if it has not in time.")
+      .def(
+          "ring_and_wait",
+          [](unisono::Bell& bell, unisono::Bell& other, std::uint64_t seen, double timeout_s) {
+            // The interpreter lock is free already, so one who hears it need not wait for the lock.
+            bell.ring();
+            return other.wait(seen, timeout_s);
+          },
+          "other"_a, "seen"_a, "timeout_s"_a, nb::call_guard<nb::gil_scoped_release>(),
+          "Rings, and waits until another bell has rung more often than `seen`.");
 
 #if defined(UNISONO_HAS_SHARED)
   using unisono::SharedGroup;

@@ -69,6 +69,9 @@ class Bell:
     def wait(self, seen: int, timeout_s: float) -> bool:
         """Waits until it has rung more often than `seen`; False if it has not in time."""
 
+    def ring_and_wait(self, other: Bell, seen: int, timeout_s: float) -> bool:
+        """Rings, and waits until another bell has rung more often than `seen`."""
+
 class SharedGroup:
     """Collectives of CPU tensors between the processes of a host. On Linux only.
 

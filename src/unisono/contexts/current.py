@@ -214,7 +214,7 @@ class ReplicaContext:
     @property
     def num_local_replicas(self) -> int:
         """The number of replicas on this worker."""
-        return len(self.replicas.worker_devices)
+        return len(self.replicas.mirrors.places)
 
     @property
     def device(self) -> Device:
@@ -354,8 +354,10 @@ def has_strategy() -> bool:
 
 def running_replica() -> ReplicaContext | None:
     """Returns the replica that this thread runs, in whatever context it is now."""
-    replicas = (one for one in reversed(stack.entered) if isinstance(one, ReplicaContext))
-    return next(replicas, None)
+    for context in reversed(stack.entered):
+        if isinstance(context, ReplicaContext):
+            return context
+    return None
 
 
 def other_strategy(strategy: Any) -> Strategy | None:

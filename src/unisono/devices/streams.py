@@ -28,6 +28,8 @@ class Trail:
 
     def follow(self) -> bool:
         """Makes later work of this thread wait for the noted streams."""
+        if not self._streams:
+            return False
         others = [
             stream
             for (index, raw), stream in self._streams.copy().items()

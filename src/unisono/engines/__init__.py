@@ -2,7 +2,7 @@
 
 from unisono.engines.advice import GlobalRandomness, Interpreter
 from unisono.engines.ambient import Ambient, CallerThread
-from unisono.engines.compiled import Compilations
+from unisono.engines.compiled import Compilations, tell_compiler
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.random_operators import drawing
@@ -23,4 +23,5 @@ __all__ = [
     "RunGenerators",
     "Turns",
     "drawing",
+    "tell_compiler",
 ]

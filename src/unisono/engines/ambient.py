@@ -177,7 +177,7 @@ class CallerThread:
         drawing.turn(is_on=self._is_drawing)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Ambient:
     """The modes, hooks, default device, context variables and CUDA streams of a thread."""
 
@@ -193,12 +193,11 @@ class Ambient:
     @classmethod
     def of_this_thread(cls, places: Sequence[torch.device]) -> Ambient:
         """Notes what is set now, for use on `places`."""
-        is_cached = torch.is_autocast_cache_enabled()
-        autocasts = tuple(
-            (kind, torch.get_autocast_dtype(kind), is_cached)
-            for kind in ("cpu", "cuda")
-            if torch.is_autocast_enabled(kind)
-        )
+        autocasts: tuple[tuple[str, torch.dtype, bool], ...] = ()
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                is_cached = torch.is_autocast_cache_enabled()
+                autocasts += ((kind, torch.get_autocast_dtype(kind), is_cached),)
         # A default device is a mode for all torch functions, and takes long to ask for.
         has_modes = num_function_modes() > 0
         device = default_device() if has_modes else None

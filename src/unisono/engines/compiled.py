@@ -41,15 +41,14 @@ class Compilations:
 
     def may_come(self, step: Callable[..., Any], arguments: Iterable[Any]) -> bool:
         """Before a run: returns whether something may be compiled in it."""
-        frames: Any = sys.modules.get("torch._dynamo.convert_frame")
-        # Optimizers load the compiler, too, so most programs that have it never compile.
-        if frames is None or not (_told or _has_compiled()):
+        frames = tell_compiler()
+        if frames is None:
             return False
-        _tell()
         self._before = _num_compiled(frames)
         code = getattr(getattr(step, _MARK, step), "__code__", type(step))
-        last = self._signature
-        self._signature = code, torch.is_grad_enabled(), *_shapes(arguments)
+        last, signature = self._signature, [code, torch.is_grad_enabled()]
+        _add_shapes(arguments, signature)
+        self._signature = tuple(signature)
         is_settled = self._signature == last and last in self._settled
         if is_settled or len(self._settled) >= _MAX_SIGNATURES:
             return False
@@ -66,16 +65,21 @@ class Compilations:
             self._settled.clear()
 
 
-def _tell() -> None:
-    """Keeps the compiler from compiling our own functions.
+def tell_compiler() -> Any:
+    """Keeps the compiler from compiling our own functions, and returns it, if there is one.
 
     What they do depends on the thread, and changes from run to run. A step that is compiled is cut
     where it calls them, and the parts in between are compiled.
     """
+    frames: Any = sys.modules.get("torch._dynamo.convert_frame")
+    # Optimizers load the compiler, too, so most programs that have it never compile.
+    if frames is None or not (_told or _has_compiled()):
+        return None
     rules: Any = sys.modules["torch._dynamo.trace_rules"]
     if rules not in _told:
         _told.append(rules)
         rules.add(_PACKAGE)
+    return frames
 
 
 def _has_compiled() -> bool:
@@ -87,16 +91,16 @@ def _num_compiled(frames: Any) -> int:
     return sum(frames.FRAME_COMPILE_COUNTER.values())
 
 
-def _shapes(arguments: Iterable[Any]) -> Iterator[Any]:
+def _add_shapes(arguments: Iterable[Any], found: list[Any]) -> None:
     for value in arguments:
         if isinstance(value, torch.Tensor):
             # A nested tensor has no shape.
-            yield None if value.is_nested else value.shape, value.dtype, value.layout
+            found += None if value.is_nested else value.shape, value.dtype, value.layout
         elif isinstance(value, DistributedValues):
-            yield from _shapes(value.values)
+            _add_shapes(value.values, found)
         elif type(value) not in _PLAIN:
             leaves = flatten(value)[0]
-            yield from _shapes(one for one in leaves if one is not value)
+            _add_shapes([one for one in leaves if one is not value], found)
 
 
 def _is_compiled(thing: Any) -> bool:

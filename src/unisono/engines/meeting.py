@@ -130,7 +130,8 @@ class ReplicaMeeting:
         Work that is done `in_python` is more than what it starts on GPUs. A run that is replayed
         does it again, unless it depends only on `settings`, which have not changed.
         """
-        arrival = _Arrival(what, given, work, in_python, settings)
+        # Without a call of Python.
+        arrival = tuple.__new__(_Arrival, (what, given, work, in_python, settings))
         if self._num_replicas == 1:
             with span("merge", what):
                 return self._do_work([arrival])[0]
@@ -139,14 +140,24 @@ class ReplicaMeeting:
                 f"{what} was called in a process that was forked in the middle of a step, where "
                 "the other replicas do not exist. Fork outside `run`."
             )
-        self._guards[replica_id].cover()
-        self._note(self._given)
+        guard = self._guards[replica_id]
+        guard.cover()
+        if self._gpus:
+            self._note(self._given)
+        num_told = self._turns.num_told()
         with self._lock:
-            self._arrivals[replica_id] = arrival
-            self._check_calls()
-        self._turns.changed()
-        share = self._lead(what) if replica_id == 0 else self._follow(replica_id, what)
-        self._guards[replica_id].expose()
+            arrivals = self._arrivals
+            # Those who wait have made the same call as the last one of them.
+            last = next(reversed(arrivals.values()), arrival)
+            arrivals[replica_id] = arrival
+            if self.failure is not None or self._returned or last.what != what:
+                self._check_calls()
+            is_last = len(arrivals) == self._num_replicas
+        if replica_id == 0:
+            share = self._lead(what)
+        else:
+            share = self._follow(replica_id, what, num_told if is_last else None)
+        guard.expose()
         return share
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
@@ -162,10 +173,10 @@ class ReplicaMeeting:
         with self._lock:
             self._calls = {i: self._answered(call, i, inner) for i, call in enumerate(calls)}
             own = self._calls.pop(0)
-        self._turns.changed()
+        self._turns.tell_others()
         own()
         with span("wait", "answers", replica=0) as waiting:
-            self._wait(0, lambda: len(self._answers) == self._num_replicas)
+            self._wait_for_all(lambda: len(self._answers))
             waiting.note(last=next(reversed(self._answers)))
         self._given.follow()
         with self._lock:
@@ -191,7 +202,7 @@ class ReplicaMeeting:
 
         It may lead to autograd's graph, and from there to here again, which no collector sees.
         """
-        for table in (self._arrivals, self._shares, self._calls, self._answers):
+        for table in (self._arrivals, self._shares, self._calls, self._answers, self._returned):
             table.clear()
 
     def stop_again(self) -> None:
@@ -214,18 +225,19 @@ class ReplicaMeeting:
 
     def _lead(self, what: str) -> Any:
         with span("wait", what, replica=0) as waiting:
-            self._wait(0, lambda: len(self._arrivals) == self._num_replicas)
+            self._wait_for_all(lambda: len(self._arrivals))
             waiting.note(last=next(reversed(self._arrivals)))
         arrivals = [self._arrivals[i] for i in range(self._num_replicas)]
         self._given.follow()
         with span("merge", what):
             shares = list(self._do_work(arrivals))
-        self._note(self._done)
+        if self._gpus:
+            self._note(self._done)
         with self._lock:
             self._arrivals.clear()
             self._shares = dict(enumerate(shares))
             own = self._shares.pop(0)
-        self._turns.changed()
+        self._turns.tell_others()
         return own
 
     def _do_work(self, arrivals: Sequence[_Arrival]) -> Sequence[Any]:
@@ -237,16 +249,24 @@ class ReplicaMeeting:
         )
         return shares
 
-    def _follow(self, replica_id: int, what: str) -> Any:
+    def _follow(self, replica_id: int, what: str, num_told: int | None) -> Any:
+        """Waits for the first replica, which the one who comes last tells that all are here."""
+
         def is_over() -> bool:
-            return replica_id in self._shares or replica_id in self._calls
+            is_told = replica_id in self._shares or replica_id in self._calls
+            return is_told or self.failure is not None
 
         while True:
             with span("wait", what, replica=replica_id):
-                self._wait(replica_id, is_over)
+                if num_told is not None:
+                    self._turns.tell_first_and_wait(num_told)
+                    num_told = None
+                self._turns.wait_for(replica_id, is_over)
             with self._lock:
                 share = self._shares.pop(replica_id, _NOTHING)
-                call = None if share is not _NOTHING else self._calls.pop(replica_id)
+                call = None if share is not _NOTHING else self._calls.pop(replica_id, None)
+            if share is _NOTHING and call is None:
+                raise ReplicaStopped
             comes_from_elsewhere = self._done.follow()
             if call is None:
                 if comes_from_elsewhere:
@@ -257,7 +277,8 @@ class ReplicaMeeting:
     def _leave(self, replica_id: int) -> None:
         with self._lock:
             self._returned.add(replica_id)
-            self._check_calls()
+            if self._arrivals or self.failure is not None:
+                self._check_calls()
 
     def _note(self, trail: Trail) -> None:
         for gpu in self._gpus:
@@ -277,13 +298,19 @@ class ReplicaMeeting:
             self._note(self._given)
             with self._lock:
                 self._answers[replica_id] = answer
-            self._turns.changed()
+            self._turns.tell_first()
 
         return make
 
-    def _wait(self, replica_id: int, is_over: Callable[[], bool]) -> None:
-        self._turns.wait_for(replica_id, lambda: is_over() or self.failure is not None)
-        if not is_over():
+    def _wait_for_all(self, num_present: Callable[[], int]) -> None:
+        """The first replica waits until something of all replicas is there."""
+        num_replicas = self._num_replicas
+
+        def is_over() -> bool:
+            return num_present() == num_replicas or self.failure is not None
+
+        self._turns.wait_for(0, is_over)
+        if num_present() < num_replicas:
             raise ReplicaStopped
 
     def _check_calls(self) -> None:

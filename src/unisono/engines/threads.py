@@ -40,14 +40,21 @@ class _Board:
         self.has_new = make_bell(num_replicas)
         self.has_ended = make_bell(num_replicas)
 
-    def take(self, replica_id: int) -> tuple[Call, Outcomes] | None:
+    def take(self, replica_id: int, *, has_ended: bool = False) -> tuple[Call, Outcomes] | None:
         """Waits for the next call of a replica; None is the last."""
+        has_new: Any = self.has_new
         while True:
-            seen = self.has_new.count
+            seen = has_new.count
             given: tuple[Call, Outcomes] | None = self.given.pop(replica_id, _NOTHING)
             if given is not _NOTHING:
+                if has_ended:
+                    self.has_ended.ring()
                 return given
-            self.has_new.wait(seen, _LOOK_AGAIN_S)
+            if has_ended:
+                has_ended = False
+                self.has_ended.ring_and_wait(has_new, seen, _LOOK_AGAIN_S)
+            else:
+                has_new.wait(seen, _LOOK_AGAIN_S)
 
     def end(self, num_replicas: int) -> None:
         """Lets every thread end."""
@@ -186,10 +193,11 @@ def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop)
     torch.get_num_threads()
-    while (given := board.take(replica_id)) is not None:
+    has_ended = False
+    while (given := board.take(replica_id, has_ended=has_ended)) is not None:
         call, outcomes = given
         outcomes[replica_id] = _outcome(call)
-        board.has_ended.ring()
+        has_ended = True
         # A thread that waits for work must not keep what the last call used.
         del given, call, outcomes
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from unisono.kernels import native_core
 from unisono.system import process_cores
@@ -40,6 +40,11 @@ class PythonBell:
         with self._lock:
             return self._rung.wait_for(lambda: self.count > seen, timeout_s)
 
+    def ring_and_wait(self, other: PythonBell, seen: int, timeout_s: float) -> bool:
+        """Rings, and waits until another bell has rung more often than `seen`."""
+        self.ring()
+        return other.wait(seen, timeout_s)
+
 
 def make_bell(num_threads: int) -> Bell:
     """Makes a bell; who waits looks for a while before it sleeps if each thread has a core."""
@@ -53,29 +58,45 @@ class Turns:
     """All replicas run at the same time."""
 
     def __init__(self, num_replicas: int) -> None:
-        self._changed = make_bell(num_replicas)
+        # What the first replica waits for, and what the others wait for.
+        self._for_first: Any = make_bell(num_replicas)
+        self._for_others: Any = make_bell(num_replicas)
 
     def begin(self, replica_id: int) -> None:
         """Returns when the replica may run for the first time."""
 
     def wait_for(self, replica_id: int, is_over: Callable[[], bool]) -> None:
         """The replica, which runs, waits until `is_over`, and others may run meanwhile."""
+        bell = self._for_others if replica_id else self._for_first
         while True:
-            seen = self._changed.count
+            seen = bell.count
             if is_over():
                 return
-            self._changed.wait(seen, _LOOK_AGAIN_S)
+            bell.wait(seen, _LOOK_AGAIN_S)
 
-    def changed(self) -> None:
-        """Says that what somebody waits for may be over."""
-        self._changed.ring()
+    def tell_first(self) -> None:
+        """Says that what the first replica waits for may be over."""
+        self._for_first.ring()
+
+    def tell_others(self) -> None:
+        """Says that what the other replicas wait for may be over."""
+        self._for_others.ring()
+
+    def num_told(self) -> int:
+        """Returns how often the bell of the others has rung."""
+        return int(self._for_others.count)
+
+    def tell_first_and_wait(self, num_told: int) -> None:
+        """One of the others rings for the first, and waits until its own bell rings again."""
+        self._for_first.ring_and_wait(self._for_others, num_told, _LOOK_AGAIN_S)
 
     def leave(self, replica_id: int) -> None:
         """The replica, which runs, has ended."""
 
     def free(self) -> None:
         """Lets everybody run to their end, because the step has failed."""
-        self._changed.ring()
+        self._for_first.ring()
+        self._for_others.ring()
 
 
 class OneByOne(Turns):
@@ -112,6 +133,9 @@ class OneByOne(Turns):
             self._bells[following].ring()
             self.begin(replica_id)
         return None
+
+    def tell_first_and_wait(self, num_told: int) -> None:
+        self.tell_first()
 
     def leave(self, replica_id: int) -> None:
         with self._lock:

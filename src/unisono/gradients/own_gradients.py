@@ -12,7 +12,7 @@ from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
-from unisono.variables.leaves import Leaves
+from unisono.variables.leaves import Leaves, show_gradients
 from unisono.variables.mirrors import Mirrors
 
 
@@ -40,8 +40,7 @@ def reduce_own(
                 leaf.grad = weighting.weigh(weight, leaf.grad)
     if left:
         reduce(left)
-    for one in own:
-        one.show_gradient()
+    show_gradients(own)
 
 
 def _equal(owners: Sequence[Leaves], workers: Workers) -> list[bool]:

@@ -23,6 +23,7 @@ from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
 from unisono.values import DistributedValues, PerReplica
 from unisono.variables import Leaves
+from unisono.variables.leaves import gradient_of
 
 # Of each term, in bytes.
 _ALIGNMENT = 64
@@ -67,14 +68,29 @@ class Reduction:
 
     def reduce(self, owners: Sequence[Leaves]) -> None:
         """Reduces the gradients of some parameters, in place where that can be done."""
-        present = [(one, gradients_of(one.leaves)) for one in owners]
+        # Dense gradients can be reduced in place.
+        present: list[Present] = []
+        dense: list[Present] = []
+        others: list[Present] = []
+        for one in owners:
+            grads = list(map(gradient_of, one.leaves))
+            is_dense = True
+            for grad in grads:
+                if grad is None:
+                    grads = gradients_of(one.leaves)
+                    break
+            for grad in grads:
+                is_dense = is_dense and grad.layout is torch.strided
+            present.append((one, grads))
+            (dense if is_dense else others).append(present[-1])
         if self.ops.wants_all_gradients:
             self._reduce_values(present, self.ops.reduce_gradients)
             return
-        for group in _by_layout(present):
-            batch = [grads for _, grads in group]
-            if not self.ops.reduce_in_place(self.op, batch, self.devices):
-                self._reduce_values(group, self.ops.batch_reduce)
+        batch = [grads for _, grads in dense]
+        if batch and not self.ops.reduce_in_place(self.op, batch, self.devices):
+            self._reduce_values(dense, self.ops.batch_reduce)
+        if others:
+            self._reduce_values(others, self.ops.batch_reduce)
 
     def reduce_one(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Returns what the gradients of one parameter become, one per replica."""
@@ -347,15 +363,6 @@ def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
 
 def _parts(result: Any) -> tuple[Tensor, ...]:
     return result.values if isinstance(result, DistributedValues) else (result,)
-
-
-def _by_layout(present: Sequence[Present]) -> list[list[Present]]:
-    """Parts dense gradients, which can be reduced in place, from sparse ones."""
-    groups: dict[bool, list[Present]] = {}
-    for one, grads in present:
-        is_dense = all(grad.layout is torch.strided for grad in grads)
-        groups.setdefault(is_dense, []).append((one, grads))
-    return list(groups.values())
 
 
 def _no_rows(leaf: nn.Parameter) -> Tensor:

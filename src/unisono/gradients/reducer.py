@@ -55,6 +55,7 @@ from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mirrors
+from unisono.variables.leaves import show_gradients, with_own_gradients
 
 
 class GradientReducer:
@@ -123,7 +124,11 @@ class GradientReducer:
             self._sender.settle(left)
         self._track()
         self._weighting.begin(weights, self._owners, streams)
-        self._hooked = [one for one in self._owners if has_hooks(one.primary)]
+        self._hooked = [
+            one
+            for one in self._owners
+            if one.primary._post_accumulate_grad_hooks and has_hooks(one.primary)
+        ]
 
     def close(self) -> None:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
@@ -299,8 +304,7 @@ class GradientReducer:
                 )
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
-                for one in reduced:
-                    one.show_gradient()
+                show_gradients(reduced)
             if self._hooked:
                 found = set(reduced)
                 call_hooks(context, [one for one in self._hooked if one in found])
@@ -386,7 +390,7 @@ class GradientReducer:
         A backward pass has reduced the others, and later changes, such as clipping, are the same on
         all replicas.
         """
-        own = [one for one in owners if one.has_own_gradients()]
+        own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):
                 reduce_own(own, self._op, self._mirrors, self._weighting, self._reduction.reduce)

@@ -71,6 +71,8 @@ def _reduce_on_host(
     name, is_mean = undivided(op).value, op is ReduceOp.MEAN
     # The kernel would refuse sparse tensors too, but asking torch for their storage is slow.
     kept = [i for i, item in enumerate(batch) if not _is_sparse(item)]
+    if not kept:
+        return [None] * len(batch)
     if len(kept) == len(batch):
         return kernel.reduce(name, batch, copies, is_mean, torch.get_num_threads())
     given = [batch[i] for i in kept], [copies[i] for i in kept]
@@ -101,7 +103,7 @@ def reduce_into(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) ->
 
 def _reduce_into_on_host(op: ReduceOp, batch: Sequence[Item], outputs: Sequence[Item]) -> bool:
     kernel = native_core().kernel
-    if kernel is None or any(_is_sparse(item) for item in batch):
+    if kernel is None or any(map(_is_sparse, batch)):
         return False
     is_mean = op is ReduceOp.MEAN
     try:

@@ -27,6 +27,7 @@ from unisono.engines import (
     RunGenerators,
     Turns,
     drawing,
+    tell_compiler,
 )
 from unisono.errors import add_note
 from unisono.reductions import Workers
@@ -67,6 +68,8 @@ class Runner:
             len(devices), can_capture=bool(self._gpus), is_serial=is_serial
         )
         self._compilations = Compilations()
+        # That of the last run, if it has not failed and is not special. It is used again.
+        self._meeting: ReplicaMeeting | None = None
         # The random numbers of the last run.
         self.of_run: RunGenerators | None = None
 
@@ -80,20 +83,13 @@ class Runner:
         recorder: Recorder | None = None,
     ) -> Sequence[Any]:
         """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
-        num_replicas = len(self._devices)
         may_compile = self._compilations.may_come(fn, (*args, *kwargs.values()))
         # A compiled function must not be compiled again for what watches a postponed update.
         replicas.mirrors.postponed.is_on &= not may_compile
         is_serial = may_compile or self._is_serial
-        turns = OneByOne(num_replicas) if is_serial else self._all_at_once
-        meeting = ReplicaMeeting(
-            num_replicas,
-            turns,
-            self._gpus,
-            names=self._names,
-            recorder=recorder,
-            has_workers=replicas.gradients.has_workers,
-        )
+        meeting, self._meeting = self._meeting, None
+        if meeting is None or is_serial or recorder is not None:
+            meeting = self._new_meeting(replicas, recorder, is_serial=is_serial)
         is_single = replicas.mirrors.is_single
         contexts = [
             ReplicaContext(replicas, i, meeting, weight, generators=None if is_single else own)
@@ -102,12 +98,39 @@ class Runner:
         try:
             results = self._run_on(contexts, meeting, fn, args, kwargs)
             self._compilations.note()
-            return results
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
             meeting.forget()
             for context in contexts:
                 context.notes.current_pass = None
+        if not is_serial and recorder is None:
+            self._meeting = meeting
+        return results
+
+    def _new_meeting(
+        self, replicas: Replicas, recorder: Recorder | None, *, is_serial: bool
+    ) -> ReplicaMeeting:
+        num_replicas = len(self._devices)
+        return ReplicaMeeting(
+            num_replicas,
+            OneByOne(num_replicas) if is_serial else self._all_at_once,
+            self._gpus,
+            names=self._names,
+            recorder=recorder,
+            has_workers=replicas.gradients.has_workers,
+        )
+
+    def run_single(
+        self, replicas: Replicas, fn: Callable[..., Any], args: Sequence[Any], kwargs: Any
+    ) -> Any:
+        """Calls `fn` for a replica that shares nothing, and returns what it returns."""
+        tell_compiler()
+        if self._meeting is None:
+            self._meeting = self._new_meeting(replicas, None, is_serial=False)
+        context = ReplicaContext(replicas, 0, self._meeting)
+        own, own_kwargs = select_replica(0, args), select_replica(0, kwargs) if kwargs else kwargs
+        with span("replica", "replica", replica=0), entered(context), _on_device(self._places[0]):
+            return fn(*own, **own_kwargs)
 
     def _run_on(
         self,
@@ -136,9 +159,10 @@ class Runner:
             replica_id = context.local_id
 
             def body() -> Any:
-                own = select_replica(replica_id, (tuple(args), kwargs))
+                own = select_replica(replica_id, args)
+                own_kwargs = select_replica(replica_id, kwargs) if kwargs else kwargs
                 with entered(context), drawing():
-                    return meeting.exposed(replica_id, lambda: fn(*own[0], **own[1]))
+                    return meeting.exposed(replica_id, functools.partial(fn, *own, **own_kwargs))
 
             def on_device() -> Any:
                 try:
@@ -155,7 +179,8 @@ class Runner:
             return traced
 
         # Streams that are captured separately must not wait for each other.
-        with self._lock, _in_order(streams if meeting.orders_streams else ()):
+        ordered = _in_order(streams) if streams and meeting.orders_streams else nullcontext()
+        with self._lock, ordered:
             before = self._global_randomness.before()
             calls = [call(context) for context in contexts]
             results = self._interpreter.run(calls, lambda own: self.threads.run(own, meeting))

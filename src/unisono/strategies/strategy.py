@@ -121,7 +121,7 @@ class Strategy(InputMethods):
         check_call("fn", fn, args, kwargs)
         check_optional("options", options, RunOptions, "`unisono.RunOptions`")
         self._check_cross_replica("run()")
-        return self._extended.call_for_each_replica(fn, args, kwargs)
+        return self._extended._call(fn, args, kwargs or {})
 
     def reduce(
         self,

@@ -244,6 +244,9 @@ class WorkerReplicas:
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
+        if recorder is None and self.mirrors.is_single and self.mirrors.generation == 0:
+            # No leaf, and nothing to bring to other replicas.
+            return self.counting.regrouped((self._runner.run_single(self, fn, args, kwargs),))
         if recorder is None or not (recorder.is_capturing and recorder.streams):
             # No graph of one memory can bring something to others.
             self.mirrors.refresh()

@@ -12,6 +12,9 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import divide
 from unisono.options import ReduceOp
 
+# Of these, `divide` returns the quotient as torch computes it, on the host.
+_DIVIDED_IN_PLACE = frozenset((torch.float32, torch.float64))
+
 
 def is_sparse(tensor: Tensor) -> bool:
     """Whether `tensor` is sparse COO, the layout of sparse gradients."""
@@ -35,7 +38,10 @@ def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     indices = torch.cat([part._indices() for part in parts], dim=1)
     values = torch.cat([part._values() for part in parts])
     if op is ReduceOp.MEAN and len(parts) > 1:
-        values = divide(values, len(parts), values.dtype)
+        if values.dtype in _DIVIDED_IN_PLACE and not values.is_cuda:
+            values.div_(len(parts))
+        else:
+            values = divide(values, len(parts), values.dtype)
     is_coalesced = len(parts) == 1 and parts[0].is_coalesced()
     return with_parts(parts[0], indices, values, is_coalesced=is_coalesced)
 

@@ -236,7 +236,12 @@ def select_replica(replica_id: int, structure: Any) -> Any:
         return structure
     try:
         if kind is tuple or kind is list:
-            return kind([select_replica(replica_id, part) for part in structure])
+            return kind(
+                [
+                    part if type(part) in _LEAVES else select_replica(replica_id, part)
+                    for part in structure
+                ]
+            )
         if kind is dict:
             return {key: select_replica(replica_id, part) for key, part in structure.items()}
     except RecursionError:

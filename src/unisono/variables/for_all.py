@@ -15,6 +15,7 @@ from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replic
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
+from unisono.variables.leaves import show_current_gradients
 from unisono.variables.statistics import Written
 from unisono.variables.torch_calls import in_place_of
 
@@ -100,8 +101,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         with no_torch_function():
             # The program's parameters show the gradients of the replicas.
             mirrors.reduce_rest(mirrors.all_leaves)
-            for one in mirrors.all_leaves:
-                one.show_current_gradient()
+            show_current_gradients(mirrors.all_leaves)
             if written is None:
                 # A replay writes the same again, which torch does not count then.
                 recorder = context.meeting.recorder

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _MOST_BYTES_PACKED = 1 << 18
 # The variables of components.
 _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+gradient_of = operator.attrgetter("grad")
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -125,56 +129,19 @@ class Leaves:
             for leaf in self.leaves:
                 leaf._backward_hooks = self.primary._backward_hooks
 
-    def show_gradient(self) -> None:
-        """Lets the primary show the gradient that the leaves have, which is reduced."""
-        grads = [leaf.grad for leaf in self.leaves]
-        self.primary.grad = grads[0]
-        self.is_shown = True
-        # As `mark_reduced`, without a call of Python for each.
-        self.reduced = [
-            None if grad is None else tuple.__new__(Mark, (weakref.ref(grad), grad._version))
-            for grad in grads
-        ]
-
     def mark_reduced(self) -> None:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
-    def clear(self, replica_id: int, *, set_to_none: bool) -> None:
-        """Clears the gradient of a replica: there is none, or one of zeros, which is the same."""
-        leaf = self.leaves[replica_id]
-        if replica_id == 0:
-            clear(self.primary, set_to_none=set_to_none)
-            if set_to_none:
-                # Or the next run would clear gradients that stay on the replicas for now.
-                self.is_shown = False
-        if set_to_none:
-            leaf.grad = self.reduced[replica_id] = None
-            return
-        clear(leaf, set_to_none=False)
-        self.reduced[replica_id] = Mark.of(leaf.grad)
-
     def has_own_gradients(self) -> bool:
         """Whether a replica has a gradient that is not the one that was reduced last."""
-        for leaf, mark in zip(self.leaves, self.reduced, strict=True):
-            grad = leaf.grad
-            if grad is not None and (
-                mark is None or mark[0]() is not grad or mark[1] != grad._version
-            ):
-                return True
-        return False
+        return bool(with_own_gradients((self,)))
 
     def is_hidden(self) -> bool:
         """Whether replicas have gradients of their own that the primary does not show."""
         if self.leaves[0].grad is self.primary.grad:
             return any(map(_is_own, self.leaves[1:], self.reduced[1:]))
         return self.has_own_gradients()
-
-    def show_current_gradient(self) -> None:
-        """Before something is done for all replicas: the primary shows what they have."""
-        grad = self.leaves[0].grad
-        if self.primary.grad is not grad:
-            self.primary.grad = grad
 
     def take_from_primary(self) -> None:
         """After something was done for all replicas: they get what became of the gradient."""
@@ -245,8 +212,93 @@ def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
     return grad is not None and (mark is None or not mark.fits(grad))
 
 
-def spread(owners: Iterable[Leaves]) -> None:
+class Found(NamedTuple):
+    """What replicas have of the parameters of an optimizer, in one generation of leaves."""
+
+    generation: int = -1
+    parameters: Sequence[Tensor] = ()
+    leaves: Sequence[Leaves] = ()
+    # Those of variables, which no watch sees.
+    of_variables: Sequence[Leaves] = ()
+    num_bytes: int = 0
+
+
+# A step calls each of the following once for all parameters. So none calls a function of Python for
+# each parameter.
+
+
+def show_gradients(owners: Iterable[Leaves]) -> None:
+    """Lets the primaries show the gradients that the leaves have, which are reduced."""
+    for one in owners:
+        marks: list[Mark | None] = []
+        for grad in map(gradient_of, one.leaves):
+            # As `Mark.of`.
+            mark = None if grad is None else (weakref.ref(grad), grad._version)
+            marks.append(mark if mark is None else tuple.__new__(Mark, mark))
+        one.primary.grad = one.leaves[0].grad
+        one.reduced, one.is_shown = marks, True
+
+
+def show_current_gradients(owners: Iterable[Leaves]) -> None:
+    """Before something is done for all replicas: the primaries show what these have."""
+    for one in owners:
+        grad = one.leaves[0].grad
+        if one.primary.grad is not grad:
+            one.primary.grad = grad
+
+
+def with_own_gradients(owners: Iterable[Leaves]) -> list[Leaves]:
+    """Returns those for which `has_own_gradients` is true."""
+    found = []
+    for one in owners:
+        for grad, mark in zip(map(gradient_of, one.leaves), one.reduced, strict=True):
+            if grad is not None and (
+                mark is None or mark[1] != grad._version or mark[0]() is not grad
+            ):
+                found.append(one)
+                break
+    return found
+
+
+def clear_gradients(owners: Iterable[Leaves], replica_id: int, *, set_to_none: bool) -> None:
+    """Clears the gradients of a replica: there is none, or one of zeros, which is the same.
+
+    Those of the first replica are also what primaries show.
+    """
+    for one in owners:
+        leaf = one.leaves[replica_id]
+        if set_to_none:
+            if replica_id == 0:
+                one.primary.grad = None
+                # Or the next run would clear gradients that stay on the replicas for now.
+                one.is_shown = False
+            leaf.grad = one.reduced[replica_id] = None
+            continue
+        if replica_id == 0:
+            clear(one.primary, set_to_none=False)
+        clear(leaf, set_to_none=False)
+        one.reduced[replica_id] = Mark.of(leaf.grad)
+
+
+def catch_up(owners: Iterable[Leaves]) -> None:
+    """Before a run: takes over what has been done to the primaries since the last one."""
+    for one in owners:
+        primary = one.primary
+        is_same = not one.is_spread and primary._backward_hooks is None
+        if is_same and one.is_shown:
+            # The gradient is the one that was reduced last.
+            grad, mark = primary.grad, one.reduced[0]
+            is_same = grad is not None and (
+                mark is None or (mark[0]() is grad and mark[1] == grad._version)
+            )
+        if not is_same:
+            one.catch_up()
+
+
+def spread(owners: Sequence[Leaves]) -> None:
     """Copies primaries to the memories that have their own, small ones of a dtype end to end."""
+    if not owners:
+        return
     alike: dict[Hashable, list[Leaves]] = {}
     with fit_for_training():
         for one in owners:
@@ -292,3 +344,10 @@ def clear(leaf: Tensor, *, set_to_none: bool) -> None:
         leaf.grad = None
     elif leaf.grad is not None:
         leaf.grad.detach_().zero_()
+
+
+def give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Gives each tensor the gradient that stands in its place."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is not grad:
+            parameter.grad = grad

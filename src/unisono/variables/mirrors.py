@@ -23,7 +23,7 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
-from unisono.variables.leaves import Leaves, clear, fit_for_training, spread
+from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
@@ -33,7 +33,7 @@ from unisono.variables.written import Parts, Watch, let_data_be_watched
 
 T = TypeVar("T")
 
-_is_current = operator.methodcaller("is_current")
+_needs_grad, _shape_of = operator.attrgetter("requires_grad"), operator.attrgetter("shape")
 
 
 class Mirrors:
@@ -60,6 +60,8 @@ class Mirrors:
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
         self._free: list[Leaves] = []
+        # Of the others, the primaries, and the leaves of the first replica.
+        self._compared: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
         # The parameters that show a gradient of which the leaves that are made next get copies.
         self.showing: set[int] = set()
         self._lay_out(memories, places)
@@ -91,6 +93,8 @@ class Mirrors:
 
     def _lay_out(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         self.memories = memories
+        # Whether the replicas have several memories.
+        self.is_spread = len(set(memories)) > 1
         self.places = places
         self._attributes = Attributes(len(places), self.stand_in)
         self.buffers = Buffers(places, self.workers)
@@ -200,17 +204,28 @@ class Mirrors:
 
     def refresh(self) -> None:
         """Before a run: updates the clones from their primaries."""
-        if not self.are_as_given() or not all(map(_is_current, self._leaves.values())):
+        if not self.are_as_given() or not self._are_current():
             self._adopt_new()
             self.share_new()
             with fit_for_training():
                 self._rebuild()
-        spread([one for one in self._leaves.values() if one.is_behind()])
-        for leaves in self._leaves.values():
-            leaves.catch_up()
+        if self.is_spread:
+            spread([one for one in self._leaves.values() if one.is_behind()])
+        catch_up(self._leaves.values())
         self.buffers.give()
         self.metrics.begin()
         self.watch.stamp()
+
+    def _are_current(self) -> bool:
+        """Whether all leaves are what their primaries are; see `Leaves.is_current`."""
+        # Of parameters of modules by loops in C.
+        primaries, firsts = self._compared
+        return (
+            list(map(Tensor.data_ptr, primaries)) == list(map(Tensor.data_ptr, firsts))
+            and list(map(_needs_grad, primaries)) == list(map(_needs_grad, firsts))
+            and list(map(_shape_of, primaries)) == list(map(_shape_of, firsts))
+            and all(one.is_current() for one in self._free)
+        )
 
     def are_as_given(self) -> bool:
         """Whether the clones still match their primaries, by a quick check in C."""
@@ -289,6 +304,9 @@ class Mirrors:
             for parameter in raw(module)["_parameters"].values():
                 if parameter is not None and id(parameter) not in self._leaves:
                     self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
+        of_modules = list(self._leaves.values())[len(self._free) :]
+        firsts = [one.leaves[0] for one in of_modules]
+        self._compared = [one.primary for one in of_modules], firsts
         for module in primaries:
             mirror = self.mirrors[id(module)]
             cls = plain_class(type(module))

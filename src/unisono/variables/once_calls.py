@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,12 +28,21 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.attributes import are_same
 from unisono.variables.for_all import for_all
 from unisono.variables.front import Front, plain_class
-from unisono.variables.leaves import Leaves, VariableLeaves, clear, spread
+from unisono.variables.leaves import (
+    Found,
+    VariableLeaves,
+    clear,
+    clear_gradients,
+    give_gradients,
+    show_current_gradients,
+    spread,
+)
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.updates import (
     SeenState,
     Settings,
     is_plain,
+    update_as,
     update_in_shares,
     watch_updates,
 )
@@ -42,15 +51,17 @@ from unisono.variables.updates import (
 class _Owner:
     """Which strategy an object belongs to."""
 
-    __slots__ = ("found", "mirrors")
+    __slots__ = ("found", "mirrors", "target")
 
-    def __init__(self, mirrors: Mirrors) -> None:
+    def __init__(self, target: Any, mirrors: Mirrors) -> None:
+        identity = id(target)
+        self.target = weakref.ref(target, lambda _: _owners.pop(identity, None))
         self.mirrors = weakref.ref(mirrors)
-        self.found: tuple[int, list[Tensor], list[Leaves]] = -1, [], []
+        self.found = Found()
 
 
-# Not an attribute of the object, which would be saved with it.
-_owners: weakref.WeakKeyDictionary[Any, _Owner] = weakref.WeakKeyDictionary()
+# By identity. Not an attribute of the object, which would be saved with it.
+_owners: dict[int, _Owner] = {}
 
 
 def do_once(what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
@@ -88,7 +99,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
         return optimizer._update(closure, **kwargs)
     if closure is None:
         is_recorded = context.meeting.recorder is not None and not kwargs
-        settings = Settings(optimizer, _leaves(optimizer)) if is_recorded else None
+        settings = Settings(optimizer, _found(optimizer).leaves) if is_recorded else None
         if not kwargs and optimizer._is_put_off(context):
             return None
         return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
@@ -123,18 +134,16 @@ class OnceOptimizer(OnceUpdate):
     def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         """Clears the gradients of this replica; outside a replica, those of all."""
         context = current_replica()
-        owners = _leaves(self)
+        owners = _found(self).leaves
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with no_torch_function():
-            if context is None:
-                super().zero_grad(set_to_none)  # type: ignore[misc]
-                for leaves in owners:
-                    for leaf in leaves.leaves:
-                        clear(leaf, set_to_none=set_to_none)
+            if context is not None:
+                clear_gradients(owners, context.local_id, set_to_none=set_to_none)
                 return
-            replica_id = context.local_id
+            super().zero_grad(set_to_none)  # type: ignore[misc]
             for leaves in owners:
-                leaves.clear(replica_id, set_to_none=set_to_none)
+                for leaf in leaves.leaves:
+                    clear(leaf, set_to_none=set_to_none)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -206,31 +215,33 @@ class OnceOptimizer(OnceUpdate):
             with no_torch_function():
                 # The step may have cleared them since then.
                 now = [p.grad for p in parameters]
-                _give_gradients(parameters, grads)
+                give_gradients(parameters, grads)
                 with for_all(context):
                     self._update(None) if isinstance(self, Front) else self.step()
-                _give_gradients(parameters, now)
+                give_gradients(parameters, now)
 
         mirrors.postponed.put_off(update, addresses)
         return True
 
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        take_gradients(self)
-        # All replicas of this worker share the storage of every parameter.
-        is_shared = context.num_local_replicas > 1 and len(set(_mirrors_of(self).memories)) == 1
-        if is_shared and not kwargs and context.meeting.recorder is None:
-            own = vars(self).get("step", _step)
-            if hasattr(own, "_wrapped_by_lr_sched"):
-                # What the scheduler's wrapper does, which the shares of an update do not call.
-                self._opt_called = True
-                if update_in_shares(self, plain_class(type(self)), context):
-                    _spread_variables(self)
-                    return None
-        return self._update(None, **kwargs)
+        found = take_gradients(self)
+        own, cls = vars(self).get("step", _step), plain_class(type(self))
+        is_wrapped = hasattr(own, "_wrapped_by_lr_sched") and context.meeting.recorder is None
+        # `outsiders` checks other parameters than those of models, before every update of torch.
+        is_known = len(found.leaves) == len(found.parameters)
+        is_shared = not (_mirrors_of(self).is_spread or kwargs)
+        if not (is_wrapped and is_known and is_shared and is_plain(self, cls)):
+            return self._update(None, **kwargs)
+        # What the scheduler's wrapper does, which is not called here.
+        self._opt_called = True
+        if not update_in_shares(self, cls, context, found.num_bytes):
+            update_as(cls, self)
+        spread(found.of_variables)
+        return None
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        _spread_variables(self)
+        spread(_found(self).of_variables)
         return result
 
 
@@ -267,7 +278,7 @@ class OnceScaler(Front):
         def work() -> Any:
             take_gradients(optimizer)
             result = method(optimizer, *args)
-            for leaves in _leaves(optimizer):
+            for leaves in _found(optimizer).leaves:
                 # torch does not count it as a write when gradients are unscaled.
                 leaves.give_gradient()
             return result
@@ -285,16 +296,16 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
         mirrors.fronts.add(target, before)
         return
     if owner_of(target) is not mirrors:
-        _owners[target] = _Owner(mirrors)
+        _owners[id(target)] = _Owner(target, mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
-        if len(set(mirrors.memories)) > 1:
+        if mirrors.is_spread:
             _spread_after_updates()
 
 
 def owner_of(target: Any) -> Mirrors | None:
     """Returns the mirrors that an object belongs to."""
-    owner = _owners.get(target)
-    return None if owner is None else owner.mirrors()
+    owner = _owners.get(id(target))
+    return None if owner is None or owner.target() is not target else owner.mirrors()
 
 
 def _mirrors_of(target: Any) -> Mirrors:
@@ -303,12 +314,13 @@ def _mirrors_of(target: Any) -> Mirrors:
     return mirrors
 
 
-def take_gradients(optimizer: Any) -> None:
+def take_gradients(optimizer: Any) -> Found:
     """Gives the primaries the gradients that all replicas have, reduced."""
-    if owners := _leaves(optimizer):
-        _mirrors_of(optimizer).reduce_rest(owners)
-    for leaves in owners:
-        leaves.show_current_gradient()
+    found = _found(optimizer)
+    if found.leaves:
+        _mirrors_of(optimizer).reduce_rest(found.leaves)
+    show_current_gradients(found.leaves)
+    return found
 
 
 def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
@@ -330,29 +342,20 @@ def parameters_of(optimizer: Any) -> list[Tensor]:
     return [p for group in vars(optimizer)["param_groups"] for p in group["params"]]
 
 
-def _leaves(optimizer: Any) -> list[Leaves]:
+def _found(optimizer: Any) -> Found:
     """Returns what replicas have of the parameters; nothing, where there is one replica."""
-    owner = _owners.get(optimizer)
-    mirrors = None if owner is None else owner.mirrors()
-    if owner is None or mirrors is None:
-        return []
+    mirrors = owner_of(optimizer)
+    if mirrors is None:
+        return Found()
+    owner = _owners[id(optimizer)]
     parameters = parameters_of(optimizer)
-    generation, known, leaves = owner.found
-    if generation != mirrors.generation or not are_same(known, parameters):
-        generation = mirrors.generation
+    generation = mirrors.generation
+    if owner.found.generation != generation or not are_same(owner.found.parameters, parameters):
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
-        owner.found = generation, parameters, leaves
-    return leaves
-
-
-def _give_gradients(parameters: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is not grad:
-            parameter.grad = grad
-
-
-def _spread_variables(optimizer: Any) -> None:
-    spread([one for one in _leaves(optimizer) if isinstance(one, VariableLeaves)])
+        of_variables = [one for one in leaves if isinstance(one, VariableLeaves)]
+        num_bytes = sum(p.nbytes for p in parameters)
+        owner.found = Found(generation, parameters, leaves, of_variables, num_bytes)
+    return owner.found
 
 
 @computed_once
@@ -361,7 +364,7 @@ def _spread_after_updates() -> None:
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         if owner_of(optimizer) is not None:
-            spread([one for one in _leaves(optimizer) if one.is_spread])
+            spread([one for one in _found(optimizer).leaves if one.is_spread])
 
     watch_updates(after, hooks.register_optimizer_step_post_hook)
 
@@ -373,7 +376,7 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            spread(_leaves(optimizer))
+            spread(_found(optimizer).leaves)
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas

@@ -46,11 +46,23 @@ _ours: weakref.WeakSet[Callable[..., None]] = weakref.WeakSet()
 _LEAST_BYTES = 2 << 20
 
 
-def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool:
-    """Lets every replica, all of which wait, update its share of the parameters."""
-    if not is_plain(optimizer, cls):
-        return False
-    if sum(p.nbytes for group in optimizer.param_groups for p in group["params"]) < _LEAST_BYTES:
+def update_as(cls: Any, optimizer: Any) -> None:
+    """Makes the update of an optimizer that `is_plain`, without what replicas see of it."""
+    same: Any = object.__new__(cls)
+    same.__dict__ = vars(optimizer)
+    cls.step(same)
+
+
+def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext, num_bytes: int) -> bool:
+    """Lets every replica, all of which wait, update its share of the parameters.
+
+    Args:
+        optimizer: One that `is_plain`.
+        cls: Its class.
+        context: The replica that calls.
+        num_bytes: The size of all parameters.
+    """
+    if num_bytes < _LEAST_BYTES or context.num_local_replicas == 1:
         return False
     shares = _shares(optimizer, context.num_local_replicas)
     if shares is None:
@@ -69,19 +81,23 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext) -> bool
 
 def _shares(optimizer: Any, num_replicas: int) -> list[list[dict[str, Any]]] | None:
     """Divides the parameters so that all replicas write about the same number of bytes."""
-    loads = [0] * num_replicas
-    dealt: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in loads]
+    sizes: list[tuple[int, Tensor, int]] = []
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             grad = parameter.grad
-            if grad is None:
-                continue
-            replica_id = loads.index(min(loads))
-            dealt[replica_id][number].append(parameter)
-            num_bytes = grad._values().nbytes if grad.is_sparse else grad.nbytes
-            loads[replica_id] += num_bytes
+            if grad is not None:
+                num_bytes = grad._values().nbytes if grad.is_sparse else grad.nbytes
+                sizes.append((number, parameter, num_bytes))
+    if sum([num_bytes for _, _, num_bytes in sizes]) < _LEAST_BYTES:
+        return None
+    loads = [0] * num_replicas
+    dealt: list[list[list[Any]]] = [[[] for _ in optimizer.param_groups] for _ in loads]
+    for number, parameter, num_bytes in sizes:
+        replica_id = loads.index(min(loads))
+        dealt[replica_id][number].append(parameter)
+        loads[replica_id] += num_bytes
     # The longest share decides when all are done.
-    if sum(loads) < _LEAST_BYTES or 4 * max(loads) > 3 * sum(loads):
+    if 4 * max(loads) > 3 * sum(loads):
         return None
     return [
         [
@@ -193,13 +209,12 @@ class GroupCopies:
         self._workers = workers
         # Held while the state of an optimizer is replaced by what replicas see of it.
         self.lock = threading.Lock()
-        self._copies: weakref.WeakKeyDictionary[Any, dict[int, Groups]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # By identity, optimizers and the copies that each replica has.
+        self._copies: dict[int, tuple[Any, dict[int, Groups]]] = {}
 
     def seen(self, optimizer: Any, groups: Groups, context: ReplicaContext) -> Groups:
         """Returns what a replica sees of the groups of an optimizer."""
-        copies = self._copies.setdefault(optimizer, {})
+        _, copies = self._copies.setdefault(id(optimizer), (optimizer, {}))
         if context.local_id not in copies:
             copies[context.local_id] = [_copied(group) for group in groups]
         return copies[context.local_id]
@@ -208,7 +223,7 @@ class GroupCopies:
         """Where replicas meet: takes over what all of them have changed."""
         if not self._copies:
             return
-        for optimizer, copies in list(self._copies.items()):
+        for optimizer, copies in list(self._copies.values()):
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
             if any(changes):
@@ -226,7 +241,7 @@ class GroupCopies:
         """After something was done for all replicas: they see what has become of the groups."""
         if not self._copies:
             return
-        for optimizer, copies in list(self._copies.items()):
+        for optimizer, copies in list(self._copies.values()):
             groups: Groups = vars(optimizer)["param_groups"]
             for own in copies.values():
                 own[len(groups) :] = []

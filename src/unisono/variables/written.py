@@ -206,9 +206,13 @@ class Parts:
                 "before `run`."
             )
         for one in self._mirrors.all_leaves:
-            found = {leaf.requires_grad for leaf in one.leaves}
-            if found == {one.primary.requires_grad}:
+            needs = one.primary.requires_grad
+            for leaf in one.leaves:
+                if leaf.requires_grad is not needs:
+                    break
+            else:
                 continue
+            found = {leaf.requires_grad for leaf in one.leaves}
             wanted = one.leaves[0].requires_grad
             if len(found) > 1:
                 self._mirrors.is_stale = True

@@ -1,5 +1,6 @@
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -50,3 +51,23 @@ def test_two_threads_that_ring_for_each_other_never_miss_it(bells: tuple[Bell, B
     other.join(30)
 
     assert not other.is_alive()
+
+
+def test_two_threads_that_ring_and_wait_never_miss_it(bells: tuple[Any, Any]) -> None:
+    there, back = bells
+    rounds = 300
+
+    def answer() -> None:
+        assert there.wait(0, 30)
+        for i in range(1, rounds):
+            assert back.ring_and_wait(there, i, 30)
+        back.ring()
+
+    other = threading.Thread(target=answer)
+    other.start()
+    for i in range(rounds):
+        assert there.ring_and_wait(back, i, 30)
+    other.join(30)
+
+    assert not other.is_alive()
+    assert there.count == back.count == rounds
