@@ -262,6 +262,8 @@ class WorkerReplicas:
             self.mirrors.watch.check()
             self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))
+            for one in self.mirrors.all_leaves:
+                one.hide_cleared_gradient()
         finally:
             self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.

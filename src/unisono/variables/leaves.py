@@ -129,6 +129,11 @@ class Leaves:
             for leaf in self.leaves:
                 leaf._backward_hooks = self.primary._backward_hooks
 
+    def hide_cleared_gradient(self) -> None:
+        """After a run: the primary shows no gradient that the replicas have cleared."""
+        if self.is_shown and self.leaves[0].grad is None:
+            self.primary.grad, self.is_shown = None, False
+
     def mark_reduced(self) -> None:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]

@@ -329,6 +329,20 @@ def test_a_hook_that_clears_or_replaces_the_gradient(mirrored: Make, memories: s
     assert set(strategy.experimental_local_results(found)) == {(7.0, True)}
 
 
+def test_gradients_that_a_step_has_cleared_are_cleared_outside(mirrored: Make) -> None:
+    strategy = mirrored()
+    with strategy.scope():
+        model = nn.Linear(1, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    strategy.run(lambda: model(torch.ones(1)).backward())
+    before = model.weight.item()
+
+    strategy.run(model.zero_grad)
+    assert model.weight.grad is None
+    optimizer.step()
+    assert model.weight.item() == before
+
+
 def test_a_post_accumulate_hook_needs_a_reduced_gradient(mirrored: Make) -> None:
     strategy = mirrored()
     with strategy.scope():

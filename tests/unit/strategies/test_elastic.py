@@ -44,7 +44,9 @@ class Program:
             )
             self.optimizer = torch.optim.Adam(self.model.parameters(), lr=0.05)
             self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
-        self.weight.register_post_accumulate_grad_hook(lambda p: self.seen.append(_first(p.grad)))
+        self.handle = self.weight.register_post_accumulate_grad_hook(
+            lambda p: self.seen.append(_first(p.grad))
+        )
         self.generator = torch.Generator().manual_seed(8)
 
     @property
@@ -108,6 +110,7 @@ def test_new_replicas_go_on_with_the_bits_of_the_old_ones(clears: bool) -> None:
 def test_replicas_with_gradients_of_their_own_cannot_be_replaced() -> None:
     with strategy_of(2) as strategy:
         program = Program(strategy)
+        program.handle.remove()
 
         def step() -> None:
             with strategy.no_sync():
