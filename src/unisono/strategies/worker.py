@@ -45,6 +45,7 @@ from unisono.variables import (
     undone,
     watch_torch,
 )
+from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
     from unisono.strategies.elastic_job import ElasticJob
@@ -262,8 +263,7 @@ class WorkerReplicas:
             self.mirrors.watch.check()
             self.mirrors.parts.check()
             self.mirrors.groups.settle(len(self._devices))
-            for one in self.mirrors.all_leaves:
-                one.hide_cleared_gradient()
+            hide_cleared(self.mirrors.all_leaves)
         finally:
             self.mirrors.groups.forget()
         # Only where all replicas have succeeded: a run that fails leaves all as it was.

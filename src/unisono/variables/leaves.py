@@ -129,11 +129,6 @@ class Leaves:
             for leaf in self.leaves:
                 leaf._backward_hooks = self.primary._backward_hooks
 
-    def hide_cleared_gradient(self) -> None:
-        """After a run: the primary shows no gradient that the replicas have cleared."""
-        if self.is_shown and self.leaves[0].grad is None:
-            self.primary.grad, self.is_shown = None, False
-
     def mark_reduced(self) -> None:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
@@ -283,6 +278,13 @@ def clear_gradients(owners: Iterable[Leaves], replica_id: int, *, set_to_none: b
             clear(one.primary, set_to_none=False)
         clear(leaf, set_to_none=False)
         one.reduced[replica_id] = Mark.of(leaf.grad)
+
+
+def hide_cleared(owners: Iterable[Leaves]) -> None:
+    """After a run: primaries show no gradients that the replicas have cleared."""
+    for one in owners:
+        if one.is_shown and one.leaves[0].grad is None:
+            one.primary.grad, one.is_shown = None, False
 
 
 def catch_up(owners: Iterable[Leaves]) -> None:
