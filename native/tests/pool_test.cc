@@ -40,12 +40,16 @@ void checkHelpersCome() {
   work(2);
 }
 
-// A thread that waits for a bell helps, and does not miss the bell.
-void checkThoseWhoWaitHelp() {
-  Bell bell(1 << 30);
-  std::thread guest([&] { CHECK(bell.wait(0, 30.0)); });
+// A guest helps, so no worker is started.
+void checkGuestsHelp() {
+  std::atomic<bool> is_over = false;
+  std::thread waiting([&] {
+    Guest guest;
+    while (!is_over) {
+      if (!guest.help()) std::this_thread::yield();
+    }
+  });
   while (Pool::instance().numGuests() == 0) std::this_thread::yield();
-  CHECK(Pool::instance().numWorkers() == 0);
   for (int round = 0; round < 100; ++round) {
     std::atomic<int> inside = 0;
     const auto work = [&](std::size_t) {
@@ -55,10 +59,22 @@ void checkThoseWhoWaitHelp() {
     const Offer offer(work, 1);
     work(1);
   }
+  is_over = true;
+  waiting.join();
+  CHECK(Pool::instance().numGuests() == 0);
+  CHECK(Pool::instance().numWorkers() == 0);
+}
+
+// A thread that waits for a bell may help meanwhile, and does not miss the bell.
+void checkThoseWhoHelpHearTheBell() {
+  Bell bell(1 << 30);
+  std::thread guest([&] { CHECK(bell.wait(0, 30.0)); });
+  for (int round = 0; round < 100; ++round) {
+    const Offer offer([](std::size_t) {}, 1);
+  }
   bell.ring();
   guest.join();
   CHECK(Pool::instance().numGuests() == 0);
-  CHECK(Pool::instance().numWorkers() == 0);
 }
 
 // Bound to a core, as the worker that it starts would be too.
@@ -101,7 +117,8 @@ void checkChildHasItsOwnPool() {
 }  // namespace
 
 int main() {
-  checkThoseWhoWaitHelp();
+  checkGuestsHelp();
+  checkThoseWhoHelpHearTheBell();
   checkHelpersComeOnOtherCores();
   offerManyTimes(1000);
   checkHelpersCome();

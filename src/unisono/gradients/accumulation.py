@@ -155,6 +155,15 @@ def _refuse() -> None:
     )
 
 
+def refuse_to_wait(name: str) -> None:
+    """Raises that a parameter has a hook, whose call cannot wait until gradients are reduced."""
+    raise ContextError(
+        f"{name} has a hook of `register_post_accumulate_grad_hook()`, which is called with the "
+        "reduced gradient after every backward pass, but in `no_sync()` no gradient is reduced. "
+        "Leave out `no_sync()`, or do what the hook does before `optimizer.step()`."
+    )
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a parameter has post-accumulate hooks of the user."""
     hooks = parameter._post_accumulate_grad_hooks

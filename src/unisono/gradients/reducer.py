@@ -26,13 +26,13 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Device, lend
-from unisono.errors import ContextError
 from unisono.gradients.accumulation import (
     Aside,
     SealedHooks,
     Weighting,
     call_hooks,
     has_hooks,
+    refuse_to_wait,
     seal,
 )
 from unisono.gradients.own_gradients import reduce_own
@@ -101,6 +101,8 @@ class GradientReducer:
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
+        # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
+        self._has_waiting = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
         across = self._across
@@ -226,12 +228,7 @@ class GradientReducer:
             # Within another one: a checkpoint computes again.
             return run()
         if notes.is_without_sync and self._hooked:
-            raise ContextError(
-                f"{self._mirrors.name_of(self._hooked[0].primary)} has a hook of "
-                "`register_post_accumulate_grad_hook()`, which is called with the reduced gradient "
-                "after every backward pass, but in `no_sync()` no gradient is reduced. Leave out "
-                "`no_sync()`, or do what the hook does before `optimizer.step()`."
-            )
+            refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
         with no_torch_function():
             with self._lock:
                 if notes.num_passes not in self._passes:
@@ -246,6 +243,7 @@ class GradientReducer:
         finally:
             notes.current_pass = None
         if notes.is_without_sync:
+            self._has_waiting = True
             if context.weight != 1.0:
                 for number in own.new():
                     leaf = self._leaves[context.local_id][number]
@@ -302,6 +300,7 @@ class GradientReducer:
                 numbers = (
                     given[0] if given.count(given[0]) == len(given) else sorted(set().union(*given))
                 )
+                self._has_waiting = False
                 arrived = {self._owners[number] for number in numbers}
                 reduced = self._complete(current, arrived)
                 show_gradients(reduced)
@@ -316,6 +315,10 @@ class GradientReducer:
         context.notes.num_passes += 1
         with no_torch_function():
             new = own.new()
+            if self._has_waiting:
+                # Also those that this pass has not added to.
+                waiting = (i for i, one in enumerate(self._owners) if one.is_own(replica_id))
+                new = sorted({*new, *waiting})
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)

@@ -140,8 +140,13 @@ class Leaves:
     def is_hidden(self) -> bool:
         """Whether replicas have gradients of their own that the primary does not show."""
         if self.leaves[0].grad is self.primary.grad:
-            return any(map(_is_own, self.leaves[1:], self.reduced[1:]))
+            return any(map(self.is_own, range(1, len(self.leaves))))
         return self.has_own_gradients()
+
+    def is_own(self, replica_id: int) -> bool:
+        """Whether a replica has a gradient that is not the one that was reduced last."""
+        grad, mark = self.leaves[replica_id].grad, self.reduced[replica_id]
+        return grad is not None and (mark is None or not mark.fits(grad))
 
     def take_from_primary(self) -> None:
         """After something was done for all replicas: they get what became of the gradient."""
@@ -205,11 +210,6 @@ def variable_of(component: object) -> Variable | None:
     """Returns the variable of this component, if there is one."""
     found = _variables.get(component) if isinstance(component, Tensor) else None
     return None if found is None else found()
-
-
-def _is_own(leaf: nn.Parameter, mark: Mark | None) -> bool:
-    grad = leaf.grad
-    return grad is not None and (mark is None or not mark.fits(grad))
 
 
 class Found(NamedTuple):

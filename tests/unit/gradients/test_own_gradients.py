@@ -343,6 +343,25 @@ def test_gradients_that_a_step_has_cleared_are_cleared_outside(mirrored: Make) -
     assert model.weight.item() == before
 
 
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+def test_gradients_that_wait_are_reduced_by_the_next_pass(op: str, mirrored: Make) -> None:
+    """Also those of parameters that this pass does not use."""
+    strategy = mirrored(reduce_gradients=op)
+    with strategy.scope():
+        models = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+
+    def step(x: Tensor) -> list[float]:
+        with strategy.no_sync():
+            (models[0](x) + models[1](x)).sum().backward()
+        models[0](x).sum().backward()
+        grads = [model.weight.grad for model in models]
+        return [grad.item() for grad in grads if grad is not None]
+
+    inputs = uo.PerReplica((torch.ones(1, 1), torch.full((1, 1), 3.0)))
+    for found in strategy.experimental_local_results(strategy.run(step, args=(inputs,))):
+        assert found == ([4.0, 2.0] if op == "MEAN" else [8.0, 4.0])
+
+
 def test_a_post_accumulate_hook_needs_a_reduced_gradient(mirrored: Make) -> None:
     strategy = mirrored()
     with strategy.scope():
