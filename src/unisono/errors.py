@@ -95,6 +95,9 @@ class CommunicationError(UnisonoError, DistBackendError):
         ranks: The ranks at fault, as far as they are known.
     """
 
+    # Whether `ranks` are those of the whole job, where some of its ranks connect.
+    is_of_all = False
+
     def __init__(self, message: str, ranks: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.ranks = tuple(ranks)

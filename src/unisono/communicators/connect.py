@@ -238,12 +238,12 @@ def _named_globally(
 ) -> Iterator[None]:
     """Gives the ranks of an error of a part, which counts its own, the numbers of the whole.
 
-    The errors of `watch`, which is over the whole, have them already.
+    The errors of `watch`, which is over the whole, and of the store have them already.
     """
     try:
         yield
     except CommunicationError as error:
-        if watch is not None and error is watch.failure:
+        if error.is_of_all or (watch is not None and error is watch.failure):
             raise
         raise named_globally(error, ranks, which) from error
 

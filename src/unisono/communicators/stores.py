@@ -187,11 +187,13 @@ def translated_store_errors() -> Iterator[None]:
         is_silent = isinstance(error, DistStoreError)
         kind = WorkerTimeoutError if is_silent else WorkerLostError
         what = "does not answer" if is_silent else "cannot be reached"
-        raise kind(
+        failure = kind(
             f"The coordinator, which usually runs beside rank 0, {what} "
             f"({str(error).splitlines()[0]}). Check the log of rank 0 and the network to its host.",
             [0],
-        ) from error
+        )
+        failure.is_of_all = True
+        raise failure from error
 
 
 def coordinator_store(store: Store) -> Any:

@@ -21,13 +21,18 @@ from torch import distributed
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from unisono.communicators import gloo, stores
-from unisono.communicators.connect import connect
+from unisono.communicators.connect import _named_globally, connect
 from unisono.communicators.gloo import break_connections, make_gloo_group
 from unisono.communicators.hosts import own_address
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.nccl import have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
-from unisono.errors import CommunicationError, UnsupportedError, WorkerTimeoutError
+from unisono.errors import (
+    CommunicationError,
+    UnsupportedError,
+    WorkerLostError,
+    WorkerTimeoutError,
+)
 from unisono.kernels import native_core
 from unisono.options import CommunicationImplementation, ReduceOp
 
@@ -325,3 +330,21 @@ def test_nccl_without_a_gpu_is_an_error() -> None:
 
     with pytest.raises(UnsupportedError, match="sees 0 GPUs"):
         NcclCommunicator(IdentityCommunicator(), HashStore())
+
+
+def test_ranks_of_a_part_get_the_numbers_of_the_whole_unless_they_have_them() -> None:
+    lost = pytest.raises(WorkerLostError, match="counted from 0 there")
+    with lost as caught, _named_globally([2, 5]):
+        raise WorkerLostError("It has ended.", [1])
+    assert caught.value.ranks == (5,)
+
+    lost = pytest.raises(WorkerLostError, match="The coordinator")
+    with lost as caught, _named_globally([2, 5]), stores.translated_store_errors():
+        raise distributed.DistNetworkError("The connection broke.")
+    assert caught.value.ranks == (0,)
+
+    elsewhere = WorkerLostError("It has ended.", [7])
+    elsewhere.is_of_all = True
+    with pytest.raises(WorkerLostError) as caught, _named_globally([2, 5]):
+        raise elsewhere
+    assert caught.value is elsewhere

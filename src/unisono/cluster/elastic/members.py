@@ -229,9 +229,11 @@ class ElasticMembers:
 
         def check() -> None:
             if ended := [rank for rank, one in enumerate(contacts) if one.has_ended()]:
-                raise WorkerLostError(
+                failure = WorkerLostError(
                     "Workers ended while all were connecting. Check their logs.", ended
                 )
+                failure.is_of_all = True
+                raise failure
 
         store = agreed.store
         store.answer_by, store.before_asking = time.monotonic() + limit, check
