@@ -35,10 +35,9 @@ class Play:
 
     def __init__(self, crew: Crew, history: History, hosts: Hosts | None) -> None:
         self._crew, self._history, self._hosts = crew, history, hosts
-        # One more, which joins.
-        count = history.num_workers + 1
         if hosts is None:
-            self._addresses = [f"127.0.0.1:{port}" for port in free_ports(count)]
+            ports = free_ports(len(history.places))
+            self._addresses = [f"127.0.0.1:{port}" for port in ports]
         else:
             self._addresses = [f"{hosts.address(place)}:{next(_ports)}" for place in history.places]
         self._waiting: set[int] = set()
@@ -187,11 +186,13 @@ class Play:
             self._do_later(event.lasting, replace(event, kind="reconnect"))
 
 
-def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
+def play(
+    crew: Crew, history: History, hosts: Hosts | None = None
+) -> tuple[str, dict[int, Outcome]]:
     """Plays a history, and compares what the survivors find with an undisturbed job.
 
     Returns:
-        What came of it, in words.
+        What came of it, in words, and what came of each worker.
 
     Raises:
         AssertionError: If something differs or is left behind.
@@ -224,7 +225,7 @@ def play(crew: Crew, history: History, hosts: Hosts | None = None) -> str:
     _check_that_one_side_went_on(history, list(results.values()))
     for worker, one in results.items():
         assert one.left is None, f"{history}: worker {worker} has left {one.left}"
-    return f"{len(done)} are done, {len(it.late)} came too late, {_ends(results)}"
+    return f"{len(done)} are done, {len(it.late)} came too late, {_ends(results)}", results
 
 
 def _check_that_one_side_went_on(history: History, outcomes: list[Outcome]) -> None:

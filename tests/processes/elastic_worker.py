@@ -64,8 +64,10 @@ class _Fate:
         self._desk = desk
         self._key_of = history.key
         own = [one for one in history.events if one.worker == worker and one.kind not in COMING]
-        self._waiting = [] if is_new else own
         self._coming = [one for one in history.events if one.kind in COMING]
+        # Nothing happens again to one that comes back.
+        joins = any(one.kind == "join" and one.worker == worker for one in self._coming)
+        self._waiting = own if joins or not is_new else []
         self._patience = _HARSH_PATIENCE if history.is_harsh else _USUAL_PATIENCE
         self._run = -1
         self._lock = threading.Lock()

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -14,8 +15,10 @@ import pytest
 
 from processes.crew import Crew
 from processes.elastic_histories import play
-from processes.elastic_history import History
+from processes.elastic_history import Event, History
+from processes.elastic_programs import Program
 from processes.namespaces import Hosts, make_hosts
+from unisono.experimental import CommunicationImplementation
 
 NUM_HISTORIES = int(os.environ.get("UNISONO_HISTORIES", "0"))
 FIRST_SEED = int(os.environ.get("UNISONO_HISTORY_SEED", "0"))
@@ -41,7 +44,7 @@ def play_all(seeds: Sequence[int], num_hosts: int, hosts: Hosts | None = None) -
         for seed, history in histories.items():
             try:
                 start = time.monotonic()
-                told = play(crew, history, hosts)
+                told, _ = play(crew, history, hosts)
                 print(f"seed {seed} is well: {told} ({time.monotonic() - start:.1f} s)", flush=True)
             except AssertionError as error:
                 failures.append(f"seed {seed}: {error}")
@@ -57,3 +60,38 @@ def test_histories_on_two_hosts() -> None:
     with make_hosts(2) as hosts:
         seeds = ALL_SEEDS[len(ON_ONE_HOST) :] if NUM_HISTORIES else USUAL_ON_TWO_HOSTS
         play_all(seeds, 2, hosts)
+
+
+def test_one_epoch_with_1_then_4_then_2_then_3_workers() -> None:
+    program = Program(
+        seed=7,
+        num_replicas=4,
+        model="perceptron",
+        optimizer="Adam",
+        schedule="steps",
+        clipping="norm",
+        extra="nothing",
+        is_batch_norm_synchronized=False,
+        evaluates=False,
+        num_samples=96,
+        batch_size=8,
+        num_epochs=1,
+    )
+    events = (
+        Event("join", 1, 1),
+        Event("join", 2, 2),
+        Event("join", 3, 3),
+        Event("kill", 0, 5, "in the backward pass"),
+        Event("kill", 2, 7, "after the backward pass"),
+        Event("join", 4, 9),
+    )
+    history = History(
+        7, 1, program, CommunicationImplementation.AUTO, events, places=(0,) * 5, are_apart=False
+    )
+    with Crew(6) as crew:
+        _, results = play(crew, history)
+
+    trails = {worker: outcome.trail for worker, outcome in results.items()}
+    assert {worker for worker, one in results.items() if one.found is not None} == {1, 3, 4}
+    counts = [len(members) for _, members in sorted(trails[1].items())]
+    assert [count for count, _ in itertools.groupby(counts)] == [2, 3, 4, 3, 2, 3]
