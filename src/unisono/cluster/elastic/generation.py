@@ -56,13 +56,16 @@ class Generation(NamedTuple):
         """Returns whether these of its workers, by process, may go on without the others.
 
         Only one part of the workers may, wherever a network is cut. So it takes more than half, or
-        half with the lowest number. Workers that are known to be dead cannot be such a part.
+        half with the lowest number. Workers that are known to be dead count, too, while others are
+        silent: they may have gone on with these before they died.
         """
-        living = [one.process for one in self.contacts.values() if one.process not in dead]
-        num_present = sum(one in present for one in living)
-        if 2 * num_present == len(living):
-            return bool(living) and living[0] in present
-        return 2 * num_present > len(living)
+        members = [one.process for one in self.contacts.values()]
+        num_present = sum(one in present for one in members)
+        if all(one in dead for one in members if one not in present):
+            return num_present > 0
+        if 2 * num_present == len(members):
+            return members[0] in present
+        return 2 * num_present > len(members)
 
 
 class Standing(NamedTuple):
