@@ -216,11 +216,15 @@ class HierarchicalCommunicator(Communicator):
                     self._agree(header)
                 yield
             except CommunicationError as error:
-                # Told before the others see this rank leave, so that they know why.
-                known = self._watch.published(self._named_globally(error))
-                self._inside.close()
-                self._between.close()
-                raise known from error
+                raise self._given_up(error) from error
+
+    def _given_up(self, error: CommunicationError) -> CommunicationError:
+        """Leaves the other ranks after an error, and returns the error of all."""
+        # Told before the others see this rank leave, so that they know why.
+        known = self._watch.published(self._named_globally(error))
+        self._inside.close()
+        self._between.close()
+        return known
 
     def _agree(self, header: Header) -> None:
         """Raises unless the ranks of this host call the same.

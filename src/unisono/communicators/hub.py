@@ -105,6 +105,9 @@ class Hub:
         self._untold: set[int] = set()
         self._is_told = False
         self._lines = Lines(sockets, self._heard, self._ended)
+
+    def start(self) -> None:
+        """Begins to listen, which may call `tell_own` at once."""
         self._lines.start()
 
     def hear(self, *message: Any) -> None:

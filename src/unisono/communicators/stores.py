@@ -184,16 +184,20 @@ def translated_store_errors() -> Iterator[None]:
     try:
         yield
     except STORE_ERRORS as error:
-        is_silent = isinstance(error, DistStoreError)
-        kind = WorkerTimeoutError if is_silent else WorkerLostError
-        what = "does not answer" if is_silent else "cannot be reached"
-        failure = kind(
-            f"The coordinator, which usually runs beside rank 0, {what} "
-            f"({str(error).splitlines()[0]}). Check the log of rank 0 and the network to its host.",
-            [0],
-        )
-        failure.is_of_all = True
-        raise failure from error
+        raise _coordinator_failure(error) from error
+
+
+def _coordinator_failure(error: Exception) -> CommunicationError:
+    is_silent = isinstance(error, DistStoreError)
+    kind = WorkerTimeoutError if is_silent else WorkerLostError
+    what = "does not answer" if is_silent else "cannot be reached"
+    failure = kind(
+        f"The coordinator, which usually runs beside rank 0, {what} "
+        f"({str(error).splitlines()[0]}). Check the log of rank 0 and the network to its host.",
+        [0],
+    )
+    failure.is_of_all = True
+    return failure
 
 
 def coordinator_store(store: Store) -> Any:
@@ -221,7 +225,12 @@ def store_for_threads(store: Store, rank: int, timeout_seconds: float) -> Store:
         except OSError:
             listener = listening_everywhere(0)
         port, number = listener.getsockname()[1], listener.detach()
-        served = tcp_store(host, port, timeout_seconds, is_master=True, master_listen_fd=number)
+        options = {"is_master": True, "master_listen_fd": number}
+        try:
+            served = tcp_store(host, port, timeout_seconds, **options)
+        except NotImplementedError:
+            # libuv in torch 2.6 opens its socket itself.
+            served = tcp_store(host, port, timeout_seconds, **options, use_libuv=False)
         prefixed.set("port", str(port))
         return served
     with translated_store_errors():

@@ -86,6 +86,7 @@ class Watch:
             hub = Hub(sockets, self._heard, may_leave=may_leave)
             self._say = hub.hear
             self._end: Callable[[], None] = lambda: hub.close(self.sequence)
+            hub.start()
         else:
             lines = Lines(sockets, self._heard, self._ended)
             self._say, self._end = partial(lines.send, 0), lines.close
@@ -166,8 +167,15 @@ class Watch:
 
     def raise_failure(self) -> None:
         """Raises the first error that a rank reported, if there is one."""
-        if self._failure is not None:
-            raise self._failure
+        # Another thread may close this meanwhile.
+        failure = self._failure
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            # An error holds this frame. With the error in it, only the garbage collector would
+            # free the connections of a communicator that has failed.
+            del failure
 
     def check_health(self, seconds: float | None = None) -> None:
         """Raises if a rank has ended or closed, or if rank 0 does not say so in so many seconds."""
@@ -180,8 +188,9 @@ class Watch:
             if self._is_well or self._is_closed or has_left:
                 return
             end = self._end_of_hub
-            self._failure = self._failure or (self._lost_hub(end) if end else self._silent_hub())
-        raise self._failure
+            if self._failure is None:
+                self._failure = self._lost_hub(end) if end else self._silent_hub()
+        self.raise_failure()
 
     def close(self) -> None:
         """Says goodbye, and ends the connections. May be called twice."""

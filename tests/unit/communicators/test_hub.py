@@ -67,6 +67,7 @@ class Rank:
 def ranks() -> Iterator[list[Rank]]:
     made = [Rank(number) for number in range(4)]
     hub = Hub({rank.number: rank.of_hub for rank in made[1:]}, made[0].be_told)
+    hub.start()
     made[0].hub = hub
     for rank in made:
         rank.say("here", f"host {rank.number // 2}")
@@ -217,6 +218,7 @@ def test_health_is_good_until_somebody_has_gone(ranks: list[Rank]) -> None:
 def test_who_hears_that_rank_0_closes_knows_after_which_collective() -> None:
     rank = Rank(1)
     hub = Hub({1: rank.of_hub}, lambda *_: None)
+    hub.start()
     hub.close(17)
 
     assert rank.hear() == ["goodbye", 17]
