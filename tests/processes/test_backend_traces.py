@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed, nn
 from torch._C._distributed_c10d import Store
@@ -20,6 +21,8 @@ from processes.backend_cases import joined
 from processes.backend_training import train
 from processes.harness import run_ranks
 from unisono.tracing import Trace, WorkerTrace
+
+pytestmark = pytest.mark.backend
 
 # (group, number) of every collective, which all ranks of the group have in common.
 Collectives = dict[tuple[int, int], str]

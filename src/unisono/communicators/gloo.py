@@ -17,6 +17,7 @@ import torch
 from torch import distributed
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from unisono.communicators.gloo_calls import receive
 from unisono.communicators.hosts import own_address
 from unisono.communicators.stores import Countdown, connected, have_come
 from unisono.errors import UnsupportedError
@@ -188,7 +189,7 @@ def break_connections(group: Any) -> None:
     for peer in range(group.size()):
         if peer != group.rank():
             with suppress(RuntimeError):
-                group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+                receive(group, torch.empty(1), peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 def have_left(sent: Sequence[Any], seconds: float, check: Callable[[], None]) -> bool:

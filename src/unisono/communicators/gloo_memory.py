@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.communicators.gloo_calls import receive
+
 # A message is short if it is no longer than this, and one that is received if its room is not.
 SHORT_BYTES = 72 << 10
 # A short message is its length, the complement of that, its bytes, and a mark. If length and
@@ -65,7 +67,7 @@ class Arrival:
         self._last = last
         self._bytes = memoryview(room.numpy())[-len(last) :]  # type: ignore[arg-type]
         self._bytes[:] = last
-        self._work = group.recv([room], rank, tag)
+        self._work = receive(group, room, rank, tag)
 
     def has_come(self) -> bool:
         """Whether all bytes are there."""
@@ -86,7 +88,7 @@ class Room:
 
     def open(self, group: Any, rank: int, tag: int) -> None:
         """Begins to receive."""
-        self._work = group.recv([self._memory], rank, tag)
+        self._work = receive(group, self._memory, rank, tag)
 
     def take(self, output: Tensor) -> bool:
         """Copies the message and clears the memory, if it has come; returns whether it has."""

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.communicators.gloo_calls import receive, send
 from unisono.communicators.gloo_memory import (
     COPIED_BYTES,
     MARK,
@@ -79,7 +80,7 @@ class Peer:
             data, tag = packed(data), _SHORT
         elif is_copied:
             data = data.clone()
-        self._copies.append((data, self._group.send([data], self._rank, tag)))
+        self._copies.append((data, send(self._group, data, self._rank, tag)))
         self._copies = [] if is_answered else self._copies
         return message
 
@@ -101,7 +102,7 @@ class Peer:
             if message.is_answered:
                 # A rank that closes needs no answer.
                 with suppress(RuntimeError):
-                    self._given.append(self._group.send([MARK], self._rank, _ANSWER))
+                    self._given.append(send(self._group, MARK, self._rank, _ANSWER))
         if self._unopened or self._used:
             self._open()
 
@@ -134,7 +135,7 @@ class Peer:
 
     def check(self) -> None:
         """Raises if the connection is broken."""
-        self._group.recv([_EMPTY], self._rank, _UNUSED)
+        receive(self._group, _EMPTY, self._rank, _UNUSED)
 
     def sent(self) -> list[Any]:
         """Returns what Gloo may still have to send."""

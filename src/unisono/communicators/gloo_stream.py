@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators.gloo import keep_for
+from unisono.communicators.gloo_calls import receive, send
 from unisono.communicators.gloo_memory import Closed, Room, packed
 
 # High, because programs that send through the same group use low ones.
@@ -53,7 +54,7 @@ class GlooStream:
         """Sends some of the bytes, and returns how many."""
         message = packed(torch.frombuffer(bytearray(data[:_ROOM_BYTES]), dtype=torch.uint8))
         try:
-            self._sent.append((message, self._group.send([message], self._rank, _TAG)))
+            self._sent.append((message, send(self._group, message, self._rank, _TAG)))
         except RuntimeError as error:
             raise _as_os_error(error) from error
         self._urgent_until = time.monotonic() + _ANSWER_SECONDS
@@ -94,7 +95,7 @@ class GlooStream:
             return None
         self._next_check = now if now < self._urgent_until else now + _CHECK_SECONDS
         try:
-            self._group.recv([_EMPTY], self._rank, _UNUSED)
+            receive(self._group, _EMPTY, self._rank, _UNUSED)
         except RuntimeError as error:
             self._next_check = 0.0
             return _as_os_error(error)

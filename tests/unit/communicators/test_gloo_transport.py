@@ -13,8 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import HashStore
+from torch.autograd.profiler import profile
 
 from unisono.communicators.gloo import make_gloo_group
+from unisono.communicators.gloo_calls import receive
 from unisono.communicators.gloo_memory import packed
 from unisono.communicators.gloo_peer import _SHORT
 from unisono.communicators.gloo_transport import GlooTransport
@@ -299,3 +301,19 @@ def test_messages_of_other_lengths_go_elsewhere(three: Three) -> None:
     assert second.progress([second.receive(0, room)], SECONDS)
     assert torch.equal(room, filled(400_000, 4))
     assert first.progress([other, sent], SECONDS)
+
+
+def test_the_profiler_does_not_see_messages() -> None:
+    class Group:
+        """A receive whose work outlives the profiler would crash the process."""
+
+        def recv(self, tensors: list[Tensor], rank: int, tag: int) -> Tensor:
+            return tensors[0].cos()
+
+    with profile() as profiled:
+        receive(Group(), torch.zeros(1), 0, 0)
+        torch.zeros(1).sin()
+
+    seen = {event.name for event in profiled.function_events or []}
+    assert "aten::sin" in seen
+    assert "aten::cos" not in seen
