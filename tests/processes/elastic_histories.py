@@ -16,8 +16,8 @@ from pathlib import Path
 
 from processes.crew import Crew
 from processes.elastic_history import COMING, Event, History
-from processes.elastic_worker import AGAIN, IN, LEFT, Outcome, undisturbed, work
-from processes.namespaces import Hosts
+from processes.elastic_worker import AGAIN, IN, LEFT, Outcome, Place, undisturbed, work
+from processes.namespaces import Hosts, board_on
 from processes.ports import free_ports
 
 _SECONDS = 120.0
@@ -40,6 +40,9 @@ class Play:
             self._addresses = [f"127.0.0.1:{port}" for port in ports]
         else:
             self._addresses = [f"{hosts.address(place)}:{next(_ports)}" for place in history.places]
+            # Each uses the port after the one that it is given.
+            ports = [(next(_ports), next(_ports))[0] for _ in hosts.names]
+            self._boards = [board_on(hosts, *pair) for pair in enumerate(ports)]
         self._waiting: set[int] = set()
         self._results: dict[int, Outcome] = {}
         self._failures: list[str] = []
@@ -59,10 +62,12 @@ class Play:
             self._crew.replace(worker, waits=False)
             self._killed.remove(worker)
         place = history.places[worker]
-        namespace = None if self._hosts is None else self._hosts.names[place]
+        host = None
+        if self._hosts is not None:
+            host = Place(self._hosts.names[place], self._boards[place].address)
         # The first ones know of no others.
         known = max(worker + 1, history.num_workers)
-        given = (history, self._addresses[:known], worker, namespace, is_new)
+        given = (history, self._addresses[:known], worker, host, is_new)
         self._crew.members[worker].begin(work, *given)
         self._waiting.add(worker)
         if is_new:

@@ -60,7 +60,6 @@ class History:
         implementation: What connects them.
         events: What happens.
         places: The hosts of all workers, also of one that joins.
-        are_apart: Whether no worker sees when a process of another host ends.
         name: One that no other history has.
     """
 
@@ -70,7 +69,6 @@ class History:
     implementation: CommunicationImplementation
     events: tuple[Event, ...]
     places: tuple[int, ...]
-    are_apart: bool
     name: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     @property
@@ -78,7 +76,8 @@ class History:
         """Whether workers may be given up that live, or nobody may be allowed to go on."""
         killed = {one.worker for one in self.events if one.kind == "kill"}
         kept = {self.places[one] for one in range(self.num_workers) if one not in killed}
-        is_host_lost = self.are_apart and kept < set(self.places[: self.num_workers])
+        # No worker sees when a process of another host ends.
+        is_host_lost = kept < set(self.places[: self.num_workers])
         return is_host_lost or any(one.lasting >= HARSH_SECONDS / 3 for one in self.events)
 
     @property
@@ -154,7 +153,6 @@ class History:
             tuple(events),
             # The last place is that of the one that joins.
             (*(one * num_hosts // num_workers for one in range(num_workers)), num_hosts - 1),
-            num_hosts > 1 and rng.random() < 0.5,
         )
 
 

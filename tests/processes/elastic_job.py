@@ -6,10 +6,10 @@ import os
 import signal
 import time
 import traceback
-from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 import unisono as uo
 from processes.forked import PROCESSES
-from processes.namespaces import apart, enter
+from processes.namespaces import enter
 from unisono.cluster import Membership
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
 from unisono.devices import cpu_slots
@@ -43,6 +43,7 @@ class Task:
         settings: `timeout_seconds`, `min_workers` and `implementation`.
         num_replicas: How many replicas it wants.
         pause: How many seconds it sleeps after a step.
+        environ: Its environment variables.
     """
 
     addresses: list[str]
@@ -54,6 +55,7 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
     num_replicas: int = REPLICAS
     pause: float = 0.0
+    environ: dict[str, str] = field(default_factory=dict)
 
 
 class Worker:
@@ -79,6 +81,15 @@ class Worker:
         """Sends it a signal."""
         assert self.process.pid is not None
         os.kill(self.process.pid, number)
+
+    def wake_up(self) -> None:
+        """Lets it go on, once it has stopped."""
+        stat = Path(f"/proc/{self.process.pid}/stat")
+        deadline = time.monotonic() + 60
+        while stat.read_text().rpartition(")")[2].split()[0] != "T":
+            assert time.monotonic() < deadline, "it has not stopped"
+            time.sleep(0.01)
+        self.send(signal.SIGCONT)
 
     def end(self) -> None:
         """Kills it, whatever it does."""
@@ -117,20 +128,19 @@ def _update(state: Tensor, terms: Tensor) -> None:
 def _run(pipe: Connection, task: Task) -> None:
     torch.set_num_threads(1)
     try:
-        with ExitStack() as stack:
-            if task.namespace is not None:
-                enter(task.namespace)
-                stack.enter_context(apart(task.namespace))
-            pipe.send(("ready", None))
-            pipe.recv()
-            program = _Program(pipe, task)
-            try:
-                program.work()
-            except WorkerLostError as error:
-                # It was given up, and joins again.
-                pipe.send(("raised", (type(error).__name__, str(error))))
-                program.leave()
-                _Program(pipe, replace(task, fate={})).work()
+        if task.namespace is not None:
+            enter(task.namespace)
+        os.environ.update(task.environ)
+        pipe.send(("ready", None))
+        pipe.recv()
+        program = _Program(pipe, task)
+        try:
+            program.work()
+        except WorkerLostError as error:
+            # It was given up, and joins again.
+            pipe.send(("raised", (type(error).__name__, str(error))))
+            program.leave()
+            _Program(pipe, replace(task, fate={})).work()
     except CommunicationError as error:
         pipe.send(("raised", (type(error).__name__, str(error))))
     except BaseException:
@@ -201,6 +211,8 @@ class _Program:
         if fate == "kill":
             self.kill()
         if fate == "stop":
+            # Not once more, if the step is made again.
+            del self._task.fate[step]
             os.kill(os.getpid(), signal.SIGSTOP)
         enough = len(met.members) >= self._task.wait_for.get(step, 0)
         counts = dealt(REPLICAS, len(met.members))

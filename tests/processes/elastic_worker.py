@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -20,8 +20,9 @@ from processes.elastic_history import COMING, JOINS, Event, History
 from processes.elastic_programs import Program, Training
 from processes.injections import left_over
 from processes.leftovers import Holdings
-from processes.namespaces import apart, enter
+from processes.namespaces import enter
 from unisono.cluster.elastic import share_state as share_with_those_who_join
+from unisono.cluster.elastic.finding import LAUNCHER
 from unisono.errors import CommunicationError, JobMismatchError, UnsupportedError
 from unisono.experimental import CommunicationOptions
 from unisono.strategies import elastic_job
@@ -55,6 +56,13 @@ class Outcome(NamedTuple):
     why: str
     left: str | None
     trail: dict[int, tuple[int, ...]]
+
+
+class Place(NamedTuple):
+    """The network of a worker, and the address of the launcher there."""
+
+    namespace: str
+    launcher: str
 
 
 class _Fate:
@@ -135,22 +143,20 @@ def work(
     history: History,
     addresses: list[str],
     worker: int,
-    namespace: str | None,
+    place: Place | None,
     is_new: bool,
 ) -> Outcome:
     """What a worker does, and what it still holds at the end."""
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-    with ExitStack() as stack:
-        if namespace is not None:
-            enter(namespace)
-            if history.are_apart:
-                stack.enter_context(apart(namespace))
-        fate = _Fate(desk, history, worker, is_new=is_new)
-        found, why = _end_of(desk, history, addresses, worker, fate, is_new=is_new)
-        if "without this one" in why:
-            desk.tell(AGAIN)
-            fate = _Fate(desk, history, worker, is_new=True)
-            found, why = _end_of(desk, history, addresses, worker, fate, is_new=True)
+    if place is not None:
+        enter(place.namespace)
+        os.environ[LAUNCHER] = place.launcher
+    fate = _Fate(desk, history, worker, is_new=is_new)
+    found, why = _end_of(desk, history, addresses, worker, fate, is_new=is_new)
+    if "without this one" in why:
+        desk.tell(AGAIN)
+        fate = _Fate(desk, history, worker, is_new=True)
+        found, why = _end_of(desk, history, addresses, worker, fate, is_new=True)
     allowed = _NOTHING if worker else _NOTHING_BUT_THE_STORE
     return Outcome(found, why, left_over(allowed, _SOME), fate.trail)
 

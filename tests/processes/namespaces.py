@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import pytest
 
-from unisono.cluster.elastic import doors
+from unisono.cluster import Address
 from unisono.errors import UnsupportedError
 from unisono_tools import namespaces
+from unisono_tools.launching.board import Board
 from unisono_tools.namespaces import Hosts, enter
 
-__all__ = ["Hosts", "apart", "enter", "make_hosts"]
+__all__ = ["Hosts", "board_on", "enter", "make_hosts"]
 
 
 @contextmanager
@@ -27,9 +28,12 @@ def make_hosts(count: int) -> Iterator[Hosts]:
         yield hosts
 
 
-@contextmanager
-def apart(name: str) -> Iterator[None]:
-    """No process of another host is seen to end, as if the hosts were separate machines."""
-    own = f"{doors.machine_identity()} {name}"
-    with patch.object(doors, "machine_identity", lambda: own):
-        yield
+def board_on(hosts: Hosts, host: int, port: int) -> Board:
+    """Returns what a launcher on a host would keep for its workers, at the port after this one."""
+
+    def make() -> Board:
+        enter(hosts.names[host])
+        return Board([Address(hosts.address(host), port)])
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(make).result(60)

@@ -85,9 +85,7 @@ def test_one_epoch_with_1_then_4_then_2_then_3_workers() -> None:
         Event("kill", 2, 7, "after the backward pass"),
         Event("join", 4, 9),
     )
-    history = History(
-        7, 1, program, CommunicationImplementation.AUTO, events, places=(0,) * 5, are_apart=False
-    )
+    history = History(7, 1, program, CommunicationImplementation.AUTO, events, places=(0,) * 5)
     with Crew(6) as crew:
         _, results = play(crew, history)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +10,9 @@ from typing import Any
 import pytest
 
 from processes.elastic_job import Task, Worker, start, undisturbed
-from processes.namespaces import Hosts, make_hosts
+from processes.namespaces import Hosts, board_on, make_hosts
 from processes.ports import free_ports
+from unisono.cluster.elastic.finding import LAUNCHER
 from unisono.experimental import CommunicationImplementation
 
 STEPS = 12
@@ -74,12 +74,33 @@ def test_a_paused_worker_is_given_up_and_joins_again() -> None:
     with job(3, fates, settings=settings, wait_for={6: 3}) as (started, _):
         assert started[1].hear("met")[0] == (0, 1, 2)
         assert started[1].hear("met")[0] == (1, 2)
-        started[0].send(signal.SIGCONT)
+        started[0].wake_up()
         kind, text = started[0].hear("raised")
         assert kind == "WorkerLostError"
         assert "without this one" in text
         for one in started:
             assert one.hear("done") == (undisturbed(STEPS), (1, 2, 3))
+
+
+def test_a_paused_worker_does_not_go_on_after_those_who_went_on_without_it_have_ended() -> None:
+    settings = {"timeout_seconds": 6.0}
+    with job(4, {2: {3: "stop"}, 3: {3: "stop"}}, settings=settings) as (started, _):
+        for one in started[:2]:
+            assert one.hear("done") == (undisturbed(STEPS), (0, 1))
+            one.process.join(60)
+        for one in started[2:]:
+            one.wake_up()
+        for one in started[2:]:
+            kind, text = one.hear("raised")
+            assert kind == "WorkerLostError"
+            assert "without this one" in text
+
+
+def test_a_paused_worker_goes_on_if_the_others_have_ended_without_going_on() -> None:
+    with job(2, {0: {3: "kill"}, 1: {3: "stop"}}) as (started, _):
+        started[0].process.join(60)
+        started[1].wake_up()
+        assert started[1].hear("done") == (undisturbed(STEPS), (1,))
 
 
 def test_a_worker_that_runs_something_else_is_not_let_in() -> None:
@@ -98,8 +119,17 @@ def job_on_hosts(
     """Starts workers on several hosts. None sees when a process of another host ends."""
     with make_hosts(max(places) + 1) as hosts:
         addresses = [f"{hosts.address(place)}:{port}" for port, place in enumerate(places, 4000)]
+        boards = [board_on(hosts, place, 3000) for place in range(max(places) + 1)]
         tasks = [
-            Task(addresses, n, STEPS, fates.get(n, {}), namespace=hosts.names[place], **more)
+            Task(
+                addresses,
+                n,
+                STEPS,
+                fates.get(n, {}),
+                namespace=hosts.names[place],
+                environ={LAUNCHER: boards[place].address},
+                **more,
+            )
             for n, place in enumerate(places)
         ]
         started = start(*tasks)

@@ -129,7 +129,7 @@ def join_elastic(
         elastic = ElasticMembers(me, _connector(devices, options, tuning))
         if elastic.joined(running.generation):
             return elastic, tuning
-        door.close()
+        me.close()
     if membership.size < min_workers:
         raise ClusterError(
             f"An elastic job needs at least {min_workers} workers (`min_workers`), but the cluster "

@@ -73,16 +73,20 @@ class Contact(NamedTuple):
 
 
 def machine_identity() -> str:
-    """Returns a text that two processes share if each sees when the other ends."""
-    return f"{boot_id()} {namespace('pid')}"
+    """Returns a text that two processes share if each sees that the other ends, and hears it.
+
+    Processes in two networks can be cut off from each other, though one kernel runs both.
+    """
+    return f"{boot_id()} {namespace('pid')} {namespace('net')}"
 
 
 def serve_door(host: str, listener: socket.socket) -> JobStore:
     """Returns a store that this process serves for the others."""
-    return serve_store(host, listener, _key(), encryption())
+    return serve_store(host, listener, job_secret(), encryption())
 
 
-def _key() -> bytes:
+def job_secret() -> bytes:
+    """Returns what only workers of the job know, if it has a token."""
     return job_key(f"unisono/{PURPOSE}/0")
 
 
@@ -109,7 +113,7 @@ def may_answer(host: str, port: int) -> bool:
 
 
 def _called(host: str, port: int, seconds: float) -> Greeted:
-    return call((host, port), _key(), 0, encryption(), time.monotonic() + seconds)
+    return call((host, port), job_secret(), 0, encryption(), time.monotonic() + seconds)
 
 
 class Doors:

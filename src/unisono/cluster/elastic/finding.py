@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import as_completed, wait
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -27,9 +28,9 @@ LAUNCHER = "UNISONO_LAUNCHER"
 JOIN = "UNISONO_JOIN"
 # The number of a worker that a launcher has started in the place of a lost one.
 REPLACEMENT = "UNISONO_REPLACEMENT"
-# In the store of a launcher: that workers have been started, where they are, and which replacements
-# have joined them.
-STARTED, DOORS, JOINED = "started", "doors", "joined"
+# In the store of a launcher: that workers have been started, where they are, which replacements
+# have joined them, and for each process of this host the generation that it was in last.
+STARTED, DOORS, JOINED, LAST = "started", "doors", "joined", "last"
 _JOIN_SECONDS = 30.0
 # How long a worker or a launcher may take to answer before it counts as not there. A worker that
 # takes a busy job for none would wait for one that nobody starts.
@@ -87,10 +88,14 @@ def addresses_in(text: str) -> list[tuple[str, int]]:
     return [(one.host, one.port) for one in parsed]
 
 
-def publish(generation: Generation) -> None:
+def publish(generation: Generation, process: str) -> None:
     """Tells the launcher of this host, if it wants to know, where the doors of all workers are.
 
     So the launcher knows it before a worker can leave. One that is paused learns it later.
+
+    Args:
+        generation: The generation that counts now.
+        process: The id of this process.
     """
     doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
     with _lock:
@@ -104,9 +109,24 @@ def publish(generation: Generation) -> None:
             if _newest[0] is generation:
                 store.set(DOORS, ",".join(doors))
                 store.set(f"{JOINED}/{os.environ.get(REPLACEMENT, '')}", "")
+                store.set(f"{LAST}/{process}", str(generation.number))
 
     launchers = addresses_in(os.environ.get(LAUNCHER, ""))
     wait([in_background(partial(tell, at)) for at in launchers], _TELL_SECONDS)
+
+
+def ended_in(generation: Generation) -> list[str]:
+    """Returns the processes that have ended in a generation, as far as the launcher knows.
+
+    Some may have gone on in a later one before they ended. The launcher knows that, too.
+    """
+    keys = [f"{LAST}/{one.process}" for one in generation.contacts.values() if one.has_ended()]
+    number, found = str(generation.number).encode(), dict[str, bytes | None]()
+    for at in addresses_in(os.environ.get(LAUNCHER, "")) if keys else ():
+        with suppress(*STORE_ERRORS):
+            if (store := call_door(*at, _ANSWER_SECONDS)) is not None:
+                found |= zip(keys, store.look(keys), strict=True)
+    return [key.partition("/")[2] for key, last in found.items() if last == number]
 
 
 def doors_known_at(address: tuple[str, int]) -> str | None:

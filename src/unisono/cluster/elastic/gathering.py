@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from unisono.cluster.elastic.doors import Contact, Doors
+from unisono.cluster.elastic.finding import ended_in
 from unisono.cluster.elastic.generation import (
     Choice,
     Generation,
@@ -28,6 +29,7 @@ from unisono.cluster.elastic.generation import (
     Vote,
     misfit,
 )
+from unisono.cluster.elastic.notices import Notices, leave_notice
 from unisono.cluster.meeting import WorkerCard
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.errors import (
@@ -65,6 +67,7 @@ class Attendee:
         num_votes: How often it has voted.
         num_knocks: How often somebody had knocked at its door when it last met the others.
         keeps_door: Whether its door is the first store of the job, which others may still use.
+        notices: Where others say that they have gone on without it.
     """
 
     contact: Contact
@@ -76,6 +79,10 @@ class Attendee:
     num_votes: int = 0
     num_knocks: int = 0
     keeps_door: bool = False
+    notices: Notices = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.notices = Notices(self.contact)
 
     def accept(self, proposal: Generation) -> None:
         """Binds this worker to a generation that may count from now on."""
@@ -88,6 +95,13 @@ class Attendee:
         self.num_knocks = self.door.add("knocks", 0)
         self.door.set("generation", generation.to_text())
         self.door.set("room", str(self.rules.max_workers - len(generation.contacts)))
+
+    def close(self) -> None:
+        """Leaves the job: others find nobody here."""
+        self.doors.close()
+        self.notices.close()
+        if not self.keeps_door:
+            self.door.close()
 
 
 class Agreed(NamedTuple):
@@ -134,6 +148,7 @@ class Gathering:
     def hold(self) -> Agreed:
         """Meets the others. Only workers that were in a generation hold meetings."""
         while True:
+            self._read_notices()
             found = self._lowest_open()
             agreed = self._host() if found is None else self.attend(*found)
             if agreed is not None:
@@ -154,6 +169,8 @@ class Gathering:
         return self._standing().contacts if self._known is None else self._known.contacts
 
     def _dead(self) -> list[str]:
+        if self._known is not None:
+            return ended_in(self._known)
         contacts = self._contacts().items()
         return [one.process for n, one in contacts if n in self._gone or one.has_ended()]
 
@@ -181,12 +198,19 @@ class Gathering:
         """Raises if others have gone on without this worker."""
         last = self._standing().last
         if other.number > last.number and other.number_of(self._me.contact.process) is None:
-            waited = time.monotonic() - self._start
-            raise WorkerLostError(
-                "The other workers have gone on without this one, which was worker "
-                f"{self._number()} and did not answer them. It noticed {waited:.1f} s after it had "
-                "lost them. Start it again: it then joins them as a new worker."
-            )
+            raise self._left_behind()
+
+    def _read_notices(self) -> None:
+        if self._me.notices.is_left_behind():
+            raise self._left_behind()
+
+    def _left_behind(self) -> WorkerLostError:
+        waited = time.monotonic() - self._start
+        return WorkerLostError(
+            "The other workers have gone on without this one, which was worker "
+            f"{self._number()} and did not answer them. It noticed {waited:.1f} s after it had "
+            "lost them. Start it again: it then joins them as a new worker, if they still train."
+        )
 
     def _look_around(self) -> None:
         """Looks at one of the other workers, another one each time."""
@@ -283,20 +307,26 @@ class Gathering:
         self._left = Countdown(max(self._left.seconds(), _GRACE_SECONDS))
         door.set("open", token)
         try:
-            proposal = self._proposal(token)
-            if proposal is None:
+            chosen = self._choice(token)
+            if chosen is None:
                 return None
+            proposal = chosen.generation()
             self._me.accept(proposal)
             door.set(f"{token}/proposal", proposal.to_text())
             if not self._all_accept(token, proposal):
                 return None
+            for one in chosen.left_behind():
+                leave_notice(one)
             door.set(f"{token}/commit", "")
             return Agreed(proposal, door, token)
         finally:
             door.delete_key("open")
 
-    def _proposal(self, token: str) -> Generation | None:
-        """Waits for the others, and returns the next generation; None if a lower one is there."""
+    def _choice(self, token: str) -> Choice | None:
+        """Waits for the others, and returns what follows from their votes.
+
+        None if a meeting is held at a lower worker.
+        """
         own = self._vote()
         for _ in self._pauses():
             if self._lowest_open() is not None:
@@ -308,7 +338,9 @@ class Gathering:
                 continue
             if why := chosen.lacks():
                 self._refuse(token, why, [vote.contact for vote in votes[1:]])
-            return chosen.generation()
+            # Those that are known to be dead by now have left a notice, if they had gone on before.
+            self._read_notices()
+            return chosen
         return None
 
     def _votes(self, token: str) -> list[Vote]:

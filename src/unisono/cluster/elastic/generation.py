@@ -237,6 +237,10 @@ class Choice:
             )
         return None
 
+    def left_behind(self) -> list[Contact]:
+        """Returns who has not come, and is not known to be dead."""
+        return [self._contacts[number] for number in self.missing()]
+
     def generation(self) -> Generation:
         """Returns the next generation."""
         generations = self._standing.generations

@@ -190,13 +190,11 @@ class ElasticMembers:
         self._has_left = True
         self.met.communicator.close()
         self._me.door.delete_key("generation")
-        self._me.doors.close()
-        if not self._me.keeps_door:
-            self._me.door.close()
+        self._me.close()
 
     def _begin(self, generation: Generation) -> None:
         self._me.begin(generation)
-        publish(generation)
+        publish(generation, self._me.contact.process)
 
     def _settled(
         self, agreed: Agreed, position: Position | None, before: Collection[int], start: float

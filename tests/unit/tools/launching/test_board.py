@@ -103,7 +103,7 @@ def test_late_news_of_an_old_generation_do_not_hide_those_of_a_newer_one(
     tellers: list[threading.Thread] = []
     for one in generations:
         before = set(threading.enumerate())
-        finding.publish(one)
+        finding.publish(one, "process")
         tellers += set(threading.enumerate()) - before
     for event, teller in reversed(list(zip(may_call, tellers, strict=True))):
         event.set()
@@ -111,3 +111,26 @@ def test_late_news_of_an_old_generation_do_not_hide_those_of_a_newer_one(
 
     monkeypatch.setattr(finding, "call_door", call_door)
     assert finding.doors_known_at((endpoint.host, endpoint.port + 1)) == "127.0.0.1:2"
+
+
+def test_a_worker_counts_as_ended_in_the_generation_that_the_launcher_knows_to_be_its_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(finding, "_TELL_SECONDS", 60.0)
+    # No process has this number.
+    dead = Contact("127.0.0.1", 1, "dead", doors.machine_identity(), 2**30, "1")
+    if not dead.machine or not dead.has_ended():
+        pytest.skip("this system does not tell when a process has ended")
+    alive = Contact("127.0.0.1", 2, "alive", "another machine", 1, "1")
+    first, second = (
+        Generation(number, {0: dead, 1: alive}, {0: (), 1: ()}, 2, {}) for number in (0, 1)
+    )
+    assert finding.ended_in(first) == []
+    started = Board([])
+    monkeypatch.setenv(finding.LAUNCHER, started.address)
+    assert finding.ended_in(first) == []
+    finding.publish(first, "dead")
+    assert finding.ended_in(first) == ["dead"]
+    finding.publish(second, "dead")
+    assert finding.ended_in(first) == []
+    assert finding.ended_in(second) == ["dead"]
