@@ -153,6 +153,7 @@ def test_all_reduce_beside_mpi(rows_of: Any) -> None:
     assert all("flat MPI" in row["ratios"] for row in rows)
 
 
+@pytest.mark.backend
 def test_training_steps(rows_of: Any) -> None:
     rows = rows_of("training_step", "--quick", "--seconds", "0.1", "--replicas", "2")
 

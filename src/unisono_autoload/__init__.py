@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 def register() -> None:
     """Makes `init_process_group("unisono")` work. May be called twice."""
-    if distributed.is_available():
+    # torch 2.6 refuses a name that it has.
+    if distributed.is_available() and not hasattr(distributed.Backend, "UNISONO"):
         distributed.Backend.register_backend("unisono", _create, devices=["cpu"])
 
 

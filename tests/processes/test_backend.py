@@ -14,6 +14,8 @@ from processes.backend_cases import CASES, LENGTHS, MORE_DTYPES, World, joined
 from processes.backend_training import WRAPS, train, train_unevenly
 from processes.harness import run_ranks
 
+pytestmark = pytest.mark.backend
+
 connect: Any = importlib.import_module("unisono.communicators.connect")
 
 

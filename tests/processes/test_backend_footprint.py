@@ -18,6 +18,8 @@ from processes.leftovers import Holdings, settled
 from unisono.errors import UnsupportedError
 from unisono_tools.namespaces import enter, make_hosts
 
+pytestmark = pytest.mark.backend
+
 NUM_GROUPS = 12
 ANY = Holdings(*[1_000_000] * 4)
 

@@ -26,6 +26,8 @@ from unisono.kernels import tree_reduce
 from unisono.options import ReduceOp
 from unisono_tools.processes import free_ports
 
+pytestmark = pytest.mark.backend
+
 # Enough for ranks of a busy machine to come at the same time.
 LATE_SECONDS = 5.0
 

@@ -19,6 +19,8 @@ from processes.harness import run_ranks
 from processes.programs import clean_environment, run
 from unisono_tools.processes import free_ports
 
+pytestmark = pytest.mark.backend
+
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torch_backend"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -242,7 +242,10 @@ def lose_a_rank(
     communicator = join(rank, size, names, AUTO, timeout=100.0)
     total = torch.ones(5)
     communicator.all_reduce(ReduceOp.SUM, [total])
+    store.set(f"summed/{rank}", "")
     if rank == lost:
+        # What it has sent may be lost with it.
+        store.wait([f"summed/{other}" for other in range(size)], timedelta(seconds=60))
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
     try:

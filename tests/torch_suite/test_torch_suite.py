@@ -42,6 +42,7 @@ SELECTED = (
 )
 
 
+@pytest.mark.backend
 @pytest.mark.torch_suite
 def test_what_passes_over_gloo_passes_over_unisono() -> None:
     pytest.importorskip("expecttest", reason="torch's own tests import it")

@@ -32,6 +32,22 @@ from unisono.errors import UnequalCollectivesError, UnsupportedError
 from unisono.groups import CommunicatorGroup, Movement, tensors_in
 
 
+def fits_torch() -> bool:
+    """Whether torch can use process groups that are written in Python.
+
+    torch 2.6 forgets the Python objects that they return, and C++ then waits for them forever.
+    """
+    return hasattr(distributed.ProcessGroup, "shutdown")
+
+
+class NoBackendError(UnsupportedError, RuntimeError):
+    """A device that a group has no backend for.
+
+    torch asks every group for its backend for GPUs, for example when it ends the group, and takes
+    a RuntimeError for the answer that there is none.
+    """
+
+
 class UnisonoProcessGroup(CommunicatorGroup):
     """The process group that `init_process_group("unisono")` creates, on all ranks at once.
 
@@ -43,6 +59,11 @@ class UnisonoProcessGroup(CommunicatorGroup):
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
+        if not fits_torch():
+            raise UnsupportedError(
+                'The backend "unisono" needs torch 2.7 or newer, and this is torch '
+                f'{torch.__version__}. Install a newer one, or use the backend "gloo".'
+            )
         super().__init__(rank, size)
         # A launcher keeps its store when a program ends its group and makes another.
         visit = store.add(f"visits of rank {rank}", 1)
@@ -219,12 +240,12 @@ def make_backend(
         seconds = timeout.total_seconds()
         made = make_gloo_group(*place, timeout_seconds=seconds, check_health=check_health)
         return distributed.ProcessGroup.BackendType.GLOO, made
-    if name == "nccl" and distributed.is_nccl_available():
+    if name == "nccl" and distributed.is_nccl_available() and torch.cuda.is_available():
         nccl: Any = distributed.ProcessGroupNCCL
         options = nccl.Options()
         options._timeout = timeout
         return distributed.ProcessGroup.BackendType.NCCL, nccl(*place, options)
-    raise UnsupportedError(
+    raise NoBackendError(
         f"A tensor on {device.type} was given to a process group that has {name or 'nothing'!r} "
         "for it. Name a backend for that device too, for example "
         '`init_process_group("cpu:unisono,cuda:nccl")`.'

@@ -142,11 +142,13 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Puts the tensors of all ranks end to end. Before torch 2.13, it has another name."""
         return self._all_gather_single([output], [input], "_allgather_base", output, input, opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
+        """Does the same with several tensors."""
         name = "allgather_into_tensor_coalesced"
         return self._all_gather_single(outputs, inputs, name, outputs, inputs, opts)
 
@@ -189,12 +191,14 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         )
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
+        """Gives every rank its part of a sum. Before torch 2.13, it has another name."""
         name = "_reduce_scatter_base"
         return self._reduce_scatter_single([output], [input], name, output, input, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
+        """Does the same with several tensors."""
         name = "reduce_scatter_tensor_coalesced"
         return self._reduce_scatter_single(outputs, inputs, name, outputs, inputs, opts)
 

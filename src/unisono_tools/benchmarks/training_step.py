@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from unisono.backend.process_group import fits_torch
 from unisono_tools.benchmarks.failure import BenchmarkError
 from unisono_tools.benchmarks.peers.coprocess import CoProcess
 from unisono_tools.benchmarks.peers.ddp import Ddp
@@ -53,7 +54,7 @@ TURN_S = 0.03
 CREWS: Mapping[str, Callable[[int], Trainers]] = {
     "workers": Workers,
     "DDP": partial(Ddp, backend="gloo"),
-    "DDP uo": partial(Ddp, backend="unisono"),
+    **({"DDP uo": partial(Ddp, backend="unisono")} if fits_torch() else {}),
 }
 
 

@@ -10,6 +10,7 @@ from torch._C._distributed_c10d import HashStore
 import unisono  # noqa: F401
 from unisono.errors import UnsupportedError
 
+pytestmark = pytest.mark.backend
 META = torch.device("meta")
 
 
@@ -26,6 +27,28 @@ def test_a_device_that_no_backend_is_named_for_is_an_error() -> None:
         distributed.all_reduce(torch.empty(2, device=META))
 
     assert "cpu:unisono,cuda:nccl" in str(raised.value)
+
+
+@pytest.mark.usefixtures("_group")
+def test_torch_may_ask_whether_there_is_a_backend_for_gpus() -> None:
+    group = distributed.group.WORLD
+    assert group is not None
+
+    # torch's own groups raise that, and torch expects it when it ends a group.
+    with pytest.raises(RuntimeError, match="a process group that has 'nothing' for it"):
+        group._get_backend(torch.device("cuda"))
+
+
+def test_gpus_that_are_not_there_have_no_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    distributed.init_process_group("cpu:unisono,cuda:nccl", store=HashStore(), rank=0, world_size=1)
+    try:
+        group = distributed.group.WORLD
+        assert group is not None
+        with pytest.raises(RuntimeError, match="a process group that has 'nccl' for it"):
+            group._get_backend(torch.device("cuda"))
+    finally:
+        distributed.destroy_process_group()
 
 
 def test_a_device_may_have_gloo() -> None:
