@@ -11,6 +11,9 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
+from unisono.input.loader_workers import guard_list_of_processes
+from unisono.tracing.lock_waits import has_lock
+
 T = TypeVar("T")
 
 # A draw cannot be interrupted. After this long its thread is left to end when the draw does.
@@ -43,6 +46,8 @@ class Prefetcher(Iterator[T]):
             self.close()
             raise
         if self._size:
+            if not has_lock():
+                guard_list_of_processes()
             self._buffer = _Buffer(self._size)
             thread = threading.Thread(
                 target=self._buffer.fill, args=(self._draw,), name="unisono-input", daemon=True

@@ -119,6 +119,10 @@ class Tree:
         """Returns the parts of a structure at the places of these leaves."""
         return [structure] if self._root is None else self._root.leaves_of(structure)
 
+    def fits(self, structure: Any) -> bool:
+        """Whether a structure has parts at the places of all leaves, and nowhere else."""
+        return self._root is None or self._root.fits(structure)
+
 
 class _Node(NamedTuple):
     children: tuple[Any, ...]
@@ -134,6 +138,13 @@ class _Node(NamedTuple):
         for node, child in zip(self.children, container.children, strict=True):
             found += [child] if node is None else node.leaves_of(child)
         return found
+
+    def fits(self, structure: Any) -> bool:
+        container = opened(structure)
+        if container is None or len(container.children) != len(self.children):
+            return False
+        pairs = zip(self.children, container.children, strict=True)
+        return all(node is None or node.fits(child) for node, child in pairs)
 
 
 def take_apart(structure: Any, is_leaf: IsLeaf | None = None) -> tuple[Tree, list[Any]]:

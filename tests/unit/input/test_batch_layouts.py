@@ -164,7 +164,7 @@ def test_a_list_of_tensors_that_are_batches_is_split_along_each() -> None:
 def test_a_list_that_can_be_read_in_two_ways_is_refused() -> None:
     images = [torch.zeros(3, 4, 4), torch.zeros(3, 5, 5)]
 
-    with pytest.raises(UnsupportedError, match="in two ways: one sample per tensor, or 3 samples"):
+    with pytest.raises(UnsupportedError, match="in two ways: one sample per entry, or 3 samples"):
         steps([images])
     assert [len(part[0]) for part in steps([images], batch_dim=0)[0]] == [2, 1]
 

@@ -100,6 +100,21 @@ def test_a_function_ends_the_input_with_stop_iteration() -> None:
     assert lists(distributed(lambda _: lambda: next(batches))) == [[[0, 1], [2, 3]], [[4, 5], []]]
 
 
+def test_a_function_may_start_again_after_its_end() -> None:
+    batches = itertools.cycle([*torch.arange(6).split(2), None])
+
+    def draw() -> Any:
+        batch = next(batches)
+        if batch is None:
+            raise StopIteration
+        return batch
+
+    dataset = distributed(lambda _: draw)
+
+    for _ in range(2):
+        assert lists(dataset) == [[[0, 1], [2, 3]], [[4, 5], []]]
+
+
 @pytest.mark.parametrize(("pipeline_id", "total"), [(0, 10), (1, 35)])
 def test_the_context_says_which_shard_to_make(pipeline_id: int, total: int) -> None:
     def dataset_fn(context: InputContext) -> Any:

@@ -115,6 +115,23 @@ def test_workers_that_persist_resume_in_the_first_pass_and_the_second(save_at: i
     assert resumed.run(num_passes=3 - save_at // 6) == expected
 
 
+@pytest.mark.parametrize("save_at", [3, 9])
+def test_workers_that_persist_resume_where_they_run_already(save_at: int) -> None:
+    def make() -> DistributedDataset:
+        numbers: Any = range(11)
+        kinds: Any = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+        return split_over_two(DataLoader(numbers, batch_size=2, **kinds))
+
+    start_anew(1)
+    whole = Training(make())
+    expected = whole.run(num_passes=3, save_at=save_at)[save_at:]
+    resumed = Training(make())
+    next(iter(resumed.dataset))
+    resumed.restore(whole.saved)
+
+    assert resumed.run(num_passes=3 - save_at // 6) == expected
+
+
 @given(st.integers(0, 5), st.integers(1, 4), st.integers(0, 3))
 def test_a_saved_and_a_resumed_pass_hold_each_sample_once(
     num_steps: int, num_replicas: int, buffer_size: int

@@ -220,6 +220,8 @@ class Epoch:
             for source, was_running in zip(sources, progress.was_running, strict=True):
                 if was_running and not source.is_running:
                     source.start()
+                if source.is_running and not was_running:
+                    source.stop()
         num_consumed = progress.num_consumed
         with replayed(at_start, generators):
             opened = [source.reopen(num_consumed, refetch=refetch) for source in sources]

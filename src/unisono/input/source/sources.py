@@ -21,6 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    default_collate,
 )
 
 from unisono.errors import UnsupportedError
@@ -65,12 +66,14 @@ class Source(ABC):
             of this process alone, so that it may be done at any time and on any thread.
         has_one_epoch: Whether opening an epoch ends the one before.
         drops_rest: Whether its batches are all of one size because the rest was dropped.
+        stacks_samples: Whether `default_collate` makes its batches.
     """
 
     generators: tuple[torch.Generator, ...] = ()
     is_alone: bool = False
     has_one_epoch: bool = False
     drops_rest: bool = False
+    stacks_samples: bool = False
     batch_size: int | None = None
 
     @property
@@ -83,6 +86,13 @@ class Source(ABC):
         """How many samples an epoch has, if it says so."""
         return None
 
+    def batch_size_after(self, num_consumed: int) -> int | None:
+        """Returns how many samples the next batch has, if it is known. The last may have fewer."""
+        full, total = self.batch_size, self.num_samples
+        if full is None or total is None:
+            return full
+        return min(full, total - num_consumed * full)
+
     @abstractmethod
     def open(self) -> Iterator[Any]:
         """Begins an epoch."""
@@ -93,6 +103,9 @@ class Source(ABC):
             "The saved state is of a `DataLoader` with `persistent_workers=True`, and this one has "
             "other settings. Resume with the same `DataLoader` settings."
         )
+
+    def stop(self) -> None:  # noqa: B027
+        """Makes it forget what it keeps from epoch to epoch."""
 
     def reopen(self, num_consumed: int, *, refetch: bool) -> tuple[Iterator[Any], Skip]:
         """Begins an epoch; also returns a function that skips what an earlier epoch has consumed.
@@ -166,7 +179,24 @@ class FunctionSource(Source):
         self._function = function
 
     def open(self) -> Iterator[Any]:
-        return itertools.starmap(self._function, itertools.repeat(()))
+        return _Calls(self._function)
+
+
+class _Calls(Iterator[Any]):
+    """What a function returns until it raises `StopIteration`. The next epoch may begin then."""
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._has_ended = False
+
+    def __next__(self) -> Any:
+        if self._has_ended:
+            raise StopIteration
+        try:
+            return self._function()
+        except StopIteration:
+            self._has_ended = True
+            raise
 
 
 class LoaderSource(Source):
@@ -189,6 +219,7 @@ class LoaderSource(Source):
             self._is_iterable or all(one is None or type(one) in DRAW_AT_ONCE for one in samplers)
         )
         self.has_one_epoch = loader.persistent_workers
+        self.stacks_samples = loader.collate_fn is default_collate
         self.drops_rest = bool(getattr(batch_sampler, "drop_last", loader.drop_last))
         self.batch_size = loader.batch_size or getattr(batch_sampler, "batch_size", None)
 
@@ -213,6 +244,9 @@ class LoaderSource(Source):
 
     def start(self) -> None:
         iter(self.loader)
+
+    def stop(self) -> None:
+        self.loader._iterator = None
 
     def example(self) -> Any:
         dataset, collate = self.loader.dataset, self.loader.collate_fn

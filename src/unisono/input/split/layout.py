@@ -11,12 +11,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from unisono.arguments import in_words
 from unisono.errors import UnsupportedError
@@ -48,12 +49,14 @@ _WAYS_OUT = (
 class Layout:
     """A batch taken apart, with the dimension of the samples of each leaf.
 
-    It is None if every replica gets all of a leaf. Arrays of numbers are tensors now.
+    It is None if every replica gets all of a leaf, and the leaf is `whole` if the options say so.
+    Arrays of numbers are tensors now.
     """
 
     tree: Tree
     leaves: list[Any]
     dims: Dims
+    whole: frozenset[str] = frozenset()
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -92,107 +95,19 @@ def _length(leaf: Any, dim: int) -> int:
 
 def lay_out(batch: Any, batch_dim: Any = None) -> Layout:
     """Takes a batch apart, with the samples along `batch_dim` or else the first dimension."""
-    layout = _layout(batch, is_column)
+    layout = read_as(batch, is_column)
     if batch_dim is None:
         return layout
     wanted = _spread(layout.tree, batch, batch_dim)
     named = zip(layout.tree.paths, layout.leaves, layout.dims, wanted, strict=True)
     dims = [None if dim is None else _checked(path, leaf, own) for path, leaf, dim, own in named]
-    return dataclasses.replace(layout, dims=dims)
+    pairs = zip(layout.tree.paths, wanted, strict=True)
+    whole = frozenset(path for path, own in pairs if own is None)
+    return dataclasses.replace(layout, dims=dims, whole=whole)
 
 
-class Reader:
-    """Finds out how batches are laid out. A source may know the size of a full batch."""
-
-    def __init__(self, batch_dim: Any = None, batch_size: int | None = None) -> None:
-        self._batch_dim = batch_dim
-        self._batch_size = batch_size
-        # Which lists of a batch had an entry per sample; then those of the others have, too.
-        self._lists: IsLeaf | None = None
-
-    def read(self, batch: Any) -> Layout:
-        """Returns the layout of a batch that is to be split. Its leaves agree on the samples."""
-        layout = lay_out(batch, self._batch_dim)
-        if self._batch_dim is None and not self._has_certain_rows(batch, layout):
-            lists = self._with_lists(batch)
-            if lists is not None:
-                return lists
-        _check_leaves(layout)
-        return layout
-
-    def count(self, batch: Any) -> int | None:
-        """Returns how many samples a batch holds, or None if its leaves do not agree on that."""
-        layout, images = lay_out(batch, self._batch_dim), _images(batch)
-        if self._batch_dim is None and (layout.num_samples is None or images):
-            layout = _layout(batch, is_list if images is batch else is_inner_list)
-        return layout.num_samples
-
-    def some_of(self, batch: Any, share: slice) -> Any:
-        """Returns some samples of a batch that need not be split, if it is plain where they lie."""
-        layout = lay_out(batch, self._batch_dim)
-        if layout.num_samples is None or (self._batch_dim is None and _images(batch)):
-            return batch
-        return layout.tree.build(layout.part(share))
-
-    def _has_certain_rows(self, batch: Any, layout: Layout) -> bool:
-        """Whether the first dimension of every tensor is that of the samples."""
-        num_samples = layout.num_samples
-        if num_samples is None or self._lists is not None:
-            return False
-        images = _images(batch)
-        if num_samples == self._batch_size or not images:
-            return True
-        if len(images) == self._batch_size:
-            return False
-        if len({image.shape for image in images}) > 1 and num_samples <= _MOST_CHANNELS:
-            raise UnsupportedError(
-                f"A list of {len(images)} tensors of different sizes can be read in two ways: one "
-                f"sample per tensor, or {num_samples} samples in the first dimension of each. Use "
-                "`InputOptions(split=...)` with a function that splits the list for the first, and "
-                "`InputOptions(batch_dim=0)` for the second."
-            )
-        return True
-
-    def _with_lists(self, batch: Any) -> Layout | None:
-        """Reads lists as one entry per sample, if the batch makes certain that they are."""
-        for is_leaf in (self._lists,) if self._lists else (is_inner_list, is_list):
-            layout = _layout(batch, is_leaf)
-            if layout.num_samples is None:
-                continue
-            is_known = is_leaf is self._lists or layout.num_samples == self._batch_size
-            if is_known or (is_leaf is is_inner_list and any(map(_has_records, layout.leaves))):
-                self._lists = is_leaf
-                return layout
-        return None
-
-
-# An image has up to four: red, green, blue and how opaque it is.
-_MOST_CHANNELS = 4
-_IMAGE_DIMS = 3
-
-
-def _images(batch: Any) -> Sequence[Tensor]:
-    """Returns a list in `batch` that may hold one image per sample."""
-    return next(filter(_are_images, [batch, *_children(batch)]), ())
-
-
-def _are_images(value: Any) -> bool:
-    return (
-        isinstance(value, (list, tuple))
-        and len(value) > 1
-        and all(isinstance(one, Tensor) and one.dim() == _IMAGE_DIMS for one in value)
-        and len({one.dtype for one in value}) == 1
-    )
-
-
-def _has_records(leaf: Any) -> bool:
-    """Whether this is a list with something named per sample, such as the boxes of an image."""
-    return isinstance(leaf, (list, tuple)) and all(
-        isinstance(one, Mapping) or dataclasses.is_dataclass(one) for one in leaf
-    )
-
-
-def _children(value: Any) -> Iterable[Any]:
+def children(value: Any) -> Iterable[Any]:
+    """Returns what a container holds. A leaf holds nothing."""
     container = opened(value)
     return () if container is None else container.children
 
@@ -200,13 +115,17 @@ def _children(value: Any) -> Iterable[Any]:
 def taken_apart(batch: Any, is_leaf: IsLeaf) -> tuple[Tree, list[Any]]:
     """Takes a batch apart; arrays of numbers become tensors that share their memory."""
     tree, leaves = take_apart(batch, is_leaf)
-    return tree, [
-        as_tensor(leaf) if isinstance(leaf, np.ndarray) and leaf.dtype.kind in _NUMERIC else leaf
-        for leaf in leaves
-    ]
+    return tree, [as_tensor(leaf) if _is_numeric(leaf) else leaf for leaf in leaves]
 
 
-def _layout(batch: Any, is_leaf: IsLeaf) -> Layout:
+def _is_numeric(leaf: Any) -> bool:
+    # A tensor has no mask.
+    is_array = isinstance(leaf, np.ndarray) and not isinstance(leaf, np.ma.MaskedArray)
+    return is_array and leaf.dtype.kind in _NUMERIC
+
+
+def read_as(batch: Any, is_leaf: IsLeaf) -> Layout:
+    """Takes a batch apart, with the samples along the first dimension of each leaf."""
     tree, leaves = taken_apart(batch, is_leaf)
     return Layout(tree, leaves, [0 if _has_samples(leaf) else None for leaf in leaves])
 
@@ -254,22 +173,11 @@ def _checked(path: str, leaf: Any, dim: int | None) -> int | None:
     return int(dim % leaf.ndim)
 
 
-def _check_leaves(layout: Layout) -> None:
-    """Raises unless all leaves with samples agree on their number."""
+def check_leaves(layout: Layout) -> None:
+    """Raises unless all leaves with samples agree on their number, and the others have none."""
     for path, leaf, dim in zip(layout.tree.paths, layout.leaves, layout.dims, strict=True):
-        if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout not in _LAYOUTS):
-            kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
-            raise UnsupportedError(
-                f"Cannot split {path or 'a batch'}, {kind}, over the replicas. Make batches of "
-                "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
-                "`collate_fn`."
-            )
-        if dim is None and isinstance(leaf, Sized) and not isinstance(leaf, _GIVEN_WHOLE):
-            raise UnsupportedError(
-                f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
-                "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
-                "dataclasses, or split them yourself with `InputOptions(split=...)`."
-            )
+        if path not in layout.whole:
+            _check_leaf(path, leaf, dim)
     if not layout.sizes:
         leaf = layout.leaves[0] if layout.leaves else "nothing"
         raise UnsupportedError(
@@ -285,20 +193,45 @@ def _check_leaves(layout: Layout) -> None:
         )
 
 
+def _check_leaf(path: str, leaf: Any, dim: int | None) -> None:
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout not in _LAYOUTS):
+        kind = "a nested tensor" if leaf.is_nested else f"a tensor of layout {leaf.layout}"
+        raise UnsupportedError(
+            f"Cannot split {path or 'a batch'}, {kind}, over the replicas. Make batches of "
+            "dense or sparse COO tensors: call `.to_padded_tensor(0)` or `.to_sparse()` in "
+            "`collate_fn`."
+        )
+    if dim is not None or isinstance(leaf, _GIVEN_WHOLE):
+        return
+    hidden = getattr(leaf, "__dict__", {})
+    has_rows = any(isinstance(one, (Tensor, np.ndarray)) and one.ndim for one in hidden.values())
+    if isinstance(leaf, Sized) or has_rows:
+        raise UnsupportedError(
+            f"Cannot split {path or 'a batch'}, a {type(leaf).__name__}, over the replicas. "
+            "Make batches of tensors, arrays and lists in mappings, lists, tuples or "
+            "dataclasses, or split them yourself with `InputOptions(split=...)`. With None for it "
+            "in `InputOptions(batch_dim=...)`, every replica gets all of it."
+        )
+
+
 def is_list(value: Any, depth: int) -> bool:
-    """Whether this is a list or tuple without names."""
-    return isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    """Whether this is a list or tuple without names. Packed sequences cannot be split either."""
+    if not isinstance(value, (list, tuple)):
+        return False
+    return not hasattr(value, "_fields") or isinstance(value, PackedSequence)
 
 
 def is_inner_list(value: Any, depth: int) -> bool:
     """Whether this is a list or tuple inside a batch, and not the batch itself."""
-    return depth > 0 and is_list(value, depth)
+    return (depth > 0 or isinstance(value, PackedSequence)) and is_list(value, depth)
 
 
 def is_column(value: Any, depth: int) -> bool:
     """Whether this is a list or tuple without tensors, and with one entry per sample."""
     if not is_list(value, depth):
         return False
+    if isinstance(value, PackedSequence):
+        return True
     if all(item is None for item in value) or _holds_tensors(value):
         return False
     if all(isinstance(item, tuple) for item in value):
@@ -311,7 +244,7 @@ def _holds_tensors(value: Any) -> bool:
         return True
     if isinstance(value, (str, bytes, numbers.Number)) or value is None:
         return False
-    return any(map(_holds_tensors, _children(value)))
+    return any(map(_holds_tensors, children(value)))
 
 
 def counts_of(structure: Any) -> tuple[int, ...] | None:

@@ -114,7 +114,7 @@ class PartQueue:
         parts = [one.part(i) for one in taken for i in range(len(one.counts))]
         counts = [count for one in taken for count in one.counts]
         if num_missing:
-            spare = self._splitter.spare(parts[0])
+            spare = self._splitter.spare(parts[0], counts[0])
             if spare is MISSING:
                 raise StopIteration
             parts += [copied(spare) for _ in range(num_missing)]
@@ -173,7 +173,8 @@ class Lockstep(Iterator[SplitBatch]):
                 parts = self._drawn()
                 if self._spare is MISSING:
                     example = arrived(parts).part(0)
-                    self._spare, self._tree = self._splitter.spare(example), parts.tree
+                    self._spare = self._splitter.spare(example, parts.counts[0])
+                    self._tree = parts.tree
             except StopIteration:
                 pass
             except Exception as error:
@@ -189,7 +190,7 @@ class Lockstep(Iterator[SplitBatch]):
         if self._spare is MISSING:
             # The workers of an elastic job that had a batch were lost.
             raise StopIteration
-        spares = [self._splitter.spare(self._spare) for _ in range(self._num_replicas)]
+        spares = [copied(self._spare) for _ in range(self._num_replicas)]
         return self._placement.place(grouped(spares, counts, self._tree))
 
     def _told(self, own: Callable[[], list[int]]) -> list[list[int]]:

@@ -25,13 +25,13 @@ from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.input.options import DEFAULT_INPUT_OPTIONS, InputOptions
 from unisono.input.split.layout import (
     Layout,
-    Reader,
     is_column,
     is_inner_list,
     is_list,
     lay_out,
     taken_apart,
 )
+from unisono.input.split.reader import Reader
 from unisono.values import PerReplica, Tree, map_leaves
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
@@ -150,24 +150,28 @@ class Splitter:
 
     A replica without samples gets a copy of a sample of the batch, which counts nothing: some
     models cannot take an empty batch. As TensorFlow splits, it gets an empty part (`leaves_empty`).
-    The source may know the size of a full batch.
+    The `reader` may know how the source makes batches.
     """
 
     def __init__(
-        self, options: InputOptions = DEFAULT_INPUT_OPTIONS, batch_size: int | None = None
+        self, options: InputOptions = DEFAULT_INPUT_OPTIONS, reader: Reader | None = None
     ) -> None:
         self._given = options.split if callable(options.split) else None
         self._count_samples = options.count_samples
         self.leaves_empty = options.split == "tensorflow"
         self._sizes = tensorflow_sizes if self.leaves_empty else even_sizes
         self._batch_dim = options.batch_dim
-        self._reader = Reader(options.batch_dim, batch_size)
+        self._reader = reader or Reader(options.batch_dim)
 
     def whole(self, batch: Any) -> SplitBatch:
         """Gives all of `batch` to the one replica there is."""
         if self._given is not None:
             return self.split(batch, 1)
-        layout = lay_out(batch, self._batch_dim)
+        try:
+            layout = self._reader.lay_out(batch)
+        except UnsupportedError:
+            # Nothing is to be split, so it need not be clear where the samples are.
+            layout = lay_out(batch, self._batch_dim)
         num_samples = 1 if layout.num_samples is None else layout.num_samples
         return SplitBatch(layout.tree, [(leaf,) for leaf in layout.leaves], (num_samples,))
 
@@ -186,9 +190,15 @@ class Splitter:
         layout = self._reader.read(batch)
         num_samples = layout.num_samples or 0
         shares = slices(num_samples) if slices else slices_of(self._sizes(num_samples, num_parts))
-        counts = tuple(share.stop - share.start for share in shares)
+        counts = tuple(self._num_in(layout, share) for share in shares)
         parts_of = [self._part(layout, share) for share in shares[own]]
         return SplitBatch(layout.tree, list(zip(*parts_of, strict=True)), counts)
+
+    def _num_in(self, layout: Layout, share: slice) -> int:
+        size: int = share.stop - share.start
+        if self._count_samples is None or size == 0:
+            return size
+        return self._count_by_user(self._count_samples, layout.tree.build(layout.part(share)))
 
     def _part(self, layout: Layout, share: slice) -> list[Any]:
         if share.start < share.stop or self.leaves_empty or not layout.num_samples:
@@ -240,7 +250,11 @@ class Splitter:
     def _count(self, batch: Any) -> int | None:
         if self._count_samples is None:
             return self._reader.count(batch)
-        count = self._count_samples(batch)
+        return self._count_by_user(self._count_samples, batch)
+
+    @staticmethod
+    def _count_by_user(count_samples: Callable[[Any], int], batch: Any) -> int:
+        count = count_samples(batch)
         if not isinstance(count, int) or count < 0:
             raise UnsupportedError(
                 "The `count_samples` of `InputOptions` must return the number of samples of a "
@@ -248,15 +262,17 @@ class Splitter:
             )
         return count
 
-    def spare(self, batch: Any) -> Any:
+    def spare(self, batch: Any, num_samples: int | None = None) -> Any:
         """Returns what a replica without samples gets where others get `batch`.
 
-        It is a copy of a sample or, if it is not plain where the samples lie, of the batch. Where
-        it has to be empty and cannot be, it is `MISSING`.
+        It is a copy of a sample or, if it is not plain where the samples lie, of the batch, and so
+        it is if the batch has no samples. Where it has to be empty and cannot be, it is `MISSING`.
         """
+        if num_samples == 0:
+            return copied(batch)
         if not self.leaves_empty:
             return copied(self._reader.some_of(batch, slice(0, 1)))
-        layout = lay_out(batch, self._batch_dim)
+        layout = self._reader.lay_out(batch)
         if not layout.sizes:
             return MISSING
         return copied(layout.tree.build(layout.part(slice(0, 0))))
@@ -275,7 +291,7 @@ def grouped(
     batches: Sequence[Any], counts: tuple[int, ...] = (), tree: Tree | None = None
 ) -> SplitBatch:
     """Puts the batches of the replicas into one structure: that of `tree`, if it is known."""
-    if tree is not None:
+    if tree is not None and all(tree.fits(batch) for batch in batches):
         leaves = [tree.leaves_of(batch) for batch in batches]
         return SplitBatch(tree, list(zip(*leaves, strict=True)), counts)
     # Lists with an entry per sample may have different lengths.
