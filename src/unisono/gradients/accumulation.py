@@ -7,7 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from unisono.sharing import computed_once
 from unisono.values import weighed_tensor
 from unisono.variables import Leaves, Mark
 from unisono.variables.for_all import for_all
+from unisono.variables.leaves import needs_grad
 
 
 def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:
@@ -49,6 +50,8 @@ class Weighting:
         self._op = op
         self.weights: Sequence[float] = ()
         self.removals: list[Callable[[], None]] = []
+        # By replica, leaves that are frozen, so that they cannot be hooked yet.
+        self._frozen: dict[int, list[nn.Parameter]] = {}
         # Of leaves that were added to without a reduction: their gradient, which has its weight.
         self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -59,6 +62,7 @@ class Weighting:
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
         """Before a run: hooks the leaves of replicas that do not count as one."""
+        self._frozen = {}
         if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
@@ -70,13 +74,21 @@ class Weighting:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
-                hook = functools.partial(self._weigh_all, weight)
+                leaves = [one.leaves[replica_id] for one in owners]
+                self._frozen[replica_id] = [leaf for leaf in leaves if not leaf.requires_grad]
                 with torch.cuda.stream(streams[replica_id]) if streams else nullcontext():
-                    self.removals += [
-                        before_accumulation(one.leaves[replica_id], hook)
-                        for one in owners
-                        if one.primary.requires_grad
-                    ]
+                    self._hook(weight, [leaf for leaf in leaves if leaf.requires_grad])
+
+    def _hook(self, weight: float, leaves: Iterable[nn.Parameter]) -> None:
+        hook = functools.partial(self._weigh_all, weight)
+        self.removals += [before_accumulation(leaf, hook) for leaf in leaves]
+
+    def hook_unfrozen(self, replica_id: int) -> None:
+        """Before a pass of a replica: hooks leaves that its step has unfrozen."""
+        frozen = self._frozen.get(replica_id)
+        if frozen and True in map(needs_grad, frozen):
+            self._frozen[replica_id] = [leaf for leaf in frozen if not leaf.requires_grad]
+            self._hook(self.weights[replica_id], [leaf for leaf in frozen if leaf.requires_grad])
 
     def weigh(self, weight: float, grad: Tensor) -> Tensor:
         """Returns a gradient times what its replica counts for."""
@@ -89,6 +101,10 @@ class Weighting:
         """A gradient was added to a leaf, and stays the replica's own for now."""
         if weight != 1.0:
             self._alone[leaf] = Mark.of(leaf.grad)
+
+    def forget(self, leaf: nn.Parameter) -> None:
+        """What a leaf has is reduced."""
+        self._alone.pop(leaf, None)
 
     def is_applied(self, leaf: nn.Parameter) -> bool:
         """Whether the gradient of a leaf is made of backward passes alone."""
@@ -164,6 +180,14 @@ def refuse_to_wait(name: str) -> None:
     )
 
 
+def refuse_to_go_on() -> NoReturn:
+    """A pass has failed, and its step makes another or an update."""
+    raise ContextError(
+        "`backward()` has raised an error, and the step went on. Other workers may have exchanged "
+        "more gradients of this pass. Let the error end the step."
+    )
+
+
 def has_hooks(parameter: nn.Parameter) -> bool:
     """Whether a parameter has post-accumulate hooks of the user."""
     hooks = parameter._post_accumulate_grad_hooks
@@ -186,21 +210,21 @@ class Aside:
     """
 
     def __init__(self, op: ReduceOp, *, is_copied: bool) -> None:
-        self._is_needed = op is not ReduceOp.MEAN
+        self.is_needed = op is not ReduceOp.MEAN
         self._is_copied = is_copied
         # By the identity of a leaf, a reduced gradient that waits to be added to.
         self.kept: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
     def hook(self, one: Leaves) -> list[Callable[[], None]]:
         """Puts aside what the leaves of a parameter have before something is added to it."""
-        if not self._is_needed:
+        if not self.is_needed:
             return []
         # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
         aside, owner = weakref.ref(self), weakref.ref(one)
 
         def before(replica_id: int, _: Any) -> None:
             if (found := aside()) is not None and (leaves := owner()) is not None:
-                found._put_leaf(leaves, replica_id)
+                found.put_leaf(leaves, replica_id)
 
         return [
             before_accumulation(leaf, functools.partial(before, replica_id))
@@ -209,12 +233,15 @@ class Aside:
 
     def put(self, owners: Iterable[Leaves]) -> None:
         """Before a reduction: does the same where a replica has no new gradient."""
-        if self._is_needed:
+        if self.is_needed:
             for one in owners:
                 for replica_id in range(len(one.leaves)):
-                    self._put_leaf(one, replica_id)
+                    self.put_leaf(one, replica_id)
 
-    def _put_leaf(self, one: Leaves, replica_id: int) -> None:
+    def put_leaf(self, one: Leaves, replica_id: int) -> None:
+        """Before something is added to the gradient of a replica."""
+        if not self.is_needed:
+            return
         leaf, mark = one.leaves[replica_id], one.reduced[replica_id]
         if leaf.grad is not None and mark is not None and mark.grad() is leaf.grad:
             self.kept[leaf] = leaf.grad.clone() if self._is_copied else leaf.grad
@@ -222,7 +249,7 @@ class Aside:
 
     def bring_back(self, owners: Iterable[Leaves]) -> None:
         """After a reduction: adds what was put aside."""
-        if not self._is_needed:
+        if not self.is_needed:
             return
         for one in owners:
             for replica_id, leaf in enumerate(one.leaves):

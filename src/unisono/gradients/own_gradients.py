@@ -40,6 +40,9 @@ def reduce_own(
                 leaf.grad = weighting.weigh(weight, leaf.grad)
     if left:
         reduce(left)
+        for one in left:
+            for leaf in one.leaves:
+                weighting.forget(leaf)
     show_gradients(own)
 
 

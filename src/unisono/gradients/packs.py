@@ -374,3 +374,10 @@ def _no_rows(leaf: nn.Parameter) -> Tensor:
         device=leaf.device,
         check_invariants=False,
     )
+
+
+def refuse_sparse(recorder: Any, leaves: Sequence[nn.Parameter], packs: Sequence[Pack]) -> None:
+    """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
+    layouts = {leaf.grad.layout for leaf in leaves if leaf.grad is not None}
+    if layouts - {torch.strided} or any(isinstance(pack, SparsePack) for pack in packs):
+        recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")

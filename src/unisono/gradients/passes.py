@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from unisono.contexts import current_replica
+from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
+from unisono.errors import ContextError, UnsupportedError
 from unisono.sharing import computed_once
 from unisono.variables import check_backward
 
@@ -24,6 +25,9 @@ class Pass:
         self._lock = threading.Lock()
         self._missing = [num_replicas] * num_packs
         self.full: set[int] = set()
+        # Held while a pack is reduced before the pass ends.
+        self.reducing = threading.Lock()
+        self.has_failed = False
         self.sent: list[Future[None]] = []
         self.trail = Trail()
 
@@ -41,11 +45,15 @@ class OwnPass:
     counts a write to it. So nothing has to be told when each gradient comes.
     """
 
-    __slots__ = ("_before", "_filled", "_leaves", "_versions", "of_all")
+    __slots__ = ("_before", "_filled", "_versions", "leaves", "of_all", "unfrozen")
 
-    def __init__(self, leaves: Sequence[nn.Parameter], of_all: Pass) -> None:
+    def __init__(
+        self, leaves: Sequence[nn.Parameter], of_all: Pass, unfrozen: Sequence[int] = ()
+    ) -> None:
         self.of_all = of_all
-        self._leaves = leaves
+        # Which of the frozen parameters the last leaves are.
+        self.unfrozen = unfrozen
+        self.leaves = leaves
         self._before: list[Tensor | None] = [leaf.grad for leaf in leaves]
         self._versions = [0 if grad is None else grad._version for grad in self._before]
         self._filled: set[int] = set()
@@ -57,7 +65,7 @@ class OwnPass:
 
     def new(self) -> list[int]:
         """Returns the numbers of the leaves that have a new gradient."""
-        found = [leaf.grad for leaf in self._leaves]
+        found = [leaf.grad for leaf in self.leaves]
         return [
             i
             for i, (now, before) in enumerate(zip(found, self._before, strict=True))
@@ -69,7 +77,7 @@ class OwnPass:
         return [
             i
             for i in numbers
-            if (now := self._leaves[i].grad) is None
+            if (now := self.leaves[i].grad) is None
             or (now is self._before[i] and now._version == self._versions[i])
         ]
 
@@ -101,9 +109,59 @@ def watch_backward_passes() -> None:
         if context.notes.current_pass is None:
             check_backward(context, roots)
         reducer = context.replicas.gradients
-        return reducer.make_pass(context, functools.partial(run, roots, *args, **kwargs))
+
+        def run_own() -> Any:
+            result = run(roots, *args, **kwargs)
+            # Of the arguments, this one is whether the gradients get a graph.
+            if True in args[2:3]:
+                _refuse_graphs(context)
+            return result
+
+        return reducer.make_pass(context, run_own)
 
     torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
+    will_run: Any = torch._C._will_engine_execute_node
+
+    @functools.wraps(will_run)
+    def will_execute_node(node: Any) -> Any:
+        context = current_replica()
+        if context is not None:
+            _refuse_primary(context, getattr(node, "variable", None))
+        return will_run(node)
+
+    torch._C._will_engine_execute_node = will_execute_node
+
+
+def _refuse_graphs(context: ReplicaContext) -> None:
+    """Refuses gradients of parameters that can be differentiated: a graph is not exchanged."""
+    mirrors = context.replicas.mirrors
+    first = None
+    for one in mirrors.all_leaves:
+        leaf = one.leaves[context.local_id]
+        if leaf.grad is not None and leaf.grad.requires_grad:
+            first = first or one
+            # Or the parameter and the graph would keep each other alive.
+            leaf.grad = leaf.grad.detach()
+    if first is not None:
+        raise UnsupportedError(
+            f"`backward(create_graph=True)` gave {mirrors.name_of(first.primary)} a gradient that "
+            "can be differentiated, but gradients are reduced over the replicas without their "
+            "graph. Use `torch.autograd.grad(loss, parameters, create_graph=True)`, which returns "
+            "the gradients of this replica's part of the batch."
+        )
+
+
+def _refuse_primary(context: ReplicaContext, variable: Tensor | None) -> None:
+    """Refuses a hook of several parameters that waits for gradients that no replica computes."""
+    mirrors = context.replicas.mirrors
+    owner = mirrors.owners.get(id(variable))
+    if owner is not None and owner.leaves[context.local_id] is not variable:
+        raise ContextError(
+            f"A hook of `register_multi_grad_hook()` waits for the gradient of "
+            f"{mirrors.name_of(owner.primary)} and was registered outside `run`, where it gets no "
+            "gradients of a replica. Register it in the step, and remove it there, or register a "
+            "hook for each parameter with `register_post_accumulate_grad_hook()`."
+        )
 
 
 class Sender:

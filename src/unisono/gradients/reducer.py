@@ -13,6 +13,7 @@ full, or at the end of the pass. A thread waits for the other workers meanwhile.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import threading
@@ -24,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
-from unisono.costs import Line, best_bytes_per_pack
+from unisono.costs import Line
 from unisono.devices import Device, lend
 from unisono.gradients.accumulation import (
     Aside,
@@ -32,29 +33,22 @@ from unisono.gradients.accumulation import (
     Weighting,
     call_hooks,
     has_hooks,
+    refuse_to_go_on,
     refuse_to_wait,
     seal,
 )
+from unisono.gradients.frozen import Frozen
 from unisono.gradients.own_gradients import reduce_own
-from unisono.gradients.packs import (
-    HookedPack,
-    LocalPack,
-    Pack,
-    Reduction,
-    SparsePack,
-    WorkerPack,
-    gradients_of,
-    grouped,
-)
+from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of, refuse_sparse
+from unisono.gradients.parting import Parting
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
 from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import Spec, by_dtype
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
-from unisono.variables import Leaves, Mirrors
+from unisono.variables import Leaves, Mark, Mirrors
 from unisono.variables.leaves import show_gradients, with_own_gradients
 
 
@@ -75,14 +69,10 @@ class GradientReducer:
         self._devices = devices
         self._ops = cross_device_ops
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
-        if self._across is not None and hook is None:
-            # What a hook makes of a pack may depend on the pack, and costs something else.
-            cost = self._across.communicator.cost
         self._op = reduce_op
-        self._options = options
-        self._cost = cost
         self._hook = hook
         self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
+        self._parting = Parting(mirrors, self._reduction, cost, hook)
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
@@ -99,10 +89,13 @@ class GradientReducer:
         self._removals: list[Callable[[], None]] = []
         self._weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        self._frozen = Frozen(self._reduction, self._aside)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
         self._has_waiting = False
+        # Whether a pass of this run has failed that other workers know a part of.
+        self._has_left = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
         across = self._across
@@ -121,11 +114,11 @@ class GradientReducer:
         # What a pass that failed has sent must not meet what the next one sends.
         left = [future for current in self._passes.values() for future in current.sent]
         self._passes.clear()
-        self.has_added = False
+        self.has_added = self._has_left = False
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, self._owners, streams)
+        self._weighting.begin(weights, [*self._owners, *self._frozen.owners], streams)
         self._hooked = [
             one
             for one in self._owners
@@ -146,15 +139,16 @@ class GradientReducer:
             remove()
 
     def _track(self) -> None:
-        if self._generation != self._mirrors.generation:
+        if self._generation != self._mirrors.generation or self._frozen.are_new:
             for remove in self._removals:
                 remove()
             self._moves.clear()
             self._make_packs()
             self._removals = []
-            for one in self._owners:
+            for one in (*self._owners, *self._frozen.owners):
                 for leaf in one.leaves:
                     seal(leaf)
+            for one in self._owners:
                 self._removals += self._aside.hook(one)
             for pack in range(self._num_early):
                 self._hook_pack(pack, self._hooked_at[pack])
@@ -167,20 +161,8 @@ class GradientReducer:
 
     def _make_packs(self) -> None:
         """Parts the parameters into packs."""
-        trained = [one for one in self._mirrors.all_leaves[::-1] if one.primary.requires_grad]
-        sparse: list[Leaves] = []
-        if self._across is None:
-            wants_all = self._ops.wants_all_gradients
-            groups = [trained] if wants_all else grouped(trained, self._bytes_per_pack(trained))
-            self._packs = [LocalPack(group, self._reduction) for group in groups if group]
-        else:
-            # What has sparse gradients comes last, each on its own.
-            sparse = [one for one in trained if self._mirrors.is_sparse(one)]
-            dense = [one for one in trained if not self._mirrors.is_sparse(one)]
-            limit = self._bytes_per_pack(dense)
-            alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
-            groups = [group for own in alike for group in grouped([dense[i] for i in own], limit)]
-            self._packs = [self._worker_pack(groups, i) for i in range(len(groups))]
+        trained = self._frozen.split(self._mirrors.all_leaves[::-1])
+        self._packs, sparse = self._parting.packs(trained)
         ends = list(itertools.accumulate(len(pack.members) for pack in self._packs))
         self._numbers = [
             list(range(end - len(pack.members), end))
@@ -189,22 +171,9 @@ class GradientReducer:
         self._hooked_at = [end - 1 for end in ends]
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
         self._num_early = 0 if self._ops.wants_all_gradients else max(0, len(ends) - 1)
-        self._packs += [SparsePack(one, self._reduction) for one in sparse]
+        self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
         self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
-
-    def _bytes_per_pack(self, owners: Sequence[Leaves]) -> int:
-        """Returns the size of packs: what the user says, or what is best for these gradients."""
-        total = sum(one.primary.nbytes for one in owners)
-        return self._options.bytes_per_pack or best_bytes_per_pack(self._cost, total)
-
-    def _worker_pack(self, groups: Sequence[Sequence[Leaves]], number: int) -> Pack:
-        assert self._across is not None
-        given = groups[number], self._across, self._op
-        if self._hook is None:
-            return WorkerPack(*given)
-        is_last = number + 1 == len(groups)
-        return HookedPack(*given, self._hook, index=number, is_last=is_last)
 
     def _hook_pack(self, pack: int, number: int) -> None:
         """Lets the leaves of one member look whether their pack is full."""
@@ -227,6 +196,8 @@ class GradientReducer:
         if notes.current_pass is not None:
             # Within another one: a checkpoint computes again.
             return run()
+        if self._has_left:
+            refuse_to_go_on()
         if notes.is_without_sync and self._hooked:
             refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
         with no_torch_function():
@@ -234,23 +205,47 @@ class GradientReducer:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
-            own = OwnPass(self._leaves[context.local_id], current)
+            self._weighting.hook_unfrozen(replica_id := context.local_id)
+            unfrozen, leaves = self._frozen.unfrozen(replica_id), self._leaves[replica_id]
+            if unfrozen:
+                leaves = leaves + self._frozen.leaves(replica_id, unfrozen)
+            own = OwnPass(leaves, current, unfrozen)
         notes.current_pass = own
-        self.has_added = self.has_added or own.adds
+        if own.adds:  # Never set back, because another replica may set it at the same time.
+            self.has_added = True
         self.has_unreduced = notes.is_without_sync
         try:
             result = run()
+        except Exception:
+            self._leave(context, own)
+            raise
         finally:
             notes.current_pass = None
         if notes.is_without_sync:
-            self._has_waiting = True
-            if context.weight != 1.0:
-                for number in own.new():
-                    leaf = self._leaves[context.local_id][number]
-                    self._weighting.note(leaf, context.weight)
+            self._keep(context, own)
         else:
             self._finish(context, own)
         return result
+
+    def _keep(self, context: ReplicaContext, own: OwnPass, reduced: Collection[int] = ()) -> None:
+        """Leaves the gradients of a pass, but for those `reduced`, to the next one."""
+        self._has_waiting = True
+        if context.weight != 1.0:
+            for number in own.new():
+                if number not in reduced:
+                    self._weighting.note(own.leaves[number], context.weight)
+
+    def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
+        """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
+        context.notes.num_passes += 1
+        self._has_left = self._across is not None and self._num_early > 0
+        with own.of_all.reducing:
+            own.of_all.has_failed = True
+        full = () if self._across is not None else own.of_all.full
+        reduced = {number for pack in full for number in self._numbers[pack]}
+        for number in reduced:
+            self._owners[number].reduced[context.local_id] = Mark.of(own.leaves[number].grad)
+        self._keep(context, own, reduced)
 
     def _look(self, pack: int) -> None:
         """The last gradient of a pack may have come. Runs on the thread of its replica."""
@@ -278,8 +273,10 @@ class GradientReducer:
     def _pack_is_full(self, current: Pass, number: int) -> None:
         """The last gradient of a pack has come: reduces it, or sends the next packs in order."""
         if self._across is None:
-            self._fill(number, self._packs[number].everything)
-            current.full.add(number)
+            with current.reducing:
+                if not current.has_failed:
+                    self._fill(number, self._packs[number].everything)
+                    current.full.add(number)
             return
         with self._lock:
             current.full.add(number)
@@ -289,7 +286,7 @@ class GradientReducer:
 
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
         """A replica's backward pass has ended: waits for the others, and reduces what is left."""
-        current, replica_id = own.of_all, context.local_id
+        current, replica_id, num_owners = own.of_all, context.local_id, len(self._owners)
         if context.meeting.orders_streams:
             for leaf in self._leaves[replica_id][:1]:
                 current.trail.note(leaf.device)
@@ -301,35 +298,37 @@ class GradientReducer:
                     given[0] if given.count(given[0]) == len(given) else sorted(set().union(*given))
                 )
                 self._has_waiting = False
-                arrived = {self._owners[number] for number in numbers}
+                split = bisect.bisect_left(numbers, num_owners)
+                arrived = {self._owners[number] for number in numbers[:split]}
                 reduced = self._complete(current, arrived)
-                show_gradients(reduced)
-            if self._hooked:
-                found = set(reduced)
-                call_hooks(context, [one for one in self._hooked if one in found])
+                late = self._frozen.reduce(number - num_owners for number in numbers[split:])
+                show_gradients([*reduced, *late])
+                hooked = [*self._hooked, *(one for one in late if has_hooks(one.primary))]
+            if hooked:
+                found = {*reduced, *late}
+                call_hooks(context, [one for one in hooked if one in found])
             return [None] * len(self._devices)
 
         if context.meeting.is_apart:
-            self._check_capture(context.meeting.recorder, self._leaves[replica_id])
+            recorder: Any = context.meeting.recorder
+            refuse_sparse(recorder, self._leaves[replica_id], self._packs)
+            if self._aside.kept:
+                recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
         number = context.notes.num_passes
         context.notes.num_passes += 1
         with no_torch_function():
             new = own.new()
+            if own.unfrozen:
+                last = (num_owners + own.unfrozen[i - num_owners] for i in new if i >= num_owners)
+                new = [*(i for i in new if i < num_owners), *last]
             if self._has_waiting:
                 # Also those that this pass has not added to.
-                waiting = (i for i, one in enumerate(self._owners) if one.is_own(replica_id))
+                all_owners = enumerate((*self._owners, *self._frozen.owners))
+                waiting = (i for i, one in all_owners if one.is_own(replica_id))
                 new = sorted({*new, *waiting})
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
         if current.trail.follow():
             lend(grad for leaf in self._leaves[replica_id] if (grad := leaf.grad) is not None)
-
-    def _check_capture(self, recorder: Any, leaves: Sequence[nn.Parameter]) -> None:
-        """Refuses to capture what only this pass knows, and the replay of an exchange would not."""
-        layouts = {leaf.grad.layout for leaf in leaves if leaf.grad is not None}
-        if layouts - {torch.strided} or any(isinstance(pack, SparsePack) for pack in self._packs):
-            recorder.refuse("workers or GPUs exchange sparse gradients, whose size changes")
-        if self._aside.kept:
-            recorder.refuse("gradients of workers or GPUs are summed and added to earlier ones")
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
@@ -393,6 +392,8 @@ class GradientReducer:
         A backward pass has reduced the others, and later changes, such as clipping, are the same on
         all replicas.
         """
+        if self._has_left:
+            refuse_to_go_on()
         own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):

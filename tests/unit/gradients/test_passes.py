@@ -1,5 +1,6 @@
 """A backward pass of replicas enters Python once per pack, and not once per gradient."""
 
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import unisono as uo
 from unisono.devices import Device
 from unisono.experimental import CommunicationOptions
 from unisono.gradients import reducer as reducing
+from unisono.gradients.passes import OwnPass
 from unisono.strategies import Strategy, StrategyExtended
 
 
@@ -153,3 +155,33 @@ def test_every_way_to_call_backward_reduces(
         return own(x).square().mean()  # type: ignore[no-any-return]
 
     assert all(map(torch.allclose, gradients(model), expected(loss, 2)))
+
+
+def test_a_replica_that_adds_to_no_gradient_does_not_hide_one_that_does(
+    make: Callable[..., Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strategy = make()
+    with strategy.scope():
+        model = chain(1)
+    is_asked, has_told = threading.Event(), threading.Event()
+
+    def adds(_: object) -> bool:
+        context = uo.get_replica_context()
+        assert context is not None
+        if context.replica_id_in_sync_group == 0:
+            # The other one has begun to look, and goes on when this one has said so.
+            return is_asked.wait(30)
+        is_asked.set()
+        assert has_told.wait(30)
+        return False
+
+    monkeypatch.setattr(OwnPass, "adds", property(adds))
+
+    def step(x: Tensor) -> None:
+        loss = model(x).square().mean()
+        loss.register_hook(lambda _: has_told.set())
+        loss.backward()
+
+    strategy.run(step, args=(batches(),))
+
+    assert strategy.extended.gradients.has_added
