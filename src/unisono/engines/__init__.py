@@ -1,7 +1,7 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.advice import GlobalRandomness, Interpreter
-from unisono.engines.ambient import Ambient, CallerThread
+from unisono.engines.ambient import Ambient, CallerThread, modes_need_turns
 from unisono.engines.compiled import Compilations, tell_compiler
 from unisono.engines.generators import ReplicaGenerators, RunGenerators
 from unisono.engines.meeting import Recorder, ReplicaMeeting
@@ -23,5 +23,6 @@ __all__ = [
     "RunGenerators",
     "Turns",
     "drawing",
+    "modes_need_turns",
     "tell_compiler",
 ]

@@ -24,6 +24,7 @@ from unisono.torch_private import (
     num_function_modes,
     set_grad_enabled,
 )
+from unisono.tracing.lock_waits import has_lock
 
 T = TypeVar("T")
 
@@ -135,6 +136,15 @@ class CallerModes:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
             yield
+
+
+def modes_need_turns() -> bool:
+    """Whether replicas must run one after another, because this thread is under a mode.
+
+    When a mode first sees an operator, torch looks for its Python function, and up to torch 2.12
+    two threads must not do that at once. Without the interpreter lock they would.
+    """
+    return num_dispatch_modes() > 0 and not has_lock()
 
 
 class _OneAtATime(TorchDispatchMode):

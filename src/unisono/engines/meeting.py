@@ -13,7 +13,7 @@ from unisono.devices import Trail, lend
 from unisono.engines.generators import RunGenerators
 from unisono.engines.guard import Guard, ReplicaStopped
 from unisono.engines.turns import Turns
-from unisono.errors import ContextError, UnequalCallsError
+from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.tracing import span
 from unisono.values import tensors_of
 
@@ -97,6 +97,10 @@ class ReplicaMeeting:
         self._answers: dict[int, Any] = {}
         self._returned: set[int] = set()
         self.failure: BaseException | None = None
+        # Which replica is where only one may be, and how often it has entered.
+        self._alone: int | None = None
+        self._num_entered = 0
+        self._alone_lock = threading.Lock()
         self._process = os.getpid()
 
     def attend(self, replica_id: int, body: Callable[[], Any]) -> Any:
@@ -140,6 +144,12 @@ class ReplicaMeeting:
                 f"{what} was called in a process that was forked in the middle of a step, where "
                 "the other replicas do not exist. Fork outside `run`."
             )
+        if self._alone == replica_id:
+            raise UnsupportedError(
+                f"{what} was called inside forward-mode differentiation (`torch.func.jvp`, "
+                "`forward_ad.dual_level`), which torch has once for all threads, so replicas take "
+                "turns there and cannot wait for each other. Call it outside."
+            )
         guard = self._guards[replica_id]
         guard.cover()
         if self._gpus:
@@ -159,6 +169,28 @@ class ReplicaMeeting:
             share = self._follow(replica_id, what, num_told if is_last else None)
         guard.expose()
         return share
+
+    def enter_alone(self, replica_id: int) -> None:
+        """Waits until no other replica is where only one may be."""
+        if self._alone != replica_id:
+            while not self._alone_lock.acquire(timeout=0.05):
+                if self.failure is not None:
+                    raise ReplicaStopped
+                if self._alone in self._returned:
+                    raise ContextError(
+                        f"{self._names[self._alone]} has returned inside forward-mode "
+                        "differentiation. Call `forward_ad.exit_dual_level()` in the step."
+                    )
+            self._alone = replica_id
+        self._num_entered += 1
+
+    def leave_alone(self, replica_id: int) -> None:
+        """Lets another replica enter, if this one has left as often as it has entered."""
+        if self._alone == replica_id:
+            self._num_entered -= 1
+            if self._num_entered == 0:
+                self._alone = None
+                self._alone_lock.release()
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
         """From within `work`: every replica makes its call, with a new meeting point."""

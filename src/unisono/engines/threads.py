@@ -11,6 +11,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from unisono.engines.forward_mode import take_turns_in_forward_mode
 from unisono.engines.meeting import ReplicaMeeting
 from unisono.engines.turns import make_bell
 from unisono.sharing import LiveSet, computed_once
@@ -66,6 +67,7 @@ class ReplicaThreads:
     """Makes one call per replica, all at the same time, repeatedly on the same threads."""
 
     def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
+        take_turns_in_forward_mode()
         self._num_replicas = num_replicas
         self._num_intraop = num_intraop
         self._board = _Board(num_replicas)

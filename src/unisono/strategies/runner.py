@@ -27,6 +27,7 @@ from unisono.engines import (
     RunGenerators,
     Turns,
     drawing,
+    modes_need_turns,
     tell_compiler,
 )
 from unisono.errors import add_note
@@ -86,7 +87,7 @@ class Runner:
         may_compile = self._compilations.may_come(fn, (*args, *kwargs.values()))
         # A compiled function must not be compiled again for what watches a postponed update.
         replicas.mirrors.postponed.is_on &= not may_compile
-        is_serial = may_compile or self._is_serial
+        is_serial = may_compile or self._is_serial or modes_need_turns()
         meeting, self._meeting = self._meeting, None
         if meeting is None or is_serial or recorder is not None:
             meeting = self._new_meeting(replicas, recorder, is_serial=is_serial)

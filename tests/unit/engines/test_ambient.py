@@ -255,3 +255,30 @@ def test_an_operator_that_waits_for_others_does_not_stop_them(
         values = strategy.run(lambda: torch.cos(torch.zeros(1))).values
 
     assert [value.item() for value in values] == [1, 1]
+
+
+class Sees(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("has_lock", [False, True])
+def test_under_a_mode_for_operators_replicas_need_the_lock_to_run_at_once(
+    mirrored: Make, monkeypatch: pytest.MonkeyPatch, has_lock: bool
+) -> None:
+    monkeypatch.setattr(ambient, "has_lock", lambda: has_lock)
+    meeting, have_met = threading.Barrier(2), list[bool]()
+
+    def step() -> None:
+        try:
+            meeting.wait(30 if has_lock else 0.2)
+        except threading.BrokenBarrierError:
+            have_met.append(False)
+        else:
+            have_met.append(True)
+
+    strategy = mirrored(2)
+    with Sees():  # type: ignore[no-untyped-call]
+        strategy.run(step)
+
+    assert have_met == [has_lock, has_lock]
