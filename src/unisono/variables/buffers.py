@@ -1,9 +1,9 @@
 """The buffers of modules: each replica writes its own, and every run ends with one state for all.
 
 Before a run, each replica gets the values of the primary's buffers. After it, the primary gets the
-result: the mean over all replicas for floating-point buffers, such as BatchNorm statistics, and the
-value of replica 0 for others, such as counters. So reading a buffer never communicates, and a run
-that fails changes none.
+result: the mean over all replicas, weighted by their samples, for floating-point buffers, such as
+BatchNorm statistics, and the value of replica 0 for others, such as counters. So reading a buffer
+never communicates, and a run that fails changes none.
 
 Small buffers lie end to end in one *flat* tensor per replica and dtype, so that giving, comparing
 and averaging them takes a few calls of torch, whatever their number. Large ones are *loose*.

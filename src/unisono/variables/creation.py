@@ -18,6 +18,7 @@ from unisono.sharing import LiveSet, computed_once
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import average_once
 from unisono.variables.front import mirror_of
+from unisono.variables.hook_tables import let_replicas_have_hooks
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once, owner_of, parameters_of
@@ -33,6 +34,11 @@ class _Scopes(threading.local):
         self.open: list[tuple[Mirrors, dict[int, nn.Module]]] = []
 
 
+# Those schedulers that do not call `__init__` of `LRScheduler` are there themselves.
+_ONCE = (
+    *(Optimizer, GradScaler, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau),
+    *(lr_scheduler.SequentialLR, lr_scheduler.ChainedScheduler),
+)
 _scopes = _Scopes()
 _all_mirrors: LiveSet[Mirrors] = LiveSet()
 
@@ -72,7 +78,7 @@ def _install_hooks() -> None:
     registration.register_module_parameter_registration_hook(_on_registered)
     registration.register_module_buffer_registration_hook(_on_registered)
     registration.register_module_module_registration_hook(_on_registered)
-    for cls in (Optimizer, lr_scheduler.LRScheduler, lr_scheduler.ReduceLROnPlateau, GradScaler):
+    for cls in _ONCE:
         _wrap_init(cls)
     for name in ("__init__", "__setstate__"):
         _wrap_making(name, getattr(nn.Module, name))
@@ -87,6 +93,7 @@ def watch_torch() -> None:
     watch_calls()
     _watch_attributes()
     let_clipping_be_known()
+    let_replicas_have_hooks()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 

@@ -18,6 +18,7 @@ from unisono.values import select_replica
 from unisono.variables.leaves import show_current_gradients
 from unisono.variables.statistics import Written
 from unisono.variables.torch_calls import in_place_of
+from unisono.variables.updates import Settings, check_same
 
 T = TypeVar("T")
 
@@ -56,6 +57,30 @@ class for_all:
             with no_torch_function():
                 self._mirrors.watch.settle()
                 self._mirrors.groups.renew()
+
+
+def do_once(
+    what: str,
+    work: Callable[[], Any],
+    settings: Settings | None = None,
+    given: tuple[Any, ...] = (),
+) -> Any:
+    """On a replica, waits for all, does the work once, and gives every replica the result.
+
+    What the replicas have `given` for it must be the same.
+    """
+    context = current_replica()
+    if context is None:
+        return work()
+
+    def once(given_by_all: list[Any]) -> list[Any]:
+        with for_all(context), no_torch_function():
+            if given:
+                check_same(what, given_by_all, context.replicas.mirrors.workers)
+            return [work()] * context.num_local_replicas
+
+    meet = context.meeting.meet
+    return meet(context.local_id, what, given, once, in_python=True, settings=settings)
 
 
 def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:

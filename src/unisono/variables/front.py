@@ -34,8 +34,9 @@ _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 
 
 # By the identity of a primary. The strategy keeps the mirror, and not the module: what a module
-# keeps is saved and copied with it.
-_mirrors: dict[int, weakref.ref[Mirror]] = {}
+# keeps is saved and copied with it. An entry is removed when its module ends, and not its mirror:
+# by then, the module may have another one.
+_mirrors: dict[int, tuple[weakref.ref[Mirror], weakref.ref[nn.Module]]] = {}
 
 
 @dataclass(eq=False)
@@ -49,8 +50,11 @@ class Mirror:
     given: dict[str, tuple[int, Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        identity = id(self.primary())
-        _mirrors[identity] = weakref.ref(self, lambda _: _mirrors.pop(identity, None))
+        module = self.primary()
+        assert module is not None
+        identity = id(module)
+        end = weakref.ref(module, lambda _: _mirrors.pop(identity, None))
+        _mirrors[identity] = weakref.ref(self), end
 
     def forget(self, name: str) -> None:
         """Lets the clones get an attribute again, even if its value has not changed."""
@@ -62,7 +66,7 @@ class Mirror:
 def mirror_of(module: object) -> Mirror | None:
     """Returns the mirror of a module, if it is a primary."""
     found = _mirrors.get(id(module))
-    mirror = None if found is None else found()
+    mirror = None if found is None else found[0]()
     return mirror if mirror is not None and mirror.primary() is module else None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import weakref
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -25,6 +26,7 @@ _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 gradient_of = operator.attrgetter("grad")
+needs_grad = operator.attrgetter("requires_grad")
 
 
 def version_of(tensor: Tensor | None) -> int:
@@ -56,6 +58,7 @@ class Leaves:
 
     __slots__ = (
         "__weakref__",
+        "hooks",
         "is_shown",
         "is_spread",
         "leaves",
@@ -81,6 +84,8 @@ class Leaves:
         self.is_spread = bool(self.others)
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
+        # The numbers of the hooks of the primary that the leaves have, too.
+        self.hooks: list[int] = []
         # For each replica, the gradient that was reduced last.
         self.reduced: list[Mark | None] = [None] * len(self.leaves)
 
@@ -125,9 +130,16 @@ class Leaves:
         """Gives the leaves what was written to the primary, and the hooks that it has."""
         if self.is_behind():
             spread([self])
-        if self.primary._backward_hooks is not None:
+        hooks = self.primary._backward_hooks
+        if hooks is not None and list(hooks) != self.hooks:
             for leaf in self.leaves:
-                leaf._backward_hooks = self.primary._backward_hooks
+                # A hook that a step registers on a leaf stays there.
+                if leaf._backward_hooks is None:
+                    leaf._backward_hooks = OrderedDict()
+                for number in self.hooks:
+                    leaf._backward_hooks.pop(number, None)
+                leaf._backward_hooks.update(hooks)
+            self.hooks = list(hooks)
 
     def mark_reduced(self) -> None:
         """Remembers the gradients of the leaves as reduced: they are equal."""

@@ -23,7 +23,15 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
-from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, spread
+from unisono.variables.hook_tables import HookTables
+from unisono.variables.leaves import (
+    Leaves,
+    catch_up,
+    clear,
+    fit_for_training,
+    needs_grad,
+    spread,
+)
 from unisono.variables.metrics import Metrics
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
@@ -33,7 +41,7 @@ from unisono.variables.written import Parts, Watch, let_data_be_watched
 
 T = TypeVar("T")
 
-_needs_grad, _shape_of = operator.attrgetter("requires_grad"), operator.attrgetter("shape")
+_shape_of = operator.attrgetter("shape")
 
 
 class Mirrors:
@@ -54,8 +62,7 @@ class Mirrors:
         self.mirrors: dict[int, Mirror] = {}
         # The parameters, buffers and submodules of all primaries as the clones were given them.
         self._tables = Contents()
-        # What has another class during a run: modules, parameters, and objects that do their work
-        # once.
+        # What has another class in a run: modules, parameters, and objects that do work once.
         self.fronts = Fronts()
         self._leaves: dict[int, Leaves] = {}
         # Of these, what belongs to no module.
@@ -83,6 +90,7 @@ class Mirrors:
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)
+        self.hooks = HookTables(self)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
         self._checked: dict[int, object] = {}
@@ -104,7 +112,7 @@ class Mirrors:
 
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
-        for mirror in self.mirrors.values():
+        for mirror in list(self.mirrors.values()):
             self._attributes.check_given(mirror.replicas, mirror.given)
         hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
         if hidden is not None:
@@ -120,7 +128,7 @@ class Mirrors:
                 if one.is_shown:
                     self.showing.add(id(one.primary))
         self._leaves, self._of_generation, self._free = {}, [], []
-        for mirror in self.mirrors.values():
+        for mirror in list(self.mirrors.values()):
             mirror.replicas, mirror.given = [], {}
         self._lay_out(memories, places)
         self.is_stale = True
@@ -181,7 +189,8 @@ class Mirrors:
     def of_program(self, part: Any) -> Any:
         """Returns what the program has of a module or parameter that a replica has."""
         if isinstance(part, nn.Module):
-            found = (m for m in self.mirrors.values() if any(part is own for own in m.replicas))
+            # A copy, because the garbage collector may free a module meanwhile, on any thread.
+            found = (m for m in [*self.mirrors.values()] if any(part is own for own in m.replicas))
             primary = next((mirror.primary() for mirror in found), None)
             return part if primary is None else primary
         owner = self.owners.get(id(part)) if isinstance(part, Tensor) else None
@@ -209,6 +218,7 @@ class Mirrors:
             self.share_new()
             with fit_for_training():
                 self._rebuild()
+        self.hooks.refresh()
         if self.is_spread:
             spread([one for one in self._leaves.values() if one.is_behind()])
         catch_up(self._leaves.values())
@@ -222,7 +232,7 @@ class Mirrors:
         primaries, firsts = self._compared
         return (
             list(map(Tensor.data_ptr, primaries)) == list(map(Tensor.data_ptr, firsts))
-            and list(map(_needs_grad, primaries)) == list(map(_needs_grad, firsts))
+            and list(map(needs_grad, primaries)) == list(map(needs_grad, firsts))
             and list(map(_shape_of, primaries)) == list(map(_shape_of, firsts))
             and all(one.is_current() for one in self._free)
         )
@@ -251,6 +261,7 @@ class Mirrors:
 
     def _take_down(self) -> None:
         self.fronts.take_down()
+        self.hooks.settle()
         self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
@@ -329,6 +340,7 @@ class Mirrors:
             self._of_generation = self.all_leaves
         self.owners = _identities(*self._leaves.values())
         self.parts.note()
+        self.hooks.forget()
         self.fronts.capture(self._leaves.values())
         self.is_stale = False
 

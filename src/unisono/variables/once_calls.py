@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import threading
 import types
 import weakref
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
 from unisono.variables.attributes import are_same
-from unisono.variables.for_all import for_all
+from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
     Found,
@@ -62,20 +63,7 @@ class _Owner:
 
 # By identity. Not an attribute of the object, which would be saved with it.
 _owners: dict[int, _Owner] = {}
-
-
-def do_once(what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
-    """On a replica, waits for all, does the work once, and gives every replica the result."""
-    context = current_replica()
-    if context is None:
-        return work()
-
-    def once(_: Any) -> list[Any]:
-        with for_all(context), no_torch_function():
-            return [work()] * context.num_local_replicas
-
-    meet = context.meeting.meet
-    return meet(context.local_id, what, None, once, in_python=True, settings=settings)
+_scaler_lock = threading.Lock()
 
 
 class OnceStep:
@@ -249,9 +237,9 @@ class OnceScheduler(Front):
     """Comes before the class of a learning-rate scheduler while replicas run."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes one step for all replicas."""
+        """Takes one step for all replicas, which give the same arguments."""
         step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
-        return do_once(f"{type(self).__name__}.step()", step)
+        return do_once(f"{type(self).__name__}.step()", step, given=(*args, *kwargs.values()))
 
 
 class OnceScaler(Front):
@@ -267,9 +255,15 @@ class OnceScaler(Front):
         return self._once("step()", optimizer, step, *args)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the scale once for all replicas."""
+        """Updates the scale once for all replicas, which give the same arguments."""
         update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
-        return do_once("GradScaler.update()", update)
+        return do_once("GradScaler.update()", update, given=(*args, *kwargs.values()))
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        """Makes the scale in the first call of `scale`, for which several replicas may come."""
+        with _scaler_lock:
+            if self._growth_tracker is None:  # type: ignore[attr-defined]
+                super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[misc]
 
     def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
         if current_replica() is None:
@@ -377,6 +371,8 @@ def _step_with_closures(
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
             spread(_found(optimizer).leaves)
+            # What was written so far was written for all replicas.
+            _mirrors_of(optimizer).watch.stamp()
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas

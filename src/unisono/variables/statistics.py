@@ -176,20 +176,16 @@ def _means(
     workers: Workers,
     chosen: Sequence[Tensor],
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Returns the mean of each vector over replicas, in float64, and `chosen` of the chief."""
+    """Returns the mean of each vector over samples, in float64, and `chosen` of the chief."""
     home = parts[0][0].device if parts[0] else torch.device("cpu")
     place = home if workers.communicator.takes(home) else torch.device("cpu")
     packs = []
     for i, (own, weight) in enumerate(zip(parts, weights, strict=True)):
         # Not made of a Python list, for which a GPU would be waited for.
-        ones = torch.full((1,), float(weight != 0), dtype=_WIDE, device=place)
+        ones = torch.full((1,), weight, dtype=_WIDE, device=place)
         is_first = i == 0 and workers.communicator.rank == 0
-        given = [(part, weight != 0) for part in own] + [(one, is_first) for one in chosen]
-        vectors = [
-            one.to(place) if counts else torch.zeros_like(one, device=place)
-            for one, counts in given
-        ]
-        packs.append(torch.cat([ones, *vectors]))
+        given = [(part, weight) for part in own] + [(one, float(is_first)) for one in chosen]
+        packs.append(torch.cat([ones, *(_weighed(one.to(place), share) for one, share in given)]))
     total = _combined(ReduceOp.SUM, packs, workers)
     sizes = [one.numel() for one in (*parts[0], *chosen)]
     sums = total[1:].split(sizes) if sizes else ()
@@ -199,6 +195,13 @@ def _means(
             vectors = [own[i].to(place) for own in parts]
             means[i] = _exact(mean, vectors, weights, workers)
     return means, list(sums[len(means) :])
+
+
+def _weighed(vector: Tensor, weight: float) -> Tensor:
+    if weight == 1:
+        return vector
+    # What does not count may be anything, also infinite.
+    return vector.to(_WIDE) * weight if weight else torch.zeros_like(vector)
 
 
 def _exact(

@@ -257,7 +257,7 @@ class GroupCopies:
     def _check(self, optimizer: Any, changes: list[dict[tuple[int, str], Any]]) -> None:
         for number, key in dict.fromkeys(place for own in changes for place in own):
             values = [own.get((number, key), "as it was") for own in changes]
-            values += self._of_other_workers(values[0])
+            values += _of_other_workers(self._workers, values[0])
             if not all(_is_same(value, values[0]) for value in values[1:]):
                 listed = ", ".join(map(str, values))
                 raise ReplicaMismatchError(
@@ -266,14 +266,31 @@ class GroupCopies:
                     "on all replicas, or set it once with `unisono.once(fn)`."
                 )
 
-    def _of_other_workers(self, value: Any) -> list[Any]:
-        if not self._workers.are_many or not isinstance(value, (int, float, Tensor)):
-            return []
-        own = torch.as_tensor(value, dtype=torch.float64, device="cpu").reshape(-1)
-        gathered = self._workers.gather(own)
-        if all(torch.equal(one, own) for one in gathered):
-            return []
-        return [one.tolist() for one in gathered]
+
+def check_same(what: str, given: Sequence[Sequence[Any]], workers: Workers) -> None:
+    """Raises if replicas, of this worker or of others, have given different arguments."""
+    for values in map(list, zip(*given, strict=True)):
+        values += _of_other_workers(workers, values[0])
+        if not all(_is_same(value, values[0]) for value in values[1:]):
+            numbers = (one.tolist() if isinstance(one, Tensor) else one for one in values)
+            listed = ", ".join(map(str, numbers))
+            raise ReplicaMismatchError(
+                f"{what} happens once for all replicas, but they gave it different values: "
+                f"{listed}. Reduce the value first: with `context = unisono.get_replica_context()`,"
+                ' a mean is `context.all_reduce("MEAN", value * context.weight)`. Or make the call '
+                "outside `run`."
+            )
+
+
+def _of_other_workers(workers: Workers, value: Any) -> list[Any]:
+    """Returns what a number is on all workers, if they do not agree."""
+    if not workers.are_many or not isinstance(value, (int, float, Tensor)):
+        return []
+    own = torch.as_tensor(value, dtype=torch.float64, device="cpu").detach().reshape(-1)
+    gathered = workers.gather(own)
+    if all(_is_same(one, own) for one in gathered):
+        return []
+    return [one.tolist() for one in gathered]
 
 
 def _copied(group: dict[str, Any]) -> dict[str, Any]:
@@ -304,9 +321,13 @@ def _changes(optimizer: Any, groups: Groups, copies: Groups | None) -> dict[tupl
 
 
 def _is_same(one: Any, other: Any) -> bool:
+    # NaN is the same here, although it equals nothing.
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and torch.equal(one, other.to(one.device))
-    return type(one) is type(other) and bool(one == other)
+        if one.shape != other.shape:
+            return False
+        other = other.to(one.device)
+        return bool(((one == other) | (one.isnan() & other.isnan())).all())
+    return type(one) is type(other) and bool(one == other or (one != one and other != other))
 
 
 class SeenState(defaultdict[Any, Any]):

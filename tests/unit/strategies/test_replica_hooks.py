@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
-from worker_threads import on_strategies
+from worker_threads import on_strategies, one_at_a_time
 
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError
@@ -59,7 +59,11 @@ HOOKS: dict[str, Hook] = {
 
 
 @pytest.mark.parametrize("make", HOOKS.values(), ids=HOOKS)
-def test_hooks_have_the_same_bits_at_every_layout(make: Hook) -> None:
+def test_hooks_have_the_same_bits_at_every_layout(
+    make: Hook, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.random, "fork_rng", one_at_a_time(torch.random.fork_rng))
+
     def program(strategy: uo.Strategy) -> Tensor:
         strategy.register_comm_hook(*make(strategy))
         with strategy.scope():

@@ -371,3 +371,26 @@ def test_runs_that_not_all_workers_make_are_explained() -> None:
     notes = getattr(raised.value, "__notes__", [])
     explained = any("buffers" in note and "same runs" in note for note in notes)
     assert explained or sys.version_info < (3, 11)
+
+
+@pytest.mark.parametrize("size", [3, 20000])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_mean_of_an_uneven_batch_is_that_of_its_samples(
+    mirrored: Make, dtype: torch.dtype, size: int
+) -> None:
+    strategy = mirrored(3)
+    with strategy.scope():
+        module: Any = nn.Module()
+        module.register_buffer("mean", torch.zeros(size, dtype=dtype))
+        module.register_buffer("same", torch.zeros(size, dtype=dtype))
+
+    def step(x: Tensor) -> None:
+        module.mean.copy_(x.mean().expand(size))
+        module.same.fill_(0.1)
+
+    (batch,) = strategy.experimental_distribute_dataset([torch.arange(7, dtype=torch.float64)])
+    strategy.run(step, args=(batch,))
+
+    torch.testing.assert_close(module.mean, torch.full((size,), 3, dtype=dtype))
+    # What all replicas agree about keeps its bits.
+    assert torch.equal(module.same, torch.full((size,), 0.1, dtype=dtype))

@@ -45,16 +45,34 @@ class RateByHand(Program):
         return [rate, *super().result()]
 
 
+class Schedulers(RateByHand):
+    """Schedulers that consist of others."""
+
+    def __init__(self) -> None:
+        Program.__init__(self)
+        first = lr_scheduler.ConstantLR(self.optimizer, 0.5, total_iters=1)
+        second = lr_scheduler.ExponentialLR(self.optimizer, 0.9)
+        self.in_turn = lr_scheduler.SequentialLR(self.optimizer, [first, second], [1])
+        self.chained = lr_scheduler.ChainedScheduler([second])
+
+    def step(self, x: Tensor, y: Tensor) -> None:
+        self.backward(x, y)
+        self.optimizer.step()
+        self.in_turn.step()
+        self.chained.step()
+
+
 @pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("program", [RateByHand, Schedulers])
 def test_replicas_end_with_the_weights_of_one_device(
-    mirrored: Make, memories: str, num_replicas: int
+    mirrored: Make, memories: str, program: type[Program], num_replicas: int
 ) -> None:
-    plain = RateByHand()
+    plain = program()
     for _ in range(3):
         plain.step(X, Y)
     strategy = mirrored(num_replicas)
     with strategy.scope():
-        made = RateByHand()
+        made = program()
 
     for _ in range(3):
         strategy.run(made.step, args=split(num_replicas))
@@ -194,3 +212,35 @@ def test_copies_of_an_optimizer_have_plain_groups_and_state(
     assert type(other) is torch.optim.SGD
     assert type(other.state) is defaultdict
     assert type(other.param_groups) is list
+
+
+def test_a_scheduler_is_given_one_value(made: Made) -> None:
+    strategy, program = made
+    with strategy.scope():
+        scheduler = lr_scheduler.ReduceLROnPlateau(program.optimizer, patience=0)
+
+    def step(losses: Tensor, *, is_reduced: bool) -> None:
+        context = uo.get_replica_context()
+        assert context is not None
+        if is_reduced:
+            losses = context.all_reduce("MEAN", losses * context.weight)
+        scheduler.step(losses)
+
+    parts = uo.PerReplica([torch.tensor(1.0), torch.tensor(2.0)])
+    message = r"ReduceLROnPlateau.step\(\).*different values: 1.0, 2.0.*all_reduce"
+    with pytest.raises(ReplicaMismatchError, match=message):
+        strategy.run(step, args=(parts,), kwargs={"is_reduced": False})
+    strategy.run(step, args=(parts,), kwargs={"is_reduced": True})
+    assert scheduler.best == 1.5
+
+
+def test_a_scaler_is_given_one_scale(made: Made) -> None:
+    strategy, _ = made
+    with strategy.scope():
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(()))
+
+    with pytest.raises(ReplicaMismatchError, match=r"GradScaler.update\(\).*: 1.0, 2.0"):
+        strategy.run(lambda: scaler.update(1.0 + replica_id()))
+    strategy.run(lambda: scaler.update(4.0))
+    assert scaler.get_scale() == 4.0

@@ -11,7 +11,7 @@ from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.gradients import test_own_gradients
+from unit.gradients import test_own_gradients, test_unfrozen
 from unit.variables import test_groups, test_once_calls
 from unit.variables.test_once_calls import Program, X, Y, loss, replica_id, same
 
@@ -19,6 +19,7 @@ PROGRAMS = [
     *test_once_calls.PROGRAMS,
     *test_own_gradients.PROGRAMS,
     test_own_gradients.Alone,
+    *test_unfrozen.PROGRAMS,
     test_groups.RateByHand,
 ]
 LAYOUTS = [(2, 1), (2, 2), (1, 4)]
@@ -88,6 +89,19 @@ def test_rates_that_differ_between_workers_are_refused() -> None:
 
     for message in on_strategies(2, refused):
         assert "`param_groups[0]['lr']` of SGD to different values" in message
+
+
+def test_losses_that_differ_between_workers_are_refused() -> None:
+    def refused(strategy: uo.Strategy) -> str:
+        with strategy.scope():
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(Program().optimizer)
+        with pytest.raises(ReplicaMismatchError) as error:
+            strategy.run(lambda: scheduler.step(0.5 + replica_id()))
+        return str(error.value)
+
+    for message in on_strategies(2, refused):
+        assert "ReduceLROnPlateau.step() happens once" in message
+        assert "[0.5], [1.5]" in message
 
 
 def test_a_write_on_the_only_replica_of_a_worker_is_refused() -> None:
