@@ -123,6 +123,9 @@ def _load(name: str) -> Any:
         for home in _HOMES:
             module = importlib.import_module(f"unisono.{home}")
             if hasattr(module, name):
+                if home in ("contexts", "variables"):
+                    # They ask for the context of code that has entered none.
+                    importlib.import_module("unisono.strategies")
                 globals()[name] = found = getattr(module, name)
                 return found
     raise AttributeError(f"module 'unisono' has no attribute {name!r}")

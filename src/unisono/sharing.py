@@ -26,12 +26,19 @@ class LiveSet(Generic[T]):
     def add(self, one: T) -> None:
         """Adds an object, for as long as it lives."""
         with self._lock:
-            others = (ref for ref in self._refs if (held := ref()) is not None and held is not one)
-            self._refs = (*others, weakref.ref(one))
+            self._refs = (*self._others(one), weakref.ref(one))
+
+    def discard(self, one: T) -> None:
+        """Removes an object, if it is there."""
+        with self._lock:
+            self._refs = tuple(self._others(one))
 
     def __iter__(self) -> Iterator[T]:
         """Iterates over the objects that are alive now."""
         return iter([one for ref in self._refs if (one := ref()) is not None])
+
+    def _others(self, one: T) -> Iterator[weakref.ref[T]]:
+        return (ref for ref in self._refs if (held := ref()) is not None and held is not one)
 
 
 def computed_once(fn: Callable[..., T]) -> Callable[..., T]:

@@ -18,7 +18,8 @@ from unisono.engines.threads import _Board
 from unisono.engines.turns import OneByOne
 from unisono.sharing import LiveSet, computed_once
 from unisono.tracing.recorder import Recorder
-from unisono.variables.front import in_front
+from unisono.variables import front
+from unisono.variables.front import Mirror, in_front, mirror_of
 from unisono.variables.once_calls import OnceOptimizer
 
 NUM_THREADS = 4
@@ -69,6 +70,22 @@ def test_a_live_set_loses_nothing_that_threads_add_at_the_same_time() -> None:
     at_the_same_time(add)
 
     assert set(live) == {thing for own in things for thing in own}
+
+
+def test_a_live_set_loses_nothing_while_a_thread_discards() -> None:
+    live: LiveSet[Thing] = LiveSet()
+    kept = [Thing() for _ in range(200)]
+
+    def use(number: int) -> None:
+        for thing in kept:
+            live.add(thing if number == 0 else (other := Thing()))
+            if number:
+                live.discard(other)
+                assert other not in list(live)
+
+    at_the_same_time(use)
+
+    assert list(live) == kept
 
 
 def test_what_is_computed_once_is_computed_once_for_all_threads() -> None:
@@ -194,6 +211,39 @@ def test_replicas_that_look_at_an_optimizer_first_find_one_state() -> None:
                 optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             found = strategy.run(lambda optimizer=optimizer: id(optimizer.state))
             assert len(set(strategy.experimental_local_results(found))) == 1
+
+
+def test_a_module_keeps_its_mirror_when_an_earlier_one_ends() -> None:
+    with model_in(2) as (strategy, model):
+        first = mirror_of(model)
+        assert first is not None
+        # The garbage collector holds the entries of mirrors that end until all know of it.
+        held = front._mirrors[id(model)]
+        second = Mirror(first.owner, first.primary)
+        strategy.extended.mirrors.mirrors[id(model)] = second
+        del first
+
+        assert mirror_of(model) is second
+        assert held is not front._mirrors[id(model)]
+
+
+def test_a_module_may_be_freed_while_another_is_looked_for() -> None:
+    class Frees(list[nn.Module]):
+        def __iter__(self) -> Iterator[nn.Module]:
+            others.clear()
+            return super().__iter__()
+
+    with model_in(2) as (strategy, model):
+        with strategy.scope():
+            others = [nn.Linear(2, 1) for _ in range(3)]
+        strategy.run(lambda: None)
+        mirror = mirror_of(model)
+        assert mirror is not None
+        mirror.replicas = Frees(mirror.replicas)
+        unknown = nn.Linear(2, 1)
+
+        assert strategy.extended.mirrors.of_program(unknown) is unknown
+        assert not others
 
 
 def test_strategies_are_made_and_run_by_several_threads() -> None:

@@ -5,6 +5,7 @@ So each replica gets its own copy of a hook and its state, and another worker ca
 
 from __future__ import annotations
 
+import enum
 import types
 from collections import deque
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 # What all replicas share.
 _FIXED = (
+    enum.Enum,
     type,
     types.BuiltinFunctionType,
     types.ModuleType,
@@ -71,7 +73,7 @@ def content_of(thing: Any, where: str = "state") -> Any:
         return Fields({"__self__": content_of(thing.__self__, where)})
     if isinstance(thing, (torch.Generator, np.random.RandomState)):
         return Fields(_random_state(thing))
-    if not type(thing).__flags__ & _HEAP_TYPE:
+    if not _is_of_python(type(thing)):
         raise UnsupportedError(
             f"The communication hook keeps a {type(thing).__name__} in {where}, which cannot be "
             "copied for each replica. Keep numbers, texts and tensors, in lists, dicts and objects."
@@ -81,8 +83,22 @@ def content_of(thing: Any, where: str = "state") -> Any:
     )
 
 
-# `Py_TPFLAGS_HEAPTYPE`: the class is written in Python.
-_HEAP_TYPE = 1 << 9
+# `Py_TPFLAGS_HEAPTYPE`, which some classes of C have, too, and two flags that only those have:
+# `Py_TPFLAGS_DISALLOW_INSTANTIATION` and `Py_TPFLAGS_IMMUTABLETYPE`.
+_HEAP, _ONLY_IN_C = 1 << 9, 1 << 7 | 1 << 8
+
+
+def _is_of_python(kind: type) -> bool:
+    """Whether a class and all its bases are written in Python, so that attributes are all it has.
+
+    Otherwise a base in C may keep something else, and has its own `__new__` to make room for it.
+    """
+    return all(
+        base.__flags__ & _HEAP
+        and not base.__flags__ & _ONLY_IN_C
+        and not isinstance(vars(base).get("__new__"), types.BuiltinFunctionType)
+        for base in kind.__mro__[:-1]
+    )
 
 
 def restored(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -35,6 +34,7 @@ from unisono.reductions import (
     Workers,
     predicted_cost,
 )
+from unisono.sharing import LiveSet
 from unisono.strategies.counting import Counting
 from unisono.strategies.runner import Runner
 from unisono.tracing import span
@@ -53,12 +53,12 @@ if TYPE_CHECKING:
 
 
 # The hooks of open strategies, the newest last.
-_registered: list[weakref.ref[CommHook | ReplicaHooks]] = []
+_hooks: LiveSet[CommHook | ReplicaHooks] = LiveSet()
 
 
 def newest_hook() -> CommHook | ReplicaHooks | None:
     """Returns the hook that this process has registered last with a strategy that is open."""
-    return next((found for one in reversed(_registered) if (found := one()) is not None), None)
+    return next(reversed(list(_hooks)), None)
 
 
 class WorkerReplicas:
@@ -313,7 +313,7 @@ class WorkerReplicas:
             who = f"worker {communicator.rank} of {communicator.size}"
             place = communicator.rank, communicator.size, self.mirrors.places[0]
             self.hook = CommHook(state, hook, who, *place)
-        _registered.append(weakref.ref(self.hook))
+        _hooks.add(self.hook)
         self.gradients = self._reducer()
         watch_torch()
         # A single replica, too, has its gradients pass through the hook.
@@ -360,8 +360,9 @@ class WorkerReplicas:
         """Ends the threads of the replicas, and leaves the other workers."""
         if self._process != os.getpid() and self.workers.are_many:
             return
-        # No checkpoint holds what its hook keeps any more.
-        _registered[:] = [one for one in _registered if one() not in (self.hook, None)]
+        if self.hook is not None:
+            # No checkpoint holds what it keeps any more.
+            _hooks.discard(self.hook)
         # First, because it ends what the threads may wait for.
         self.workers.communicator.close()
         self.gradients.close()

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -289,3 +291,11 @@ def test_the_context_of_one_thread_is_not_that_of_another(mirrored: Make) -> Non
         thread.join()
 
     assert seen == [OUTSIDE]
+
+
+def test_a_program_that_has_made_no_strategy_yet() -> None:
+    calls = ["get_replica_context().all_reduce('SUM', torch.tensor(2.0))", "Variable(2.0)"]
+    asserted = "; ".join(f"assert float(uo.{call}) == 2.0" for call in calls)
+    program = f"import torch, unisono as uo; {asserted}"
+
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import itertools
+import random
+import re
+import threading
 from collections import defaultdict, deque
 from typing import Any
 
@@ -20,6 +25,10 @@ class Slotted:
 
     def __init__(self, parts: Any) -> None:
         self.parts = parts
+
+
+class Mode(enum.Enum):
+    FAST = "fast"
 
 
 class State:
@@ -86,7 +95,36 @@ def test_what_cannot_be_copied_is_refused() -> None:
 
     with pytest.raises(UnsupportedError, match=r"'seen'.*`state`"):
         content_of(lambda state, bucket: seen.append(1))
-    with pytest.raises(UnsupportedError, match=r"count in state\.inner\.parts\[0\]"):
-        given = State()
-        given.inner = Slotted([itertools.count()])
+
+
+class Numbers(list[int]):
+    """Keeps more than attributes, because a class in C is among its bases."""
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [
+        itertools.count(),
+        functools.partial(max, 1),
+        random.Random(1),
+        re.compile("a"),
+        threading.Lock(),
+        Numbers([1]),
+        ValueError("text"),
+    ],
+    ids=lambda kept: type(kept).__name__,
+)
+def test_what_classes_in_c_keep_is_refused(kept: Any) -> None:
+    given = State()
+    given.inner = Slotted([kept])
+
+    with pytest.raises(
+        UnsupportedError, match=rf"{type(kept).__name__} in state\.inner\.parts\[0\]"
+    ):
         content_of(given)
+
+
+def test_members_of_enumerations_stay_what_they_are() -> None:
+    copied = restored(Slotted(Mode.FAST), content_of(Slotted(Mode.FAST)))
+
+    assert copied.parts is Mode.FAST
