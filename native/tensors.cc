@@ -16,14 +16,11 @@ namespace {
 constexpr std::uint32_t kDLPackMajor = 1;
 
 const dlpack::ExchangeTable* findTable(nb::handle tensor_type) {
-  const std::string advice =
-      " Install a torch that has `torch.Tensor.__dlpack_c_exchange_api__` of DLPack 1, or use the "
-      "reductions without the native core.";
   if (!nb::hasattr(tensor_type, "__dlpack_c_exchange_api__")) {
     throw std::runtime_error(
-        "The host kernel reads tensors through the DLPack exchange table of "
-        "their type, but the type has none." +
-        advice);
+        "The native core reads tensors through the DLPack exchange table of their type, but the "
+        "type has none. Install torch 2.10 or newer, or use the reductions without the native "
+        "core.");
   }
   const nb::object capsule = tensor_type.attr("__dlpack_c_exchange_api__");
   void* pointer = PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api");
@@ -34,9 +31,10 @@ const dlpack::ExchangeTable* findTable(nb::handle tensor_type) {
   const auto* table = reinterpret_cast<const dlpack::ExchangeTable*>(header);
   if (table == nullptr || table->tensor_from_object == nullptr) {
     throw std::runtime_error(
-        "The host kernel reads the DLPack exchange table of version 1, but the "
-        "type offers version " +
-        std::to_string(newest.major) + "." + std::to_string(newest.minor) + "." + advice);
+        "The native core reads the DLPack exchange table of version 1, but the type offers "
+        "version " +
+        std::to_string(newest.major) + "." + std::to_string(newest.minor) +
+        ". Install another torch, or use the reductions without the native core.");
   }
   return table;
 }
