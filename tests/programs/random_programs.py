@@ -276,9 +276,13 @@ class Training:
         yield "scale", torch.tensor(self.scaler.get_scale())
 
 
-def replicas_agree(training: Training, strategy: uo.Strategy) -> bool:
+def replicas_agree(model: nn.Module, strategy: uo.Strategy) -> bool:
     """Whether all replicas see the same weights."""
-    parameters = training.model.parameters
-    found = strategy.run(lambda: torch.cat([p.detach().flatten() for p in parameters()]))
-    first, *others = strategy.experimental_local_results(found)
+
+    def weights() -> Tensor:
+        return torch.cat(
+            [torch.view_as_real(p.detach() + 0j).flatten() for p in model.parameters()]
+        )
+
+    first, *others = strategy.experimental_local_results(strategy.run(weights))
     return all(torch.equal(first, one) for one in others)

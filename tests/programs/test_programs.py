@@ -15,6 +15,8 @@ from programs.running import PROGRAMS, Outcome, on_one_device, on_replicas, on_w
 pytestmark = [
     # Packages take their time to be imported, in each process.
     pytest.mark.timeout(300),
+    # peft asks transformers in an older way.
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated"),
     pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated"),
     pytest.mark.filterwarnings("ignore:Please use quant_min and quant_max"),
 ]

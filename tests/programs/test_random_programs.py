@@ -7,33 +7,42 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import unisono as uo
+from programs.random_features import FeatureProgram, FeatureTraining
 from programs.random_programs import RandomProgram, Training, replicas_agree
+from programs.running import default_dtype
 from unisono.testing import separate_memories
 
 NUM_PROGRAMS = int(os.environ.get("UNISONO_PROGRAMS", "50"))
 FIRST_SEED = int(os.environ.get("UNISONO_PROGRAM_SEED", "0"))
+SEEDS = range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS)
 
 pytestmark = [
     pytest.mark.timeout(300 + 5 * NUM_PROGRAMS),
     pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad=True"),
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step"),
+    pytest.mark.filterwarnings("ignore:Full backward hook is firing"),
+    # torch scripts derivatives when they are asked for first.
+    pytest.mark.filterwarnings("ignore:.torch.jit.script"),
 ]
 
 
-def difference(program: RandomProgram) -> str | None:
+def difference(program: Any, make: Any, tolerance: float, **settings: Any) -> str | None:
     """Returns what differs between one device and replicas, in words."""
-    expected = Training(program, None).train()
+    expected: dict[str, Tensor] = make(program, None).train()
     with separate_memories() if program.has_memories else nullcontext():
-        strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(program.num_replicas)])
+        devices = [f"cpu:{i}" for i in range(program.num_replicas)]
+        strategy = uo.MirroredStrategy(devices, **settings)
         try:
-            training = Training(program, strategy)
-            found = training.train()
-            if not replicas_agree(training, strategy):
+            training = make(program, strategy)
+            found: dict[str, Tensor] = training.train()
+            if not replicas_agree(training.model, strategy):
                 return "replicas see different weights"
         finally:
             strategy.close()
@@ -41,15 +50,26 @@ def difference(program: RandomProgram) -> str | None:
         name
         for name, value in expected.items()
         # Only the order of sums is another.
-        if not torch.allclose(value.double(), found[name].double(), rtol=2e-3, atol=2e-4)
+        if not torch.allclose(value, found[name], rtol=10 * tolerance, atol=tolerance)
     ]
     return f"other values of {differing}" if differing else None
 
 
 def test_replicas_train_as_one_device() -> None:
     failures = []
-    for seed in range(FIRST_SEED, FIRST_SEED + NUM_PROGRAMS):
+    for seed in SEEDS:
         program = RandomProgram.drawn(seed)
-        if (what := difference(program)) is not None:
+        if (what := difference(program, Training, 2e-4)) is not None:
+            failures.append(f"{program}: {what}")
+    assert not failures, "\n".join(failures)
+
+
+def test_features_of_torch_do_on_replicas_as_on_one_device() -> None:
+    failures = []
+    for seed in SEEDS:
+        program = FeatureProgram.drawn(seed)
+        with default_dtype(torch.float64):
+            what = difference(program, FeatureTraining, 1e-8, **program.settings)
+        if what is not None:
             failures.append(f"{program}: {what}")
     assert not failures, "\n".join(failures)
