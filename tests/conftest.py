@@ -15,6 +15,7 @@ import torch
 from hypothesis import settings
 
 from unisono import MirroredStrategy
+from unisono.backend.process_group import fits_torch
 from unisono.kernels import native_core
 from unisono.kernels.native import NativeCore
 from unisono.testing import separate_memories
@@ -34,11 +35,14 @@ SHARED_MEMORY_NAMES = ("unisono", f"torch_{os.getpid()}_")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if torch.cuda.is_available():
-        return
+    missing = {
+        "gpu": "" if torch.cuda.is_available() else "needs a CUDA device, and torch sees none",
+        "backend": "" if fits_torch() else "the backend needs torch 2.7 or newer",
+    }
     for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch sees none"))
+        for name, reason in missing.items():
+            if reason and item.get_closest_marker(name):
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True)
@@ -54,8 +58,7 @@ def leak_police() -> Iterator[None]:
 
     yield
 
-    # torch's compiler shows its progress through tqdm, which keeps a thread from then on.
-    left = {one for one in set(threading.enumerate()) - threads if one.name != "tqdm_monitor"}
+    left = {one for one in set(threading.enumerate()) - threads if not is_of_compiler(one)}
     for one in left:
         # Libraries such as transformers do not wait for their pools. Threads of ours have names.
         if one.name.startswith("ThreadPoolExecutor-"):
@@ -64,6 +67,12 @@ def leak_police() -> Iterator[None]:
     assert not left, "the test left a thread running"
     assert shared_memory_files() <= files, "the test left a file in /dev/shm"
     assert environment_now() == environment, "the test left the environment changed"
+
+
+def is_of_compiler(thread: threading.Thread) -> bool:
+    """Whether torch's compiler has started a thread, which it keeps from then on."""
+    # It shows its progress through tqdm, and torch 2.6 reads from its processes.
+    return thread.name == "tqdm_monitor" or "(_read_thread)" in thread.name
 
 
 def shared_memory_files() -> set[str]:

@@ -27,7 +27,10 @@ each_page = every("page", PAGES)
 
 blocks = [
     pytest.param(
-        page, match, id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 2}"
+        page,
+        match,
+        id=f"{page.name}:{page.read_text()[: match.start()].count(chr(10)) + 2}",
+        marks=pytest.mark.backend if "init_process_group(" in match[1] else (),
     )
     for page in PAGES
     for match in BLOCK.finditer(page.read_text())

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 from thread_ranks import make_threads
@@ -72,6 +73,21 @@ def _on_threads(num_workers: int, call: Callable[[Workers], T]) -> list[T]:
     with ThreadPoolExecutor(num_workers) as pool:
         futures = [pool.submit(call, Workers(communicator)) for communicator in communicators]
         return [future.result(timeout=60) for future in futures]
+
+
+def one_at_a_time(made: Callable[..., AbstractContextManager[T]]) -> Any:
+    """Lets one thread at a time be in a context manager, such as `torch.random.fork_rng`.
+
+    PowerSGD seeds torch's default generator there, which workers that are threads share.
+    """
+    lock = threading.Lock()
+
+    @contextmanager
+    def locked(*args: Any, **options: Any) -> Iterator[T]:
+        with lock, made(*args, **options) as entered:
+            yield entered
+
+    return locked
 
 
 def end_replica_threads() -> None:

@@ -50,7 +50,7 @@ MODELS: dict[str, Build] = {
 }
 
 Make = Callable[[Any], torch.optim.Optimizer]
-OPTIMIZERS: dict[str, Make] = {
+_MAKE: dict[str, Make] = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
     "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.01),
@@ -67,6 +67,8 @@ OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, nesterov=True),
     "SparseAdam": lambda p: torch.optim.SparseAdam(p, lr=0.01, eps=1e-3),
 }
+# torch before 2.9 has no Muon.
+OPTIMIZERS = {name: make for name, make in _MAKE.items() if hasattr(torch.optim, name)}
 # Orthogonalises in bfloat16, which turns the last bit of a sum into the third digit.
 ROUGH = {"Muon": 1e-3}
 

@@ -103,16 +103,25 @@ class _ForkedWorker(subprocess.Popen[str]):
     """A child of this process that goes on as another program of Python, without loading torch."""
 
     def _execute_child(self, args: Sequence[str], *settings: Any) -> None:
+        # A signal waits until the child has its own handlers: those of the agent end its workers.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         with warnings.catch_warnings():
             # Python warns of the threads of this process, which the child does not need.
             warnings.simplefilter("ignore")
             self.pid = os.fork()
-        self._child_created = True
         if self.pid == 0:
-            _begin_worker(args, settings[5], settings[12], settings[14])
+            _begin_worker(args, settings[5], before, settings[12], settings[14])
+        # What ends the session must find it.
+        with suppress(ProcessLookupError):
+            while os.getpgid(self.pid) != self.pid:
+                time.sleep(0.001)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._child_created = True
 
 
-def _begin_worker(args: Sequence[str], environ: dict[str, str], *outputs: int) -> NoReturn:
+def _begin_worker(
+    args: Sequence[str], environ: dict[str, str], mask: set[int | signal.Signals], *outputs: int
+) -> NoReturn:
     # What this process has inherited from its parent must stay as it is until it ends: its files
     # are closed, and others may get their numbers.
     gc.freeze()
@@ -127,6 +136,7 @@ def _begin_worker(args: Sequence[str], environ: dict[str, str], *outputs: int) -
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     vars(os)["execv"] = _go_on_as
     _go_on_as(args[0], args, environ)
 

@@ -35,7 +35,7 @@ class MpiMember(Member):
     """A process that mpirun has started."""
 
     def __init__(self, pipe: Connection, process_id: int) -> None:
-        self._pipe = pipe
+        self.pipe = pipe
         self._process_id = process_id
 
     @property
@@ -44,7 +44,7 @@ class MpiMember(Member):
 
     def end(self) -> None:
         """Closes the connection, after which the process ends."""
-        self._pipe.close()
+        self.pipe.close()
 
 
 class MpiCrew:
