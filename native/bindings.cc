@@ -34,7 +34,8 @@ NB_MODULE(_native, m) {
       "The bytes in use by results, and the bytes kept for later ones.");
 
   m.def("hold_same", &unisono::holdSame, "containers"_a, "lengths"_a, "held"_a,
-        "Whether containers hold the objects `held`, one after another; of dicts the values.");
+        "Whether containers hold objects with the addresses `held`, one after another; of dicts, "
+        "each key and then its value.");
 
   nb::class_<unisono::HostKernel>(m, "HostKernel",
                                   "Reduces contiguous CPU tensors in one pass over memory.")
@@ -86,8 +87,12 @@ NB_MODULE(_native, m) {
            "Combines the terms in place, or returns why they are not taken.")
       .def("reduce_scatter", &SharedGroup::reduceScatter, "op"_a, "terms"_a, "count"_a.none(),
            "Returns the part of this rank, or why the terms are not taken.")
+      .def("reduce_parts", &SharedGroup::reduceParts, "op"_a, "terms"_a,
+           "Combines the own part in place, or returns why the terms are not taken.")
       .def("gather", &SharedGroup::gather, "tensor"_a, "root"_a.none(),
            "Returns the tensors of all ranks where they are wanted, or why it is not taken.")
+      .def("lead", &SharedGroup::lead, "greeting"_a, "terms"_a, "work"_a.none(),
+           "Gives `work` on rank 0 the terms of all ranks, and its first term then to all.")
       .def("share_parts", &SharedGroup::shareParts, "tensor"_a,
            "Overwrites the part of every rank in place, or returns why it is not taken.")
       .def("broadcast", &SharedGroup::broadcast, "tensor"_a, "root"_a,

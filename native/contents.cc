@@ -1,24 +1,29 @@
 #include "contents.h"
 
+#include <cstdint>
+
 namespace nb = nanobind;
 
 namespace unisono {
 
 namespace {
 
-// Objects that are expected one after another, in a list that nobody changes meanwhile.
+// Objects that are expected one after another, by their addresses.
 class Expected {
  public:
-  explicit Expected(nb::list held) : list_(held.ptr()), size_(PyList_Size(list_)) {}
+  explicit Expected(nb::bytes held)
+      : next_(static_cast<const std::uint64_t*>(held.data())),
+        end_(next_ + held.size() / sizeof(std::uint64_t)) {}
 
-  bool isNext(PyObject* found) { return at_ < size_ && PyList_GetItem(list_, at_++) == found; }
+  bool isNext(PyObject* found) {
+    return next_ != end_ && *next_++ == reinterpret_cast<std::uintptr_t>(found);
+  }
 
-  bool hasEnded() const { return at_ == size_; }
+  bool hasEnded() const { return next_ == end_; }
 
  private:
-  PyObject* list_;
-  Py_ssize_t size_;
-  Py_ssize_t at_ = 0;
+  const std::uint64_t* next_;
+  const std::uint64_t* end_;
 };
 
 bool holdsSame(nb::handle container, Py_ssize_t length, Expected& expected) {
@@ -31,7 +36,7 @@ bool holdsSame(nb::handle container, Py_ssize_t length, Expected& expected) {
     PyObject* key;
     PyObject* value;
     while (PyDict_Next(given, &position, &key, &value)) {
-      if (!expected.isNext(value)) return false;
+      if (!expected.isNext(key) || !expected.isNext(value)) return false;
     }
     return true;
   }
@@ -52,13 +57,13 @@ bool holdsSame(nb::handle container, Py_ssize_t length, Expected& expected) {
 
 }  // namespace
 
-bool holdSame(nb::list containers, nb::list lengths, nb::list held) {
+bool holdSame(nb::list containers, nb::bytes lengths, nb::bytes held) {
   Expected expected(held);
-  const Py_ssize_t count = PyList_Size(containers.ptr());
-  if (PyList_Size(lengths.ptr()) != count) return false;
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    const Py_ssize_t length = PyLong_AsSsize_t(PyList_GetItem(lengths.ptr(), i));
-    if (!holdsSame(PyList_GetItem(containers.ptr(), i), length, expected)) return false;
+  const std::size_t count = lengths.size() / sizeof(std::int64_t);
+  if (containers.size() != count) return false;
+  const auto* length = static_cast<const std::int64_t*>(lengths.data());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!holdsSame(PyList_GetItem(containers.ptr(), i), length[i], expected)) return false;
   }
   return expected.hasEnded();
 }

@@ -5,9 +5,9 @@
 
 namespace unisono {
 
-// Compares what `containers` hold now with `held`, one after another, and their lengths with
-// `lengths`. Of a dict the values count. Objects are compared by their address and are not touched,
-// because there may be thousands of them.
-bool holdSame(nanobind::list containers, nanobind::list lengths, nanobind::list held);
+// Compares what `containers` hold now with the addresses in `held`, one after another, and their
+// lengths with `lengths`. Both are packed 64-bit integers. Of a dict, each key and then its value
+// count. The objects are not touched, because there may be thousands of them.
+bool holdSame(nanobind::list containers, nanobind::bytes lengths, nanobind::bytes held);
 
 }  // namespace unisono

@@ -195,6 +195,15 @@ nb::object SharedGroup::reduceScatter(nb::handle op, nb::handle terms, nb::handl
   return exchange_.make(result, std::move(memory));
 }
 
+nb::object SharedGroup::reduceParts(nb::handle op, nb::handle terms) {
+  Request request;
+  nb::object refusal = read(Kind::reduce_scatter, op, terms, nb::none(), request);
+  if (!refusal.is_none()) return refusal;
+  const std::size_t unit = request.view.stored_dtype.code == dlpack::TypeCode::complex ? 2 : 1;
+  run([&] { shared::reduceParts(group_, selectedTable(), request.call, request.terms(), unit); });
+  return refusal;
+}
+
 nb::object SharedGroup::gather(nb::handle tensor, nb::handle root) {
   TensorView view;
   const char* reason = exchange_.readBytes(tensor, view);
@@ -225,6 +234,65 @@ nb::object SharedGroup::gather(nb::handle tensor, nb::handle root) {
   return std::move(tensors);
 }
 
+nb::object SharedGroup::lead(nb::bytes greeting, nb::handle terms, nb::handle work) {
+  const bool greets_only = work.is_none();
+  const nb::tuple tensors = toTuple(terms, "terms");
+  std::vector<std::span<const std::byte>> pieces = {
+      {static_cast<const std::byte*>(greeting.data()), greeting.size()}};
+  TensorView first = {};
+  std::size_t bytes = greeting.size();
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    TensorView view;
+    const char* reason = exchange_.readBytes(tensors[i], view);
+    if (reason != nullptr) return text(reason);
+    if (i == 0) first = view;
+    if (view.bytes != first.bytes) return text("has another size than the first");
+    pieces.emplace_back(static_cast<const std::byte*>(view.data), view.bytes);
+    bytes += view.bytes;
+  }
+  if (bytes > shared::Lead::kMostBytes) return text("is too large");
+  const std::int64_t length = static_cast<std::int64_t>(bytes);
+  TensorView message = {};
+  message.stored_dtype = {dlpack::TypeCode::unsigned_integer, 8, 1};
+  message.shape = {&length, 1};
+  shared::Call call;
+  call.header.kind = Kind::all_gather;
+  describe(message, call);
+
+  std::optional<shared::Lead> lead;
+  bool are_same = false;
+  run([&] {
+    lead.emplace(group_, call, pieces);
+    are_same = lead->haveSameGreeting();
+    if (!are_same) return;
+    if (greets_only) {
+      lead->finish();
+    } else if (group_.rank() != 0) {
+      lead->share({static_cast<std::byte*>(first.data), first.bytes});
+    }
+  });
+  if (!are_same) {
+    nb::list greetings;
+    for (std::size_t rank = 0; rank < group_.size(); ++rank) {
+      greetings.append(nb::bytes(lead->broughtBy(rank), greeting.size()));
+    }
+    run([&] { lead->finish(); });
+    return std::move(greetings);
+  }
+  if (greets_only || group_.rank() != 0) return nb::none();
+  nb::list brought;
+  for (std::size_t rank = 0; rank < group_.size(); ++rank) {
+    // Good until `work` returns.
+    auto* data = const_cast<std::byte*>(lead->broughtBy(rank)) + greeting.size();
+    for (std::size_t i = 0; i < tensors.size(); ++i, data += first.bytes) {
+      brought.append(exchange_.make(first, {group_.mapping(), data}));
+    }
+  }
+  work(brought);
+  run([&] { lead->share({static_cast<std::byte*>(first.data), first.bytes}); });
+  return nb::none();
+}
+
 nb::object SharedGroup::shareParts(nb::handle tensor) {
   TensorView view;
   const char* reason = exchange_.readBytes(tensor, view);
@@ -233,7 +301,7 @@ nb::object SharedGroup::shareParts(nb::handle tensor) {
   call.header.kind = Kind::share_parts;
   describeExactly(view, call);
   std::vector<std::size_t> bytes;
-  std::vector<void*> places;
+  std::vector<std::byte*> places;
   const std::size_t item = std::size_t{view.stored_dtype.bits} * view.stored_dtype.lanes / 8;
   const std::size_t numel = view.bytes / item, size = group_.size();
   for (std::size_t rank = 0; rank < size; ++rank) {
@@ -241,9 +309,7 @@ nb::object SharedGroup::shareParts(nb::handle tensor) {
     bytes.push_back((end - begin) * item);
     places.push_back(static_cast<std::byte*>(view.data) + begin * item);
   }
-  run([&] {
-    shared::Gather(group_, call, places[group_.rank()], bytes[group_.rank()]).run(bytes, places);
-  });
+  run([&] { shared::shareParts(group_, call, places, bytes); });
   return nb::none();
 }
 

@@ -28,8 +28,12 @@ class SharedGroup {
   nanobind::object allReduce(nanobind::handle op, nanobind::handle terms, nanobind::handle count);
   nanobind::object reduceScatter(nanobind::handle op, nanobind::handle terms,
                                  nanobind::handle count);
+  nanobind::object reduceParts(nanobind::handle op, nanobind::handle terms);
   // To every rank if `root` is None.
   nanobind::object gather(nanobind::handle tensor, nanobind::handle root);
+  // Gives `work` on rank 0 the terms of all ranks, and its first term then to all; without `work`,
+  // ranks only greet each other. Returns the greetings of all ranks if they differ.
+  nanobind::object lead(nanobind::bytes greeting, nanobind::handle terms, nanobind::handle work);
   nanobind::object shareParts(nanobind::handle tensor);
   nanobind::object broadcast(nanobind::handle tensor, std::size_t root);
   void barrier();

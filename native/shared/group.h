@@ -131,6 +131,8 @@ class Turn {
   bool isAtOnePlace() const;
   const Call& callOf(std::size_t rank) const;
 
+  // Gives the others their whole time again.
+  void startAgain() { group_.deadline_.reset(); }
   void finish(std::size_t num_chunks);
 
  private:

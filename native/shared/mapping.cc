@@ -65,6 +65,19 @@ const Arena* Mapping::arenaOf(const void* data, std::size_t bytes, std::size_t r
   return nullptr;
 }
 
+std::uint64_t Mapping::placeOf(std::span<void* const> data, std::size_t bytes,
+                               std::size_t rank) const {
+  std::uint64_t place = 1;
+  for (void* one : data) {
+    const Arena* arena = arenaOf(one, bytes, rank);
+    if (arena == nullptr) return 0;
+    const std::byte* part = arena->base + rank * arena->part_bytes;
+    const auto offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(one) - part);
+    place = place * 0x9e3779b97f4a7c15u + arena->begin + offset + 1;
+  }
+  return place;
+}
+
 std::size_t Mapping::segmentBytes() const {
   if (arenas_.empty()) return layout_.bytes();
   const Arena& last = arenas_.back();

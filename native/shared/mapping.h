@@ -3,6 +3,8 @@
 
 #include <atomic>
 #include <cstddef>
+#include <cstdint>
+#include <span>
 #include <vector>
 
 #include "shared/layout.h"
@@ -35,6 +37,9 @@ class Mapping {
 
   // The arena in which `bytes` bytes at `data` lie in the part of `rank`, or nullptr.
   const Arena* arenaOf(const void* data, std::size_t bytes, std::size_t rank) const;
+
+  // Stands for where all of `data` lie in arenas; 0 if some lie elsewhere.
+  std::uint64_t placeOf(std::span<void* const> data, std::size_t bytes, std::size_t rank) const;
 
   // All ranks call these for the same number of bytes, one after the other.
   // Makes the segment as long as it must be for them. Throws std::bad_alloc.

@@ -49,8 +49,15 @@ void broadcast(Group& group, const Call& call, void* data, std::size_t bytes) {
 
 Gather::Gather(Group& group, const Call& call, const void* data, std::size_t bytes)
     : group_(group), turn_(group, call), data_(static_cast<const std::byte*>(data)), bytes_(bytes) {
-  stage(0);
+  if (call.place == 0) stage(0);
   turn_.meet();
+  if (call.place != 0 && !turn_.isAtOnePlace()) stage(0);
+}
+
+void Gather::finishTogether() {
+  turn_.served(0);
+  turn_.awaitServed(0);
+  turn_.finish(1);
 }
 
 void Gather::stage(std::size_t chunk) {
@@ -74,6 +81,64 @@ void Gather::run(std::span<const std::size_t> bytes, std::span<void* const> outp
     turn_.served(chunk);
   }
   turn_.finish(num_chunks);
+}
+
+Lead::Lead(Group& group, const Call& call, std::span<const std::span<const std::byte>> pieces)
+    : group_(group), turn_(group, call), greeting_bytes_(pieces.front().size()) {
+  turn_.awaitFreeSlot(0);
+  std::byte* place = turn_.slot(group_.rank(), 0);
+  for (const std::span<const std::byte> piece : pieces) {
+    copyChunk(place, piece.data(), piece.size());
+    place += piece.size();
+  }
+  turn_.staged(0);
+  turn_.meet();
+}
+
+bool Lead::haveSameGreeting() const {
+  for (std::size_t rank = 1; rank < group_.size(); ++rank) {
+    if (std::memcmp(broughtBy(rank), broughtBy(0), greeting_bytes_) != 0) return false;
+  }
+  return true;
+}
+
+void Lead::finish() {
+  turn_.served(0);
+  turn_.finish(1);
+}
+
+void Lead::share(std::span<std::byte> result) {
+  // Rank 0 may have waited for other hosts.
+  turn_.startAgain();
+  if (group_.rank() == 0) {
+    copyChunk(turn_.slot(0, 1), result.data(), result.size());
+    turn_.staged(1);
+  } else {
+    turn_.awaitStagedBy(0, 1);
+    copyChunk(result.data(), turn_.slot(0, 1), result.size());
+  }
+  turn_.finish(2);
+}
+
+void shareParts(Group& group, Call call, std::span<std::byte* const> parts,
+                std::span<const std::size_t> bytes) {
+  const std::size_t rank = group.rank(), size = group.size();
+  const auto all_bytes = static_cast<std::size_t>(parts.back() - parts.front()) + bytes.back();
+  void* const tensor = parts.front();
+  call.place = group.mapping()->placeOf({&tensor, 1}, all_bytes, rank);
+  Gather gather(group, call, parts[rank], bytes[rank]);
+  if (!gather.isAtOnePlace()) {
+    gather.run(bytes, {reinterpret_cast<void* const*>(parts.data()), size});
+    return;
+  }
+  const Arena* arena = group.mapping()->arenaOf(tensor, all_bytes, rank);
+  for (std::size_t step = 1; step < size; ++step) {
+    const std::size_t other = (rank + step) % size;
+    const auto steps = static_cast<std::ptrdiff_t>(other) - static_cast<std::ptrdiff_t>(rank);
+    copyChunk(parts[other], parts[other] + steps * static_cast<std::ptrdiff_t>(arena->part_bytes),
+              bytes[other]);
+  }
+  gather.finishTogether();
 }
 
 void barrier(Group& group) {

@@ -105,6 +105,11 @@ void oneShot(Turn& turn, const Shape& shape) {
   turn.finish(1);
 }
 
+// Where the part of a rank begins, in elements that are not divided among units.
+std::size_t partOf(std::size_t num_elements, std::size_t unit, std::size_t rank, std::size_t size) {
+  return num_elements / unit * rank / size * unit;
+}
+
 // Each rank has a part of the elements. A chunk holds the next piece of every part, and the slot
 // has an area for each: rank r sums area r of all slots.
 class TwoShot {
@@ -157,7 +162,7 @@ class TwoShot {
   };
 
   std::size_t startOf(std::size_t owner) const {
-    return shape_.terms.num_elements / unit_ * owner / size_ * unit_;
+    return partOf(shape_.terms.num_elements, unit_, owner, size_);
   }
 
   Piece pieceOf(std::size_t owner, std::size_t chunk) const {
@@ -229,46 +234,63 @@ std::size_t pieceBytes(const Shape& shape) {
   return std::clamp(fair, kLeastPieceBytes, kPieceBytes);
 }
 
-// Sums in the arenas themselves.
-void reduceInArena(Turn& turn, const Shape& shape) {
-  const Mapping& mapping = *shape.group.mapping();
-  const std::size_t piece = pieceBytes(shape) / shape.element_bytes;
-  const std::size_t num_pieces = (shape.terms.num_elements + piece - 1) / piece;
-  std::vector<const void*> inputs(shape.group.size() * shape.terms.data.size());
-  std::vector<void*> outputs(shape.group.size());
-  // How far apart the ranks have each term.
-  std::vector<std::ptrdiff_t> strides;
-  for (void* term : shape.terms.data) {
-    const Arena* arena = mapping.arenaOf(term, shape.bytes(), shape.group.rank());
-    strides.push_back(static_cast<std::ptrdiff_t>(arena->part_bytes));
-  }
-  turn.share(num_pieces, [&](std::size_t index) {
-    const std::size_t begin = index * piece;
-    for (std::size_t rank = 0, i = 0; rank < shape.group.size(); ++rank) {
-      const auto steps =
-          static_cast<std::ptrdiff_t>(rank) - static_cast<std::ptrdiff_t>(shape.group.rank());
-      for (std::size_t term = 0; term < strides.size(); ++term) {
-        inputs[i++] =
-            at(shape.terms.data[term], begin * shape.element_bytes) + steps * strides[term];
-      }
-      outputs[rank] = at(*shape.firstTerm(), begin * shape.element_bytes) + steps * strides[0];
+// Terms that lie at one place in the arenas of all ranks, and are summed there.
+class InArena {
+ public:
+  explicit InArena(const Shape& shape)
+      : shape_(shape),
+        piece_(pieceBytes(shape) / shape.element_bytes),
+        inputs_(shape.group.size() * shape.terms.data.size()) {
+    const Mapping& mapping = *shape.group.mapping();
+    for (void* term : shape.terms.data) {
+      const Arena* arena = mapping.arenaOf(term, shape.bytes(), shape.group.rank());
+      strides_.push_back(static_cast<std::ptrdiff_t>(arena->part_bytes));
     }
-    shape.reduce(inputs, outputs, std::min(piece, shape.terms.num_elements - begin));
-  });
-}
-
-// Stands for where all terms lie in the arenas of this rank; 0 if a term lies elsewhere.
-std::uint64_t placeOf(const Group& group, const Terms& terms, std::size_t bytes) {
-  std::uint64_t place = 1;
-  for (void* term : terms.data) {
-    const Arena* arena = group.mapping()->arenaOf(term, bytes, group.rank());
-    if (arena == nullptr) return 0;
-    const std::byte* part = arena->base + group.rank() * arena->part_bytes;
-    const auto offset = static_cast<std::uint64_t>(static_cast<const std::byte*>(term) - part);
-    place = place * 0x9e3779b97f4a7c15u + arena->begin + offset + 1;
   }
-  return place;
-}
+
+  // Together with the other ranks, for all.
+  void reduceAll(Turn& turn) {
+    const std::size_t count = shape_.terms.num_elements;
+    std::vector<void*> outputs(shape_.group.size());
+    turn.share((count + piece_ - 1) / piece_, [&](std::size_t index) {
+      const std::size_t begin = index * piece_;
+      for (std::size_t rank = 0; rank < outputs.size(); ++rank)
+        outputs[rank] = place(0, rank, begin);
+      reduce(begin, std::min(piece_, count - begin), outputs);
+    });
+  }
+
+  // Elements from `begin` to `end`, for this rank alone.
+  void reduceOwn(std::size_t begin, std::size_t end) {
+    for (; begin < end; begin += piece_) {
+      void* output = place(0, shape_.group.rank(), begin);
+      reduce(begin, std::min(piece_, end - begin), {&output, 1});
+    }
+  }
+
+ private:
+  void* place(std::size_t term, std::size_t rank, std::size_t element) const {
+    const auto steps =
+        static_cast<std::ptrdiff_t>(rank) - static_cast<std::ptrdiff_t>(shape_.group.rank());
+    std::byte* own = at(shape_.terms.data[term], element * shape_.element_bytes);
+    return own + steps * strides_[term];
+  }
+
+  void reduce(std::size_t begin, std::size_t count, std::span<void* const> outputs) {
+    for (std::size_t rank = 0, i = 0; rank < shape_.group.size(); ++rank) {
+      for (std::size_t term = 0; term < strides_.size(); ++term) {
+        inputs_[i++] = place(term, rank, begin);
+      }
+    }
+    shape_.reduce(inputs_, outputs, count);
+  }
+
+  const Shape& shape_;
+  const std::size_t piece_;
+  std::vector<const void*> inputs_;
+  // How far apart the ranks have each term.
+  std::vector<std::ptrdiff_t> strides_;
+};
 
 }  // namespace
 
@@ -280,14 +302,14 @@ void allReduce(Group& group, const KernelTable& table, Call call, const Terms& t
   const Shape shape(group, table, call.header, terms);
   const std::size_t limit = group.isCrowded() ? kOneShotCrowdedBytes : kOneShotBytes;
   const bool small = shape.bytes() * shape.num_parts * group.size() <= limit;
-  call.place = small ? 0 : placeOf(group, terms, shape.bytes());
+  call.place = small ? 0 : group.mapping()->placeOf(terms.data, shape.bytes(), group.rank());
   Turn turn(group, call);
   if (small) return oneShot(turn, shape);
   TwoShot two_shot(turn, shape, 1, nullptr);
   if (call.place == 0) two_shot.stage(0);
   turn.meet();
   if (turn.isAtOnePlace()) {
-    reduceInArena(turn, shape);
+    InArena(shape).reduceAll(turn);
     return turn.finish(0);
   }
   if (call.place != 0) two_shot.stage(0);
@@ -302,6 +324,25 @@ void reduceScatter(Group& group, const KernelTable& table, const Call& call, con
   TwoShot two_shot(turn, shape, unit, result);
   two_shot.stage(0);
   turn.meet();
+  two_shot.run();
+  turn.finish(two_shot.numChunks());
+}
+
+void reduceParts(Group& group, const KernelTable& table, Call call, const Terms& terms,
+                 std::size_t unit) {
+  const Shape shape(group, table, call.header, terms);
+  call.place = group.mapping()->placeOf(terms.data, shape.bytes(), group.rank());
+  Turn turn(group, call);
+  const std::size_t begin = partOf(terms.num_elements, unit, group.rank(), group.size());
+  TwoShot two_shot(turn, shape, unit, at(*shape.firstTerm(), begin * shape.element_bytes));
+  if (call.place == 0) two_shot.stage(0);
+  turn.meet();
+  if (turn.isAtOnePlace()) {
+    InArena(shape).reduceOwn(begin,
+                             partOf(terms.num_elements, unit, group.rank() + 1, group.size()));
+    return turn.finish(0);
+  }
+  if (call.place != 0) two_shot.stage(0);
   two_shot.run();
   turn.finish(two_shot.numChunks());
 }

@@ -27,4 +27,9 @@ void allReduce(Group& group, const KernelTable& table, Call call, const Terms& t
 void reduceScatter(Group& group, const KernelTable& table, const Call& call, const Terms& terms,
                    std::size_t unit, void* result);
 
+// The same, over the own part of the first term. The other parts must stay as they are until all
+// ranks are in the next call.
+void reduceParts(Group& group, const KernelTable& table, Call call, const Terms& terms,
+                 std::size_t unit);
+
 }  // namespace unisono::shared

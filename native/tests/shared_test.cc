@@ -128,6 +128,53 @@ void checkArena(Group& group, std::size_t count) {
   }
 }
 
+// Each rank sums its part, and then all have all parts.
+void checkParts(Group& group, std::size_t count, float* data) {
+  const std::size_t rank = group.rank(), size = group.size();
+  void* term = data;
+  for (int round = 0; round < 3; ++round) {
+    for (std::size_t i = 0; i < count; ++i) data[i] = valueOf(rank, 0, i);
+    reduceParts(group, selectedTable(), reductionOf(Kind::reduce_scatter, count, 1, 0),
+                {DType::float32, count, {&term, 1}}, 1);
+    std::vector<std::byte*> parts;
+    std::vector<std::size_t> bytes;
+    for (std::size_t other = 0; other < size; ++other) {
+      const std::size_t begin = count * other / size, end = count * (other + 1) / size;
+      for (std::size_t i = begin; other == rank && i < end; ++i) {
+        CHECK(data[i] == totalOf(size, 1, i, 0));
+      }
+      parts.push_back(reinterpret_cast<std::byte*>(data + begin));
+      bytes.push_back((end - begin) * sizeof(float));
+    }
+    shareParts(group, reductionOf(Kind::share_parts, count, 0, 0), parts, bytes);
+    for (std::size_t i = 0; i < count; ++i) CHECK(data[i] == totalOf(size, 1, i, 0));
+  }
+}
+
+void checkLead(Group& group) {
+  for (std::uint8_t round = 0; round < 7; ++round) {
+    const bool differs = round == 5 && group.rank() == 1;
+    const std::vector<std::uint8_t> greeting(16, differs ? 1 : 0);
+    std::vector<std::uint8_t> term(1000, static_cast<std::uint8_t>(group.rank() + round));
+    const std::span<const std::byte> pieces[] = {std::as_bytes(std::span(greeting)),
+                                                 std::as_bytes(std::span(term))};
+    Lead lead(group, reductionOf(Kind::all_gather, 0, 0, 0), pieces);
+    CHECK(lead.haveSameGreeting() == (round != 5 || group.size() == 1));
+    if (round >= 5) {
+      lead.finish();
+      continue;
+    }
+    if (group.rank() == 0) {
+      for (std::size_t rank = 0; rank < group.size(); ++rank) {
+        CHECK(lead.broughtBy(rank)[16 + 999] == static_cast<std::byte>(rank + round));
+      }
+      std::ranges::fill(term, static_cast<std::uint8_t>(round + 100));
+    }
+    lead.share(std::as_writable_bytes(std::span(term)));
+    for (const std::uint8_t byte : term) CHECK(byte == round + 100);
+  }
+}
+
 void checkMovements(Group& group, std::size_t bytes) {
   const std::size_t size = group.size();
   for (std::size_t root = 0; root < size; ++root) {
@@ -160,6 +207,14 @@ void checkCollectives(Group& group) {
   }
   checkArena(group, 1000);
   checkArena(group, 200001);
+  for (std::size_t count : {0, 5, 300001}) {
+    std::vector<float> plain(count + 1);
+    checkParts(group, count, plain.data());
+    auto* data = reinterpret_cast<float*>(allocate(group, (count + 1) * sizeof(float)));
+    checkParts(group, count, group.rank() == 0 ? plain.data() : data);
+    checkParts(group, count, data);
+  }
+  checkLead(group);
   for (std::size_t bytes : {0, 1, 1000, 2000001}) checkMovements(group, bytes);
 }
 

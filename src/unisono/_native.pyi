@@ -14,8 +14,10 @@ def memory_use() -> tuple[int, int]:
 def trim() -> None:
     """Gives memory kept for later results back to the system."""
 
-def hold_same(containers: list[Iterable[object]], lengths: list[int], held: list[object]) -> bool:
-    """Whether containers hold the objects `held`, one after another; of dicts the values."""
+def hold_same(containers: list[Iterable[object]], lengths: bytes, held: bytes) -> bool:
+    """Whether containers hold objects with the addresses `held`, one after another; of dicts,
+    each key and then its value.
+    """
 
 class HostKernel:
     """Reduces contiguous CPU tensors in one pass over memory."""
@@ -108,8 +110,23 @@ class SharedGroup:
     ) -> Tensor | str:
         """Returns the part of this rank, or why the terms are not taken."""
 
+    def reduce_parts(self, op: object, terms: Sequence[Tensor]) -> str | None:
+        """Combines the part of this rank in place, or returns why the terms are not taken."""
+
     def gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | str | None:
         """Returns the tensors of all ranks where they are wanted, or why it is not taken."""
+
+    def lead(
+        self,
+        greeting: bytes,
+        terms: Sequence[Tensor],
+        work: Callable[[list[Tensor]], None] | None,
+    ) -> list[bytes] | str | None:
+        """Gives `work` on rank 0 the terms of all ranks, and its first term then to all.
+
+        Without `work`, ranks only greet each other. Returns the greetings if ranks have different
+        ones, and why if the terms are not taken.
+        """
 
     def share_parts(self, tensor: Tensor) -> str | None:
         """Overwrites the part of every rank in place, or returns why it is not taken."""
