@@ -100,7 +100,18 @@ def chosen(store: Store, rank: int, size: int) -> str:
         return f"{communicator.name}, failed {failed}"
 
 
-PROGRAMS: list[Callable[[Store, int, int], str]] = [cases, stuck, killed, chosen]
+def large(store: Store, rank: int, size: int) -> str:
+    """All-reduces after which ranks wait inside their hosts, while MPI has not sent everything."""
+    with connect(store, rank, size, timeout_seconds=SECONDS) as communicator:
+        for _ in range(3):
+            total = torch.full((1 << 24,), rank + 1.0)
+            communicator.all_reduce(ReduceOp.SUM, [total])
+            assert total.unique().tolist() == [size * (size + 1) / 2]
+        communicator.barrier()
+    return "done"
+
+
+PROGRAMS: list[Callable[[Store, int, int], str]] = [cases, stuck, killed, chosen, large]
 
 
 def main(name: str, address: str, port: int, folder: str) -> None:
@@ -114,7 +125,7 @@ def main(name: str, address: str, port: int, folder: str) -> None:
         file.write(told)
     # Rank 0 serves the store, and ends last of those that live.
     store.set(f"done/{rank}", "")
-    alive = [r for r in range(size) if r != 1 or name in ("cases", "chosen")]
+    alive = [r for r in range(size) if r != 1 or name in ("cases", "chosen", "large")]
     store.wait([f"done/{r}" for r in alive], LIMIT)
     if rank == 0:
         time.sleep(0.5)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from conformance.communicator_cases import drawn
 from processes.harness import run_ranks
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.communicator import Communicator, IdentityCommunicator
 from unisono.communicators.connect import connect
@@ -70,7 +70,7 @@ def test_gpu_tensors_through_host_memory_have_the_bits_of_the_tree() -> None:
 
 
 def test_nccl_carries_gpu_tensors_of_one_rank() -> None:
-    with NcclCommunicator(IdentityCommunicator(), HashStore(), timeout_seconds=60) as communicator:
+    with NcclCommunicator(IdentityCommunicator(), timeout_seconds=60) as communicator:
         assert wrong(communicator) == []
         mean = torch.tensor([3.0, 5.0], device="cuda")
         communicator.all_reduce(ReduceOp.MEAN, [mean], count=4)
@@ -84,7 +84,7 @@ def through_nccl(store: Store, rank: int, size: int) -> list[str]:
     os.environ["NCCL_HOSTID"] = f"host-{rank}"
     gloo = NetworkCommunicator(PrefixStore("gloo", store), rank, size)
     on_host = StagedCommunicator(gloo)
-    with NcclCommunicator(on_host, PrefixStore("nccl", store), timeout_seconds=60) as communicator:
+    with NcclCommunicator(on_host, timeout_seconds=60) as communicator:
         failed = [failure for failure in wrong(communicator) if "float" not in failure]
         # NCCL adds in its own order. For two numbers there is only one order.
         failed += [failure for failure in wrong(communicator) if size == 2 and "float32" in failure]

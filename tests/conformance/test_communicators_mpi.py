@@ -81,6 +81,14 @@ def test_mpi_is_chosen_between_hosts(tmp_path: Path) -> None:
     assert told == dict.fromkeys(range(4), f"{name}, failed []"), errors
 
 
+def test_large_tensors_arrive_while_ranks_wait_for_others_of_their_host(tmp_path: Path) -> None:
+    with make_hosts(2) as hosts:
+        command = mpirun_between(hosts, [str(MPIRUN)], 4, tmp_path)
+        told, errors = run("large", tmp_path, command, hosts.address(0))
+
+    assert told == dict.fromkeys(range(4), "done"), errors
+
+
 def connect_without_mpirun(_: Store, rank: int, size: int, names: list[str]) -> str:
     """The launcher has left its variables, and its MPI is not the one that mpi4py has."""
     os.environ["OMPI_COMM_WORLD_SIZE"] = str(size)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica as context
 from torch import Tensor, nn
 
 import unisono as uo
@@ -38,12 +39,6 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[uo.Strategy]:
         made = KINDS[request.param]()
         yield made
         made.close()
-
-
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
 
 
 def power() -> Tensor:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -18,6 +18,25 @@ from unisono.options import ReduceOp
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+class GraphEngine(Protocol):
+    """What carries collectives that CUDA graphs may hold: in those of all ranks, or of none.
+
+    Attributes:
+        is_captured: Whether collectives become a part of a graph now.
+    """
+
+    is_captured: bool
+
+    def agree(self, what: str) -> None:
+        """Raises an `UnequalCollectivesError` on all ranks unless they say the same."""
+
+    def check_usable(self, what: object) -> None:
+        """Raises a `CommunicationError` if a graph with its collectives must not be replayed."""
+
+    def settle(self, what: object) -> None:
+        """Waits for the GPU; stops its collectives and raises if a rank is lost meanwhile."""
 
 
 class Communicator(ABC):
@@ -56,6 +75,11 @@ class Communicator(ABC):
         """Returns whether sums of tensors like this one follow the order of the whole library."""
         return True
 
+    @property
+    def graph_engine(self) -> GraphEngine | None:
+        """What carries collectives of GPU tensors, if CUDA graphs may hold them."""
+        return None
+
     @abstractmethod
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         """Combines all terms of all ranks into the first term of each rank.
@@ -66,7 +90,6 @@ class Communicator(ABC):
             count: For a mean, what to divide the sum by; the number of all terms if not given.
         """
 
-    @abstractmethod
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
@@ -74,6 +97,9 @@ class Communicator(ABC):
 
         The parts are `slice_of(rank, size, numel)`.
         """
+        copies = [term.detach().clone() for term in terms]
+        self.all_reduce(op, copies, count)
+        return self._own_part(copies[0])
 
     @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
@@ -90,6 +116,15 @@ class Communicator(ABC):
         gathered = [self.gather(part, rank) for rank, part in enumerate(parts)]
         return next(found for found in gathered if found is not None)
 
+    def reduce_parts(self, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+        """Combines all terms into the part of this rank in its contiguous first term, undivided.
+
+        The other parts must stay as they are until the next collective.
+        """
+        flat = terms[0].detach().view(-1)
+        part = self.reduce_scatter(op, terms)
+        flat[slice_of(self.rank, self.size, len(flat))] = part
+
     def share_parts(self, tensor: Tensor) -> None:
         """Overwrites each part of the contiguous `tensor` with that of the rank of the part."""
         flat = tensor.detach().view(-1)
@@ -99,6 +134,33 @@ class Communicator(ABC):
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         """Overwrites the contiguous `tensor` with that of `root`."""
+
+    def lead(
+        self,
+        greeting: bytes,
+        terms: Sequence[Tensor] = (),
+        work: Callable[[list[Tensor]], None] | None = None,
+    ) -> Sequence[bytes] | None:
+        """Lets rank 0 make something of the terms of all ranks, which all others get.
+
+        The terms are contiguous and alike, and the greeting is a multiple of 16 bytes. On rank 0,
+        `work` gets the terms of all ranks, which it may overwrite, and writes its result into the
+        first term there. Without `work`, ranks only greet each other. If they do not greet alike,
+        nothing else happens, and the greetings of all ranks are returned.
+        """
+        greeted = torch.frombuffer(bytearray(greeting), dtype=torch.uint8)
+        gathered = self.all_gather(torch.cat([greeted, *map(as_bytes, terms)]))
+        greetings = [one[: len(greeting)].numpy().tobytes() for one in gathered]
+        if any(one != greeting for one in greetings):
+            return greetings
+        if work is None:
+            return None
+        if self.rank == 0:
+            dtype, shape = terms[0].dtype, terms[0].shape
+            rows = [one[len(greeting) :].view(len(terms), -1) for one in gathered]
+            work([term.view(dtype).view(shape) for row in rows for term in row])
+        self.broadcast(terms[0])
+        return None
 
     @abstractmethod
     def barrier(self) -> None:
@@ -136,6 +198,11 @@ class Communicator(ABC):
     def close(self) -> None:
         """Leaves, and gives back memory, connections and threads. May be called twice."""
 
+    def _own_part(self, whole: Tensor) -> Tensor:
+        """Returns a copy of the part of this rank in a contiguous tensor, flattened."""
+        flat = whole.view(-1)
+        return flat[slice_of(self.rank, self.size, len(flat))].clone()
+
     def check_root(self, root: int) -> None:
         """Raises unless `root` is a rank of this communicator."""
         if not 0 <= root < self.size:
@@ -151,6 +218,17 @@ class Communicator(ABC):
 def slice_of(rank: int, size: int, num_elements: int) -> slice:
     """Returns the part of `rank` when elements are shared as evenly as possible."""
     return slice(num_elements * rank // size, num_elements * (rank + 1) // size)
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Returns the bytes of a contiguous tensor, which are not copied."""
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def gather_texts(communicator: Communicator, text: str) -> list[str]:
+    """Returns the texts of all ranks, by rank, none of which is empty."""
+    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+    return [one.numpy().tobytes().decode() for one in communicator.all_gather(own)]
 
 
 class IdentityCommunicator(Communicator):

@@ -52,6 +52,7 @@ def connect(
     joining_seconds: float | None = None,
     tuning: Tuning | None = None,
     gpus: Sequence[str] = (),
+    gpu: torch.device | None = None,
     can_allocate: bool = True,
     gloo: GlooMaker | None = None,
 ) -> Communicator:
@@ -65,6 +66,7 @@ def connect(
         joining_seconds: How long to wait for the others to come here; `timeout_seconds` if not
             given.
         gpus: What tells the GPUs that this rank uses from all others, such as `gpu_identity`.
+        gpu: The one that NCCL connects to those of other ranks; the current one if not given.
         can_allocate: Whether `allocate` returns memory that the ranks of a host share, which takes
             a file descriptor.
         gloo: Returns a group with Gloo of all ranks, where that is chosen; made if not given. Its
@@ -101,7 +103,7 @@ def connect(
         chosen = StagedCommunicator(chosen)
     is_auto = implementation is CommunicationImplementation.AUTO
     if implementation is CommunicationImplementation.NCCL or (is_auto and survey.has_own_gpus):
-        chosen = NcclCommunicator(chosen, store, timeout_seconds=timeout)
+        chosen = NcclCommunicator(chosen, gpu, timeout_seconds=timeout)
     else:
         chosen.cost = choice.cost
     _log.info("Rank %d of %d talks through %s: %s.", rank, size, chosen.name, choice.why)

@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from unisono.communicators.communicator import Communicator
+from unisono.communicators.communicator import Communicator, GraphEngine
 from unisono.options import ReduceOp
 from unisono.tracing import span
 
@@ -35,6 +35,10 @@ class DelegatingCommunicator(Communicator):
     def keeps_order(self, tensor: Tensor) -> bool:
         return self._carrier.keeps_order(tensor)
 
+    @property
+    def graph_engine(self) -> GraphEngine | None:
+        return self._carrier.graph_engine
+
     def _call(
         self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]
     ) -> T:
@@ -59,11 +63,23 @@ class DelegatingCommunicator(Communicator):
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
         return self._call("all_to_all", (tensor,), None, lambda: self._carrier.all_to_all(tensor))
 
+    def reduce_parts(self, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+        self._call("reduce_parts", terms, op, lambda: self._carrier.reduce_parts(op, terms))
+
     def share_parts(self, tensor: Tensor) -> None:
         self._call("share_parts", (tensor,), None, lambda: self._carrier.share_parts(tensor))
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self._call("broadcast", (tensor,), None, lambda: self._carrier.broadcast(tensor, root))
+
+    def lead(
+        self,
+        greeting: bytes,
+        terms: Sequence[Tensor] = (),
+        work: Callable[[list[Tensor]], None] | None = None,
+    ) -> Sequence[bytes] | None:
+        call = partial(self._carrier.lead, greeting, terms, work)
+        return self._call("lead", terms, None, call)
 
     def barrier(self) -> None:
         self._call("barrier", (), None, self._carrier.barrier)
@@ -144,6 +160,10 @@ class TracedCommunicator(DelegatingCommunicator):
         self.group = group
         # Counted when nobody records too: workers may start to record at different times.
         self._number = 0
+
+    @property
+    def graph_engine(self) -> GraphEngine | None:
+        return self._carrier.graph_engine
 
     def _call(
         self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]

@@ -6,7 +6,7 @@ A large tensor goes in pieces, so that some are added up while others travel.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -123,18 +123,8 @@ class _Piece:
     ) -> None:
         self._executor = executor
         self._collective = collective
-        self._op = undivided(op)
-        self._is_mean = op is ReduceOp.MEAN
-        self._count = count
         self._output = terms[0] if output is None else output
-        self._wide = wide_dtype(terms[0].dtype)
-        length, num_parts = len(terms[0]), executor.num_parts
-        self._slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
-        self._held: list[dict[Node, Tensor]] = [
-            {node: term[cut] for node, term in zip(executor.own, terms, strict=False)}
-            for cut in self._slices
-        ]
-        self._all = (0, executor.num_terms)
+        self._sums = Sums(executor, op, terms, self._output, count)
         self._sent: list[Any] = []
         self._received: list[Received] = []
         self._coming: list[tuple[int, Node, Tensor]] = []
@@ -150,7 +140,7 @@ class _Piece:
             self._coming.append((part, node, room))
         given: dict[int, list[Tensor]] = {peer: [] for peer in receivers}
         for peer, part, node in turn.sends:
-            given[peer].append(self._value(part, node))
+            given[peer].append(self._sums.value(part, node))
         self._received = [self._collective.receive(*one) for one in rooms.items()]
         self._sent = [one for pair in given.items() for one in self._collective.send(*pair)]
         self._collective.link.push()
@@ -160,69 +150,121 @@ class _Piece:
         """Waits for the messages of the round."""
         self._collective.finish(self._sent, self._received)
         for part, node, room in self._coming:
-            self._held[part][node] = room
+            self._sums.held[part][node] = room
 
     def finish(self) -> Tensor:
         """Returns the result."""
         for part in self._executor.results:
-            self._value(part, self._all)
+            self._sums.value(part, self._sums.all)
         self._executor.give_back(self._rooms)
         return self._output
 
     def _rooms_for(self, turn: Turn) -> Iterator[Tensor]:
         """Makes rooms for what is received: results where they belong, the rest together."""
-        sizes = [self._num_bytes(part, node) for _, part, node in turn.receives]
+        sums = self._sums
+        sizes = [sums.num_bytes(part, node) for _, part, node in turn.receives]
+        # Each begins at a whole number.
+        sizes = [
+            0 if node == sums.all else -(-size // 16) * 16
+            for size, (_, _, node) in zip(sizes, turn.receives, strict=True)
+        ]
         if total := sum(sizes):
             self._rooms.append(self._executor.room(total))
         start = 0
         for (_, part, node), num_bytes in zip(turn.receives, sizes, strict=True):
-            if node == self._all:
-                yield self._output[self._slices[part]]
+            if node == sums.all:
+                yield self._output[sums.slices[part]]
             elif num_bytes == 0:
                 yield self._output[:0]
             else:
-                raw = self._rooms[-1][start : start + num_bytes]
+                raw = self._rooms[-1][start : start + sums.num_bytes(part, node)]
                 start += num_bytes
-                length = self._slices[part].stop - self._slices[part].start
-                yield raw.view(self._dtype(node))[:length]
+                yield raw.view(sums.dtype(node))
 
-    def _dtype(self, node: Node) -> torch.dtype:
-        is_raw = node[1] - node[0] == 1 or node == self._all
+
+class Sums:
+    """The sums that a rank has of one piece, and how others are made of them.
+
+    Args:
+        do: Called with a function that writes into tensors, and its arguments.
+
+    Attributes:
+        held: What this rank has, by part.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        op: ReduceOp,
+        terms: Sequence[Tensor],
+        output: Tensor,
+        count: int | None,
+        do: Callable[..., Any] = lambda function, *args: function(*args),
+    ) -> None:
+        length, num_parts = len(terms[0]), executor.num_parts
+        self.slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
+        self.held: list[dict[Node, Tensor]] = [
+            {node: term[cut] for node, term in zip(executor.own, terms, strict=False)}
+            for cut in self.slices
+        ]
+        self.all = (0, executor.num_terms)
+        self._op = undivided(op)
+        self._is_mean = op is ReduceOp.MEAN
+        self._count = count
+        self._output = output
+        self._wide = wide_dtype(output.dtype)
+        self._do = do
+
+    def dtype(self, node: Node) -> torch.dtype:
+        """Returns what a node travels as: a sum is wide until it is whole."""
+        is_raw = node[1] - node[0] == 1 or node == self.all
         return self._output.dtype if is_raw else self._wide
 
-    def _num_bytes(self, part: int, node: Node) -> int:
-        """Returns how much room a node takes, so that the next one begins at a whole number."""
-        if node == self._all:
-            return 0
-        length: int = self._slices[part].stop - self._slices[part].start
-        return -(-length * self._dtype(node).itemsize // 16) * 16
+    def num_bytes(self, part: int, node: Node) -> int:
+        """Returns how much a node takes."""
+        length: int = self.slices[part].stop - self.slices[part].start
+        return length * self.dtype(node).itemsize
 
-    def _value(self, part: int, node: Node) -> Tensor:
+    def value(self, part: int, node: Node) -> Tensor:
         """Returns the sum of the terms of a node, which is worked out if it is not there."""
-        held = self._held[part]
+        held = self.held[part]
         if node not in held:
             start, stop = node
             leaves = [(one, one + 1) for one in range(start, stop)]
             inner = [held[leaf] for leaf in leaves if leaf in held]
             is_whole = len(inner) == len(leaves)
-            if node == self._all:
-                output = self._output[self._slices[part]]
-                self._combine_all(inner if is_whole else None, part, output)
-                held[node] = output
+            if node == self.all:
+                held[node] = self._output[self.slices[part]]
+                self._combine_all(inner if is_whole else None, part, held[node])
             else:
-                terms = inner if is_whole else [self._value(part, one) for one in children(node)]
+                terms = inner if is_whole else [self.value(part, one) for one in children(node)]
                 held[node] = torch.empty(len(terms[0]), dtype=self._wide)
-                combine_into(self._op, [one.to(self._wide) for one in terms], [held[node]], None)
+                self._do(combine_into, self._op, self._widened(terms), [held[node]], None)
         return held[node]
 
     def _combine_all(self, terms: list[Tensor] | None, part: int, output: Tensor) -> None:
         if terms is not None:
             op = ReduceOp.MEAN if self._is_mean else self._op
-            combine_into(op, terms, [output], self._count)
+            self._do(combine_into, op, terms, [output], self._count)
             return
-        halves = [self._value(part, one).to(self._wide) for one in children(self._all)]
+        halves = self._widened([self.value(part, one) for one in children(self.all)])
         total = torch.empty_like(halves[0])
-        combine_into(self._op, halves, [total], None)
+        self._do(combine_into, self._op, halves, [total], None)
         if self._is_mean:
-            total = divide(total, self._count or self._executor.num_terms, output.dtype)
-        output.copy_(total)
+            self._do(_divide_into, total, self._count or self.all[1], output)
+        else:
+            self._do(Tensor.copy_, output, total)
+
+    def _widened(self, terms: Sequence[Tensor]) -> list[Tensor]:
+        wide = []
+        for term in terms:
+            wide.append(
+                term if term.dtype == self._wide else torch.empty(len(term), dtype=self._wide)
+            )
+            if wide[-1] is not term:
+                self._do(Tensor.copy_, wide[-1], term)
+        return wide
+
+
+def _divide_into(total: Tensor, count: int, output: Tensor) -> None:
+    output.copy_(divide(total, count, output.dtype))

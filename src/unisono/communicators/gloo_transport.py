@@ -13,13 +13,10 @@ from unisono.communicators.gloo import break_connections, have_left
 from unisono.communicators.gloo_memory import SHORT_BYTES, Message
 from unisono.communicators.gloo_peer import TAGGED_BYTES, Peer
 from unisono.communicators.headers import HEADER_BYTES
-from unisono.communicators.transport import BrokenConnectionError, Transport
+from unisono.communicators.transport import BrokenConnectionError, Transport, pause
 
-# A wait looks again after an eighth of the time that has passed, but not less often than this, and
-# later on after a smaller part.
+# A wait looks not less often than this, and later on after a smaller part of the time.
 _OFTEN_SECONDS = 5e-4
-_LEAST_SECONDS = 50e-6
-_MOST_SECONDS = 5e-3
 # How often it looks whether a connection is broken.
 _CHECK_SECONDS = 0.2
 
@@ -85,8 +82,7 @@ class GlooTransport(Transport):
             if now - self._checked > _CHECK_SECONDS:
                 self._check(now)
             passed = now - began
-            pause = min(passed / 8, max(passed / 64, _OFTEN_SECONDS), _MOST_SECONDS)
-            time.sleep(min(max(pause, _LEAST_SECONDS), left))
+            pause(passed, min(max(passed / 64, _OFTEN_SECONDS), left))
 
     def _look(self) -> None:
         for one in tuple(self._peers.values()):

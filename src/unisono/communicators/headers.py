@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +65,8 @@ class Header:
 
     def encode(self) -> bytes:
         """Returns `HEADER_BYTES` bytes."""
-        op = None if self.op is None else self.op.value
-        fields = [self.kind, self.sequence, op, self.dtype, self.shape, self.terms, self.root]
-        encoded = json.dumps([*fields, self.count], separators=(",", ":")).encode()
+        fields = self.kind, self.op, self.dtype, self.shape, self.terms, self.root, self.count
+        encoded = b"[%d,%b" % (self.sequence, _encoded(*fields))
         if len(encoded) > HEADER_BYTES:
             raise UnsupportedError(
                 f"A tensor of {len(self.shape)} dimensions cannot be sent: its shape, "
@@ -80,7 +81,7 @@ class Header:
     @classmethod
     def decode(cls, encoded: bytes) -> Header:
         """Reads what `encode` wrote."""
-        kind, sequence, op, dtype, shape, terms, root, count = json.loads(encoded)
+        sequence, kind, op, dtype, shape, terms, root, count = json.loads(encoded)
         op = None if op is None else ReduceOp(op)
         return cls(kind, sequence, op, dtype, tuple(shape), terms, root, count)
 
@@ -119,20 +120,18 @@ def check_agreement(headers: Mapping[int, Header]) -> None:
     )
 
 
-def check_gathered(
-    own: Header, messages: Sequence[Tensor], ranks: Sequence[int] | None = None
-) -> list[Header]:
-    """Returns the headers with which messages of all ranks begin, if they are of one collective.
-
-    Args:
-        own: The header of this rank.
-        ranks: What an error calls the ranks; from 0 on if not given.
-    """
+def check_gathered(own: Header, messages: Sequence[Tensor]) -> list[Header]:
+    """Returns the headers with which messages of all ranks begin, if they are of one collective."""
     encoded = [one[:HEADER_BYTES].cpu().numpy().tobytes() for one in messages]
+    return check_encoded(own, encoded, range(len(encoded)))
+
+
+def check_encoded(own: Header, encoded: Sequence[bytes], ranks: Sequence[int]) -> list[Header]:
+    """Does the same with headers as they were encoded. An error calls the ranks `ranks`."""
     if all(one == encoded[0] for one in encoded):
         return [own] * len(encoded)
     headers = list(map(Header.decode, encoded))
-    check_agreement(dict(zip(ranks or range(len(headers)), headers, strict=True)))
+    check_agreement(dict(zip(ranks, headers, strict=True)))
     return headers
 
 
@@ -144,7 +143,19 @@ def ranks_in_words(ranks: Sequence[int]) -> str:
 
 
 def _name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+    return _name_of(tensor.dtype)
+
+
+@functools.cache
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+@functools.lru_cache(maxsize=256)
+def _encoded(kind: str, op: ReduceOp | None, *fields: Any) -> bytes:
+    """Returns what a header has in common with those of the same calls before and after it."""
+    values = [kind, None if op is None else op.value, *fields]
+    return json.dumps(values, separators=(",", ":")).encode()[1:]
 
 
 def check_terms(kind: str, op: ReduceOp, terms: Sequence[Tensor]) -> None:

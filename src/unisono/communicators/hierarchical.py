@@ -19,9 +19,8 @@ from torch import Tensor
 
 from unisono.communicators.choice import PARTS_BYTES
 from unisono.communicators.communicator import Communicator, slice_of
-from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
+from unisono.communicators.headers import Header, check_encoded
 from unisono.communicators.hosts import Layout, named_globally
-from unisono.communicators.link import as_bytes
 from unisono.communicators.network import NetworkCommunicator
 from unisono.communicators.watch import Watch
 from unisono.costs import SMALL_BYTES
@@ -30,7 +29,7 @@ from unisono.kernels import combine_into, undivided, wide_dtype
 from unisono.options import ReduceOp
 
 # A large tensor is reduced in about this number of chunks, each large enough to be efficient.
-_CHUNKS = 4
+_CHUNKS = 2
 _LEAST_CHUNK_BYTES = 4 << 20
 _MOST_CHUNK_BYTES = 16 << 20
 
@@ -75,8 +74,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> Tensor:
         copies = [term.detach().clone() for term in terms]
         self._reduce("reduce_scatter", op, copies, count)
-        total = copies[0].view(-1)
-        return total[slice_of(self.rank, self.size, len(total))].clone()
+        return self._own_part(copies[0])
 
     def _reduce(self, kind: str, op: ReduceOp, terms: Sequence[Tensor], count: int | None) -> None:
         header = Header.of_terms(kind, self._sequence + 1, op, terms, count)
@@ -96,22 +94,19 @@ class HierarchicalCommunicator(Communicator):
         self, header: Header, op: ReduceOp, terms: list[Tensor], count: int | None
     ) -> None:
         """Lets the headers and the terms of a host travel together."""
-        gathered = self._inside.all_gather(torch.cat([header.as_tensor(), *map(as_bytes, terms)]))
-        self._check(header, gathered)
-        if self._inside.rank > 0:
-            self._inside.broadcast(terms[0])
-            return
-        dtype, shape = terms[0].dtype, (len(terms), len(terms[0]))
-        brought = [one[HEADER_BYTES:].view(dtype).view(shape) for one in gathered]
-        if not _is_power_of_two(len(brought) * len(terms)):
-            self._reduce_one_by_one(op, terms, brought, count)
-            return
-        total = torch.empty(shape[1], dtype=wide_dtype(dtype))
-        all_terms = [term.to(total.dtype) for one in brought for term in one]
-        combine_into(undivided(op), all_terms, [total], None)
-        self._between.all_reduce(op, [total], count)
-        terms[0].copy_(total)
-        self._inside.broadcast(terms[0])
+
+        def reduce(brought: list[Tensor]) -> None:
+            # All ranks hear why this one left before the others of its host see it leave.
+            with self._watch.told_exits(header):
+                if _is_power_of_two(len(brought)):
+                    total = torch.empty_like(terms[0], dtype=wide_dtype(terms[0].dtype))
+                    wide = [term.to(total.dtype) for term in brought]
+                    combine_into(undivided(op), wide, [total], None)
+                    brought = [total]
+                self._between.all_reduce(op, brought, count)
+                terms[0].copy_(brought[0])
+
+        self._check(header, self._inside.lead(header.encode(), terms, reduce))
 
     def _reduce_one_by_one(
         self,
@@ -145,7 +140,7 @@ class HierarchicalCommunicator(Communicator):
 
         def own_parts() -> Iterator[Tensor]:
             for chunk in chunks:
-                self._inside.all_reduce(undivided(op), chunk)
+                self._inside.reduce_parts(undivided(op), chunk)
                 yield chunk[0][slice_of(self._inside.rank, self._inside.size, len(chunk[0]))]
 
         reduced = self._between.all_reduce_pieces(op, own_parts(), count)
@@ -213,7 +208,10 @@ class HierarchicalCommunicator(Communicator):
         with self._watch.collective(header):
             try:
                 if agrees:
-                    self._agree(header)
+                    # The parts below see flat tensors, of a wider dtype, and could not tell whether
+                    # ranks call the same. Whether the hosts agree is found out where they meet: the
+                    # first ranks, at least, do so in every collective.
+                    self._check(header, self._inside.lead(header.encode()))
                 yield
             except CommunicationError as error:
                 raise self._given_up(error) from error
@@ -226,18 +224,12 @@ class HierarchicalCommunicator(Communicator):
         self._between.close()
         return known
 
-    def _agree(self, header: Header) -> None:
-        """Raises unless the ranks of this host call the same.
-
-        The parts below see flat tensors, of a wider dtype, and could not tell. Whether the hosts
-        agree is found out where they meet: the first ranks, at least, do so in every collective.
-        """
-        self._check(header, self._inside.all_gather(header.as_tensor()))
-
-    def _check(self, header: Header, gathered: Sequence[Tensor]) -> None:
-        # Ranks that call something else may have sent data with their header.
+    def _check(self, header: Header, encoded: Sequence[bytes] | None) -> None:
+        """Raises unless the ranks of this host call the same; None says that they do."""
+        if encoded is None:
+            return
         try:
-            check_gathered(header, gathered, self._layout.hosts[self._between.rank])
+            check_encoded(header, encoded, self._layout.hosts[self._between.rank])
         except UnequalCollectivesError as error:
             raise self._watch.published(error) from None
 

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unisono.communicators.communicator import as_bytes
 from unisono.communicators.headers import HEADER_BYTES, Header, check_agreement
 from unisono.communicators.transport import BrokenConnectionError, Transport
 from unisono.communicators.watch import Watch
@@ -91,23 +92,31 @@ class Link:
 
     def send(self, peer: int, data: Tensor) -> Any:
         """Begins to send bytes, at least one."""
-        with self._named_globally():
+        try:
             return self._transport.send(peer, data)
+        except BrokenConnectionError as error:
+            raise self._named_globally(error) from error
 
     def receive(self, peer: int, room: Tensor) -> Any:
         """Begins to receive bytes, at least one."""
-        with self._named_globally():
+        try:
             return self._transport.receive(peer, room)
+        except BrokenConnectionError as error:
+            raise self._named_globally(error) from error
 
     def wait(self, messages: Sequence[Any]) -> None:
         """Returns when `messages` are done."""
-        with self._named_globally():
+        try:
             self.watch.wait(partial(self._transport.progress, messages), self._awaited)
+        except BrokenConnectionError as error:
+            raise self._named_globally(error) from error
 
     def push(self) -> None:
         """Lets what was begun be on its way while this rank does something else."""
-        with self._named_globally():
+        try:
             self._transport.progress((), 0.0)
+        except BrokenConnectionError as error:
+            raise self._named_globally(error) from error
 
     def check(self, headers: Mapping[int, Header]) -> None:
         """Raises unless the headers, by rank, are those of one collective."""
@@ -122,13 +131,9 @@ class Link:
         """Ends connections and threads. May be called twice."""
         self._end()
 
-    @contextmanager
-    def _named_globally(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenConnectionError as error:
-            peer = None if error.peer is None else self._ranks[error.peer]
-            raise self.watch.broken(peer, str(error)) from error
+    def _named_globally(self, error: BrokenConnectionError) -> CommunicationError:
+        peer = None if error.peer is None else self._ranks[error.peer]
+        return self.watch.broken(peer, str(error))
 
     def _awaited(self) -> list[int]:
         return [self._ranks[rank] for rank in self._transport.awaited()]
@@ -140,8 +145,7 @@ class Collective:
     def __init__(self, link: Link, header: Header) -> None:
         self.link = link
         self.headers = {link.rank: header}
-        self._encoded = header.encode()
-        self._prefix = torch.frombuffer(bytearray(self._encoded), dtype=torch.uint8)
+        self.encoded = header.encode()
         self._greeted: set[int] = set()
         self._awaited: set[int] = set()
 
@@ -150,11 +154,12 @@ class Collective:
         data = [as_bytes(tensor) for tensor in tensors if tensor.numel()]
         is_first = peer not in self._greeted
         self._greeted.add(peer)
+        prefix = torch.frombuffer(bytearray(self.encoded), dtype=torch.uint8) if is_first else None
         if self.link.is_packed(sum(map(len, data))):
-            data = [self._prefix, *data] if is_first else data
+            data = data if prefix is None else [prefix, *data]
             data = [torch.cat(data)] if len(data) > 1 else data
-        elif is_first:
-            data = [self._prefix, *data]
+        elif prefix is not None:
+            data = [prefix, *data]
         return [self.link.send(peer, one) for one in data]
 
     def receive(self, peer: int, tensors: Sequence[Tensor]) -> Received:
@@ -189,12 +194,16 @@ class Collective:
     def hear(self, new: Sequence[Received]) -> None:
         """Waits for headers, and looks whether all ranks call the same."""
         self.link.wait([message for one in new for message in one.messages])
+        rooms = {one.peer: one.room for one in new if one.room is not None}
+        heads = {peer: room[:HEADER_BYTES].numpy().tobytes() for peer, room in rooms.items()}
+        self.compare(heads)
+
+    def compare(self, heads: Mapping[int, bytes]) -> None:
+        """Looks whether ranks whose headers have come call what this one does."""
         own = self.headers[self.link.rank]
-        for one in new:
-            assert one.room is not None
-            raw = one.room[:HEADER_BYTES].numpy().tobytes()
-            self.headers[one.peer] = own if raw == self._encoded else Header.decode(raw)
-        if any(self.headers[one.peer] is not own for one in new):
+        for peer, head in heads.items():
+            self.headers[peer] = own if head == self.encoded else Header.decode(head)
+        if any(self.headers[peer] is not own for peer in heads):
             self.link.check(dict(sorted(self.headers.items())))
 
     def open(self, new: Sequence[Received]) -> None:
@@ -235,11 +244,6 @@ class Received:
         for tensor in self.tensors:
             as_bytes(tensor).copy_(self.room[start : start + tensor.nbytes])
             start += tensor.nbytes
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """Returns the bytes of a contiguous tensor, which are not copied."""
-    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _end(transport: Transport, watch: Watch, *, owns_watch: bool) -> None:

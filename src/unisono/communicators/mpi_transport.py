@@ -17,18 +17,26 @@ from typing import Any
 from torch import Tensor
 
 from unisono.communicators.mpi import import_mpi
-from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport
+from unisono.communicators.mpi_progress import Progress
+from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport, pause
 
 _TAG = 1
-# How long a wait asks without a pause.
-_SPIN_SECONDS = 50e-6
-# Then it pauses for this share of the time that has passed, and never longer than this: MPI moves
-# large messages only while it is asked.
-_PAUSE_SHARE = 0.1
+# A pause is never longer than this: MPI moves large messages only while it is asked.
 _MOST_PAUSE_SECONDS = 1e-4
 
 # Requests that a communicator has left behind. MPI may still read and write their memory.
 _left_behind: list[Any] = []
+
+
+def _call_mpi() -> None:
+    mpi = import_mpi()
+    # A program may end it, too.
+    if not mpi.Is_finalized():
+        mpi.COMM_SELF.Iprobe()
+
+
+# One for all communicators, because what one has sent may still be queued when it is closed.
+_progress = Progress(_call_mpi)
 
 
 class MpiTransport(Transport):
@@ -57,6 +65,8 @@ class MpiTransport(Transport):
     def _begun(self, begin: Any, peer: int | None) -> Any:
         if self._comm is None:
             raise BrokenConnectionError("another thread has closed it")
+        _progress.start()
+        _progress.num_calls += 1
         try:
             request = begin(self._comm)
         except self._mpi.Exception as error:
@@ -70,6 +80,7 @@ class MpiTransport(Transport):
         while True:
             if self._comm is None:
                 raise BrokenConnectionError("another thread has closed it")
+            _progress.num_calls += 1
             try:
                 if messages:
                     is_done = self._mpi.Request.Testall(list(messages))
@@ -86,8 +97,7 @@ class MpiTransport(Transport):
             passed = time.monotonic() - start
             if passed >= seconds:
                 return False
-            if passed > _SPIN_SECONDS:
-                time.sleep(min(_PAUSE_SHARE * passed, _MOST_PAUSE_SECONDS))
+            pause(passed, _MOST_PAUSE_SECONDS)
 
     def awaited(self) -> list[int]:
         peers = set()

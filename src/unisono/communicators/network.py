@@ -30,10 +30,11 @@ from unisono.communicators.joining import join_mesh
 from unisono.communicators.link import Collective, Link
 from unisono.communicators.mpi import make_mpi_communicator
 from unisono.communicators.mpi_transport import MpiTransport
+from unisono.communicators.plan import Plan
 from unisono.communicators.stores import DEFAULT_TIMEOUT_SECONDS, Countdown
 from unisono.communicators.transport import Transport
 from unisono.communicators.watch import Watch, make_watch
-from unisono.costs import USUAL_LINK, fastest_flat, rounds_of
+from unisono.costs import SMALL_BYTES, USUAL_LINK, fastest_flat, rounds_of
 from unisono.costs import Link as Constants
 from unisono.options import ReduceOp
 
@@ -99,6 +100,7 @@ class NetworkCommunicator(Communicator):
             packed_bytes=packed_bytes,
         )
         self._executor = functools.lru_cache(maxsize=64)(self._make_executor)
+        self._plan = functools.lru_cache(maxsize=32)(self._make_plan)
 
     @property
     def name(self) -> str:
@@ -110,7 +112,14 @@ class NetworkCommunicator(Communicator):
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)
         flat = [term.detach().view(-1) for term in terms]
-        name = fastest_flat(self.size, len(flat) * flat[0].nbytes, self._constants)
+        num_bytes = len(flat) * flat[0].nbytes
+        if num_bytes <= SMALL_BYTES:
+            plan = self._plan(op, (flat[0].dtype, len(flat[0]), len(flat)), count)
+            if plan.is_small:
+                with self._link.collective(header) as collective:
+                    plan.run(collective, flat)
+                return
+        name = fastest_flat(self.size, num_bytes, self._constants)
         pieces = pieces_of(flat, self.size) if name == "exchange" else [flat]
         if self.size == 2:
             # Two ranks swap all they have, which is as much as parts and sums, in one step.
@@ -140,7 +149,7 @@ class NetworkCommunicator(Communicator):
         total = torch.empty_like(flat[0])
         with self._link.collective(header) as collective:
             executor.run_all(collective, op, [flat], count, total)
-        return total[slice_of(self.rank, self.size, len(total))].clone()
+        return self._own_part(total)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self.check_root(root)
@@ -215,6 +224,14 @@ class NetworkCommunicator(Communicator):
 
     def _next(self) -> int:
         return self._link.sequence + 1
+
+    def _make_plan(
+        self, op: ReduceOp, like: tuple[torch.dtype, int, int], count: int | None
+    ) -> Plan:
+        dtype, length, num_terms = like
+        num_bytes = num_terms * length * dtype.itemsize
+        name = "one step" if self.size == 2 else fastest_flat(self.size, num_bytes, self._constants)
+        return Plan(self._executor(name, num_terms), self._link, op, like, count)
 
     def _make_executor(self, name: str, num_terms: int, root: int | None = None) -> Executor:
         if name == "reduce_scatter":

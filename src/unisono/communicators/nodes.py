@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from unisono.algorithms import are_siblings, merged
-from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.communicator import Communicator, as_bytes, slice_of
 from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
-from unisono.communicators.link import as_bytes
 from unisono.costs import SMALL_BYTES
 from unisono.kernels import combine_into, divide, undivided, wide_dtype
 from unisono.options import ReduceOp

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
-from unisono.communicators.communicator import Communicator, slice_of
+from unisono.communicators.communicator import Communicator
 from unisono.communicators.headers import check_terms
 from unisono.communicators.segment import share_memory
 from unisono.errors import (
@@ -122,8 +122,7 @@ class SharedMemoryCommunicator(Communicator):
         part = self._group.reduce_scatter(op, terms, count)
         if isinstance(part, Tensor):
             return part
-        total = self._combine(op, terms, count).flatten()
-        return total[slice_of(self.rank, self.size, total.numel())].clone()
+        return self._own_part(self._combine(op, terms, count))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         tensors = self._gather(tensor, None)
@@ -141,6 +140,19 @@ class SharedMemoryCommunicator(Communicator):
         if isinstance(tensors, str):
             raise _refusal("gathered", tensor, tensors)
         return tensors
+
+    def reduce_parts(self, op: ReduceOp, terms: Sequence[Tensor]) -> None:
+        if self._group.reduce_parts(op, terms) is not None:
+            super().reduce_parts(op, terms)
+
+    def lead(
+        self,
+        greeting: bytes,
+        terms: Sequence[Tensor] = (),
+        work: Callable[[list[Tensor]], None] | None = None,
+    ) -> Sequence[bytes] | None:
+        answer = self._group.lead(greeting, terms, work)
+        return super().lead(greeting, terms, work) if isinstance(answer, str) else answer
 
     def share_parts(self, tensor: Tensor) -> None:
         refusal = self._group.share_parts(tensor)
@@ -186,9 +198,7 @@ class SharedMemoryCommunicator(Communicator):
                     ", ".join(map(str, refused)),
                     num_bytes,
                 )
-        return (
-            torch.empty(num_bytes, dtype=torch.uint8) if self._is_full or memory is None else memory
-        )
+        return super().allocate(num_bytes) if self._is_full or memory is None else memory
 
     def set_timeout(self, seconds: float) -> None:
         self._group.set_timeout(seconds)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from unisono.communicators.communicator import Communicator
+from unisono.communicators.communicator import Communicator, as_bytes
 from unisono.communicators.headers import HEADER_BYTES, Header, check_gathered
-from unisono.communicators.link import as_bytes
 from unisono.kernels import divide
 from unisono.options import ReduceOp
 from unisono.values.sparse import check_sparse_op, concatenate, with_parts

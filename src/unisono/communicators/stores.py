@@ -15,7 +15,6 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.job_store import JobStore
-from unisono.communicators.sockets import listening, listening_everywhere
 from unisono.errors import (
     CommunicationError,
     JobMismatchError,
@@ -211,31 +210,6 @@ def coordinator_address(store: Store) -> tuple[str, int] | None:
     """Returns host and port of the store, or None if it is none of the network."""
     inner = coordinator_store(store)
     return (inner.host, inner.port) if isinstance(inner, (JobStore, TCPStore)) else None
-
-
-def store_for_threads(store: Store, rank: int, timeout_seconds: float) -> Store:
-    """Returns a store that threads of C++ may use at any time, also while Python ends."""
-    address = coordinator_address(store)
-    if address is None or not isinstance(coordinator_store(store), JobStore):
-        return store
-    prefixed, host = PrefixStore("for threads", store), address[0]
-    if rank == 0:
-        try:
-            listener = listening(host, 0)
-        except OSError:
-            listener = listening_everywhere(0)
-        port, number = listener.getsockname()[1], listener.detach()
-        options = {"is_master": True, "master_listen_fd": number}
-        try:
-            served = tcp_store(host, port, timeout_seconds, **options)
-        except NotImplementedError:
-            # libuv in torch 2.6 opens its socket itself.
-            served = tcp_store(host, port, timeout_seconds, **options, use_libuv=False)
-        prefixed.set("port", str(port))
-        return served
-    with translated_store_errors():
-        port = int(prefixed.get("port"))
-        return in_thread(lambda: tcp_store(host, port, timeout_seconds), timeout_seconds)
 
 
 def tcp_store(host: str, port: int, seconds: float, **options: Any) -> TCPStore:

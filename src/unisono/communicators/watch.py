@@ -130,8 +130,16 @@ class Watch:
         self.sequence, self.doing = header.sequence, header
         self._deadline = time.monotonic() + self.timeout_seconds
         try:
-            with self.published_errors():
+            with self.published_errors(), self.told_exits(header):
                 yield
+        finally:
+            self.doing = None
+
+    @contextmanager
+    def told_exits(self, header: Header) -> Iterator[None]:
+        """Tells all ranks if this one leaves a collective with another error."""
+        try:
+            yield
         except CommunicationError:
             raise
         except BaseException as error:
@@ -140,8 +148,6 @@ class Watch:
             self._deadline = 0.0
             self.published(WorkerLostError(left, [self._rank]))
             raise
-        finally:
-            self.doing = None
 
     @contextmanager
     def published_errors(self) -> Iterator[None]:

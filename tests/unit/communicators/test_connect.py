@@ -329,7 +329,7 @@ def test_nccl_without_a_gpu_is_an_error() -> None:
     from unisono.communicators.nccl import NcclCommunicator
 
     with pytest.raises(UnsupportedError, match="sees 0 GPUs"):
-        NcclCommunicator(IdentityCommunicator(), HashStore())
+        NcclCommunicator(IdentityCommunicator())
 
 
 def test_ranks_of_a_part_get_the_numbers_of_the_whole_unless_they_have_them() -> None:

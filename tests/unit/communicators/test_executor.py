@@ -14,8 +14,10 @@ from unisono.algorithms import doubling, exchange, one_step, turns_of
 from unisono.communicators.executor import Executor, pieces_of
 from unisono.communicators.headers import HEADER_BYTES, Header
 from unisono.communicators.network import NetworkCommunicator
+from unisono.communicators.plan import Plan
 from unisono.costs import USUAL_LINK, Cluster
-from unisono.kernels import tree_reduce
+from unisono.errors import UnequalCollectivesError
+from unisono.kernels import combine_into, tree_reduce
 from unisono.options import ReduceOp
 from unisono_tools.pricing import Phase, busiest_share, running
 from unisono_tools.pricing.halving import halving
@@ -56,6 +58,39 @@ def wrong(store: Store, rank: int, size: int) -> list[str]:
 
 def test_every_algorithm_has_the_bits_of_the_tree() -> None:
     assert run_ranks(5, wrong) == [[]] * 5
+
+
+def wrong_plans(store: Store, rank: int, size: int) -> list[str]:
+    """Returns what went wrong in small reductions whose messages are prepared once."""
+    found = []
+    with NetworkCommunicator(store, rank, size, backend="tcp", timeout_seconds=60) as communicator:
+        link = communicator._link
+        for algorithm in ALGORITHMS:
+            for op, num_terms, dtype in [(SUM, 1, torch.float32), (MEAN, 2, torch.float16)]:
+                executor = Executor(algorithm(size), rank, num_terms)
+                plan = Plan(executor, link, op, (dtype, LENGTH, num_terms), 7)
+                assert plan.is_small
+                for turn in range(3):
+                    every = [brought_by(one + turn, num_terms, dtype) for one in range(size)]
+                    terms = [term for terms in every for term in terms]
+                    expected = torch.empty_like(terms[0])
+                    combine_into(op, terms, [expected], 7)
+                    header = Header.of_terms("all_reduce", link.sequence + 1, op, every[rank], 7)
+                    with link.collective(header) as collective:
+                        plan.run(collective, every[rank])
+                    if not torch.equal(every[rank][0], expected):
+                        found.append(f"{algorithm.__name__} {op} {num_terms} {dtype} {turn}")
+        try:
+            communicator.all_reduce(SUM, [torch.ones(3 if rank == 1 else 4)])
+            found.append("no error")
+        except UnequalCollectivesError as error:
+            found += [] if error.ranks == (1,) else [str(error)]
+    return found
+
+
+def test_a_plan_gives_the_bits_of_the_tree_again_and_again() -> None:
+    assert run_ranks(5, wrong_plans) == [[]] * 5
+    assert run_ranks(4, wrong_plans) == [[]] * 4
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 13, 16])

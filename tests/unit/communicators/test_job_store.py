@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from keyboard import press_ctrl_c_in
-from torch._C._distributed_c10d import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from unisono.communicators import coordinator_store, translated_store_errors
@@ -22,7 +22,6 @@ from unisono.communicators.gloo import make_gloo_group
 from unisono.communicators.greeting import call
 from unisono.communicators.job_store import JobStore, serve_store, store_at
 from unisono.communicators.sockets import listening
-from unisono.communicators.stores import store_for_threads
 from unisono.errors import WorkerLostError, WorkerTimeoutError
 
 KEY = b"k" * 32
@@ -66,20 +65,13 @@ def test_a_key_is_waited_for(served: JobStore) -> None:
     timer.join()
 
 
-def test_gloo_and_threads_of_torch_can_use_it(served: JobStore) -> None:
+def test_gloo_can_use_it(served: JobStore) -> None:
     stores = [served, connected((served.host, served.port))]
 
     def work(rank: int) -> list[float]:
         group = make_gloo_group(PrefixStore("own", stores[rank]), rank, 2, timeout_seconds=SECONDS)
         total = torch.ones(2)
         group.allreduce([total]).wait()
-        native = store_for_threads(stores[rank], rank, SECONDS)
-        assert isinstance(native, TCPStore)
-        native.set(f"came/{rank}", "")
-        native.wait([f"came/{1 - rank}"], timedelta(seconds=SECONDS))
-        native.add("left", 1)
-        while rank == 0 and native.add("left", 0) < 2:
-            time.sleep(0.01)
         return total.tolist()
 
     with ThreadPoolExecutor(2) as pool:

@@ -157,6 +157,51 @@ def gather_uneven(communicator: Communicator) -> None:
         same(gathered or [], mixed if rank == 0 else [])
 
 
+def reduce_and_share_parts(communicator: Communicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    cases = itertools.product([torch.float16, torch.float32, torch.complex64], [0, 5, 700_001])
+    for (dtype, length), num_terms in itertools.product(cases, [1, 2]):
+        every = [term(r, i, (length,), dtype) for r in range(size) for i in range(num_terms)]
+        expected = tree_reduce(ReduceOp.SUM, every)
+        arena = communicator.allocate(num_terms * every[0].nbytes).view(dtype)
+        for memory in (arena, torch.empty_like(arena), arena if rank else torch.empty_like(arena)):
+            own = [*memory.view(num_terms, length)]
+            for one, value in zip(own, every[rank * num_terms :], strict=False):
+                one.copy_(value)
+            communicator.reduce_parts(ReduceOp.SUM, own)
+            cut = slice_of(rank, size, length)
+            assert torch.equal(own[0][cut], expected[cut])
+            communicator.share_parts(own[0])
+            assert torch.equal(own[0], expected)
+            # Nobody still reads what this rank has.
+            memory.zero_()
+
+
+def lead(communicator: Communicator) -> None:
+    rank, size = communicator.rank, communicator.size
+    # The last ones do not fit into a slot.
+    for brought in [torch.arange(5), torch.ones(0), torch.arange(200_000.0)]:
+        own = [brought * (rank + 1), brought.clone()]
+
+        def work(every: list[Tensor], own: list[Tensor] = own) -> None:
+            assert len(every) == 2 * size
+            own[0].copy_(torch.stack(every).sum(0))
+
+        assert communicator.lead(bytes(16), own, work) is None
+        assert torch.equal(own[0], brought * (size * (size + 1) // 2 + size))
+    assert communicator.lead(bytes(16)) is None
+    others = [bytes(16), *[b"another greeting"] * (size - 1)]
+    greeting = others[rank]
+    assert communicator.lead(greeting, own, work) == (others if size > 1 else None)
+    # Also where one leads and another gathers.
+    if rank:
+        assert communicator.lead(greeting) == others
+    else:
+        gathered = communicator.all_gather(torch.tensor([*greeting], dtype=torch.uint8))
+        assert [bytes(one.tolist()) for one in gathered] == others
+    communicator.barrier()
+
+
 def reduce_unusual_memory(communicator: Communicator) -> None:
     rank, size = communicator.rank, communicator.size
     sums = size * (size + 1) / 2
@@ -279,6 +324,8 @@ AT_EVERY_SIZE: list[Body] = [
     reduce_means,
     move,
     reduce_in_arena,
+    reduce_and_share_parts,
+    lead,
 ]
 AT_SIZE: dict[int, list[Body]] = {
     1: [gather_uneven],

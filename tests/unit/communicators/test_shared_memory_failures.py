@@ -180,6 +180,26 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
         assert 2 < result.seconds < 2.5 + SECONDS_TO_NOTICE
 
 
+def fail_while_leading(store: Store, rank: int, size: int) -> Report:
+    def work(_: object) -> None:
+        raise ValueError("of the program")
+
+    with join(store, rank, size) as communicator:
+        lead = functools.partial(communicator.lead, bytes(16), [torch.ones(3)], work)
+        if rank > 0:
+            return report(lead)
+        with pytest.raises(ValueError, match="of the program"):
+            lead()
+        return report(communicator.barrier)
+
+
+def test_a_rank_that_fails_for_all_is_named() -> None:
+    for result in run_ranks(3, fail_while_leading):
+        assert result.kind is WorkerLostError
+        assert result.ranks == (0,)
+        assert result.seconds < SECONDS_TO_NOTICE
+
+
 CALLS: dict[str, Callable[[Communicator], object]] = {
     "sum": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(4)]),
     "another shape": lambda c: c.all_reduce(ReduceOp.SUM, [torch.ones(2, 2)]),
