@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import itertools
 import os
 import signal
 import time
@@ -43,6 +45,8 @@ class Task:
         settings: `timeout_seconds`, `min_workers` and `implementation`.
         num_replicas: How many replicas it wants.
         pause: How many seconds it sleeps after a step.
+        stops_after: A function of the library, as "module:name", and how often it returns before
+            the worker stops.
         environ: Its environment variables.
     """
 
@@ -55,6 +59,7 @@ class Task:
     settings: dict[str, Any] = field(default_factory=dict)
     num_replicas: int = REPLICAS
     pause: float = 0.0
+    stops_after: tuple[str, int] | None = None
     environ: dict[str, str] = field(default_factory=dict)
 
 
@@ -133,6 +138,8 @@ def _run(pipe: Connection, task: Task) -> None:
         os.environ.update(task.environ)
         pipe.send(("ready", None))
         pipe.recv()
+        if task.stops_after is not None:
+            _stop_after(*task.stops_after)
         program = _Program(pipe, task)
         try:
             program.work()
@@ -145,6 +152,21 @@ def _run(pipe: Connection, task: Task) -> None:
         pipe.send(("raised", (type(error).__name__, str(error))))
     except BaseException:
         pipe.send(("failed", traceback.format_exc()))
+
+
+def _stop_after(where: str, times: int) -> None:
+    """Stops this process once, when a function of the library has returned so often."""
+    module, _, function = where.partition(":")
+    owner = importlib.import_module(module)
+    original, returns = getattr(owner, function), itertools.count(1)
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        found = original(*args, **kwargs)
+        if next(returns) == times:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+
+    setattr(owner, function, called)
 
 
 class _Program:

@@ -6,6 +6,7 @@ import hashlib
 import re
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,10 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
-from processes.ports import free_ports
+from processes.ports import free_port, free_ports
 from processes.programs import Program, clean_environment, launcher, program, run
+from unisono.cluster import Address
+from unisono.cluster.elastic.doors import may_answer
 
 # Trains 24 steps. What happens to whom at which step is the argument.
 SCRIPT = """
@@ -23,6 +26,11 @@ import hashlib, os, signal, sys, time
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 import unisono as uo
+
+def tell(*words):
+    # Workers of torchrun share a pipe and write without a buffer, so a line must be one write.
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")
+    sys.stdout.flush()
 
 folder, fate = sys.argv[1], dict(one.split("=") for one in sys.argv[2:])
 signals = []
@@ -53,24 +61,29 @@ checkpoint = uo.experimental.Checkpoint(model=model, optimizer=optimizer, input=
 handler = uo.experimental.PreemptionCheckpointHandler(
     strategy.cluster_resolver, checkpoint, os.path.join(folder, "saved")
 )
-print("from step", handler.total_run_calls, flush=True)
+tell("from step", handler.total_run_calls)
 members = strategy.extended.elastic.members
 wanted = 0
 while handler.total_run_calls < 24:
     for (x,) in batches:
         what = fate.get(str(handler.total_run_calls))
         if what == "let in":
-            print("waiting", flush=True)
+            tell("waiting")
             wanted = len(members.met.members) + 1
         if len(members.met.members) < wanted:
             # One that comes late to a meeting is let in at the next one.
             wait_for(members.newcomers)
         if what == "be lost":
-            print("training with", len(members.met.members), flush=True)
+            tell("training with", len(members.met.members))
             time.sleep(600)
+        elif what == "linger":
+            # The launchers of the hosts tell each other every five seconds that they live.
+            time.sleep(7)
         elif what == "die" and os.environ["RANK"] == "1" and not os.path.exists(folder):
             os.mkdir(folder)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif what == "hear" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            wait_for(lambda: signals)
         elif what == "end":
             os.kill(os.getppid(), signal.SIGTERM)
             wait_for(lambda: signals)
@@ -78,7 +91,7 @@ while handler.total_run_calls < 24:
         handler.run(step, x)
         if handler.total_run_calls == 24:
             break
-print("weights", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest(), flush=True)
+tell("weights", hashlib.sha256(model.weight.detach().numpy().tobytes()).hexdigest())
 handler.close()
 strategy.close()
 """
@@ -132,14 +145,18 @@ def test_hosts_come_and_go_and_the_bits_stay_the_same(tmp_path: Path, script: Pa
     ports = free_ports(2)
     endpoints = ",".join(f"127.0.0.1:{port}" for port in ports)
     options = ["-n", "1", "--elastic", "--nnodes", "1:3", "--rdzv-endpoint", endpoints]
-    command = launcher(*options, "--rdzv-conf", "last_call_timeout=1", script, tmp_path / "folder")
+    begin, join = (
+        launcher(*options, "--rdzv-conf", f"last_call_timeout=1{more}", script, tmp_path / "folder")
+        # Hosts whose names the network does not know say which one has the store.
+        for more in ("", ",is_host=0")
+    )
     environ = clean_environment(
         UNISONO_JOB_TOKEN="secret", OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)
     )
 
-    with program([*command, "3=let in", "6=be lost"], environ) as first:
+    with program([*begin, "3=let in", "6=be lost"], environ) as first:
         wait_for_line(first, "waiting")
-        with program([*command, "9=let in", "14=end"], environ) as second:
+        with program([*join, "9=let in", "14=end"], environ) as second:
             line = wait_for_line(first, "training with")
             if "training with 2" not in line:
                 second.send_signal(signal.SIGTERM)
@@ -147,7 +164,7 @@ def test_hosts_come_and_go_and_the_bits_stay_the_same(tmp_path: Path, script: Pa
             # With the launcher, the host of the first endpoint and its worker are lost.
             first.send_signal(signal.SIGKILL)
             wait_for_line(second, "waiting")
-            with program(command, environ) as third:
+            with program(join, environ) as third:
                 output, errors = third.communicate(timeout=200)
             output_of_second, errors_of_second = second.communicate(timeout=200)
 
@@ -160,12 +177,38 @@ def test_hosts_come_and_go_and_the_bits_stay_the_same(tmp_path: Path, script: Pa
     assert not (tmp_path / "folder").exists()
 
 
+def test_launchers_do_not_say_again_and_again_that_the_first_host_is_lost(
+    tmp_path: Path, script: Path
+) -> None:
+    endpoint = Address("127.0.0.1", free_port())
+    options = ["-n", "1", "--elastic", "--nnodes", "2", "--rdzv-endpoint", str(endpoint)]
+    command = launcher(*options, script, tmp_path / "folder")
+    environ = clean_environment(
+        UNISONO_JOB_TOKEN="secret", OMP_NUM_THREADS="1", TMPDIR=str(tmp_path)
+    )
+    with program([*command, "6=be lost"], environ) as first:
+        deadline = time.monotonic() + 60
+        # The launcher that listens there has come first.
+        while not may_answer(endpoint.host, endpoint.port) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        with program([*command, "7=linger"], environ) as second:
+            wait_for_line(first, "training with 2")
+            first.send_signal(signal.SIGKILL)
+            output, errors = second.communicate(timeout=200)
+
+    assert undisturbed() in output
+    assert "Lost worker" in errors
+    assert "rendezvous" not in errors
+
+
 def test_torchrun_restarts_all_workers_after_a_loss_and_no_step_is_lost(
     tmp_path: Path, script: Path
 ) -> None:
     folder = tmp_path / "folder"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node=2", "--max-restarts=1", str(script), str(folder), "7=die"]
+    # It would end first where torchrun is slow.
+    command.append("12=hear")
 
     status, output, errors = run(command, clean_environment(OMP_NUM_THREADS="1"))
 

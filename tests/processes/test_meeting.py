@@ -23,7 +23,7 @@ from processes.programs import clean_environment, run, run_together
 
 # Prints rank, size, job and the ranks it has met, or the name and the text of the error.
 WORKER = """
-import json, os
+import json, os, sys
 from unisono.cluster import Membership, WorkerCard, detect, meet, open_store
 from unisono.errors import UnisonoError
 
@@ -36,7 +36,8 @@ try:
     answer = [membership.rank, membership.size, membership.job, [one.rank for one in met]]
 except UnisonoError as error:
     answer = [type(error).__name__, str(error)]
-print("ANSWER " + json.dumps(answer), flush=True)
+# Workers of torchrun share a pipe and write without a buffer, so a line must be one write.
+sys.stdout.write("ANSWER " + json.dumps(answer) + "\\n")
 """
 
 

@@ -261,10 +261,6 @@ class ElasticAgreement(Agreement):
 
     A worker that is to stop leaves, and the others go on. Only where too few would be left is the
     step the last one.
-
-    Args:
-        notice: Says whether this worker is to stop.
-        job: The job.
     """
 
     def __init__(self, notice: Notice, job: ElasticJob) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import os
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -78,6 +79,7 @@ class Checkpoint:
         Raises:
             UnsupportedError: If an object has a state that `torch.load` refuses without
                 `weights_only=False`.
+            FileExistsError: If another process has saved this file meanwhile. That file stays.
             CommunicationError: If the workers cannot go on together, or the chief could not write.
         """
         workers = these_workers()
@@ -111,10 +113,16 @@ class Checkpoint:
                 f"{path} holds {sorted(saved)}, but this checkpoint has {sorted(self._objects)}. "
                 "Make the checkpoint with the same names."
             )
-        hooks = state.get("hooks")
-        _check_hooks(hooks)
+        kept: Any = state.get("hooks")
+        hook = None if kept is None else newest_hook()
+        if hook is not None and kept["kept_for"] != hook.kept_for:
+            raise UnsupportedError(
+                f"The checkpoint holds what a communication hook kept for {kept['kept_for']}, but "
+                f"now it is called for {hook.kept_for}. Resume with {kept['kept_for']}."
+            )
         self._load(state, _own(state["random"], these_workers()))
-        _load_hooks(hooks)
+        if hook is not None:
+            hook.load({number: read(*one) for number, one in enumerate(kept["contents"])})
 
     def _load(self, state: Mapping[str, Any], random: dict[str, Any]) -> None:
         saved = state["objects"]
@@ -219,29 +227,26 @@ def _hooks_of_all(workers: Workers) -> dict[str, Any] | None:
     return {"kept_for": hook.kept_for, "contents": contents}
 
 
-def _check_hooks(saved: Mapping[str, Any] | None) -> None:
-    hook = newest_hook()
-    if saved is not None and hook is not None and saved["kept_for"] != hook.kept_for:
-        raise UnsupportedError(
-            f"The checkpoint holds what a communication hook kept for {saved['kept_for']}, but now "
-            f"it is called for {hook.kept_for}. Resume with {saved['kept_for']}."
-        )
-
-
-def _load_hooks(saved: Mapping[str, Any] | None) -> None:
-    hook = newest_hook()
-    if saved is not None and hook is not None:
-        hook.load({number: read(*one) for number, one in enumerate(saved["contents"])})
-
-
 def write_file(state: Any, path: Path) -> None:
-    """Saves `state` with `torch.save`. A process that is killed here leaves the old file whole."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}{UNFINISHED}")
+    """Saves `state` with `torch.save`. A process that is killed here leaves the old file whole.
+
+    Raises:
+        FileExistsError: If another process has saved this file meanwhile. That file stays.
+    """
+    # A process of another container may have the same number.
+    unfinished = path.with_name(f".{path.name}.{uuid.uuid4().hex}{UNFINISHED}")
+    before = _identity(path)
     try:
         with unfinished.open("wb") as file:
             torch.save(state, file)
             file.flush()
             os.fsync(file.fileno())
+        # A worker may have been paused here for so long that others went on without it.
+        if not unfinished.exists() or _identity(path) != before:
+            raise FileExistsError(
+                f"{path} was not saved, because another process has saved to its folder meanwhile. "
+                "What that process saved was kept. Let only one job save to a folder."
+            )
         _check_readable(unfinished)
         os.replace(unfinished, path)
     finally:
@@ -253,6 +258,14 @@ def write_file(state: Any, path: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    """Returns what is another after a file has been saved again; None if there is no file."""
+    with contextlib.suppress(FileNotFoundError):
+        found = path.stat()
+        return found.st_ino, found.st_mtime_ns
+    return None
 
 
 def copied_to_host(state: Any) -> Any:

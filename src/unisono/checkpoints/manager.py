@@ -172,20 +172,15 @@ class CheckpointManager:
     def _write(self, state: Any, path: Path, start: float) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            # Of processes that were killed, or paused for so long that this one took over.
+            unfinished = list(self._folder.glob(f".{self._name}-*{UNFINISHED}"))
             write_file(state, path)
-            self._delete_old(path)
+            old = [] if self._max_to_keep is None else self._found()[: -self._max_to_keep]
+            for one in (*unfinished, *(file for _, file in old if file != path)):
+                one.unlink(missing_ok=True)
         except Exception as error:
             _log.error("Cannot save %s: %s: %s", path, type(error).__name__, error)
             raise
         seconds = time.monotonic() - start
         self.longest_seconds = max(self.longest_seconds, seconds)
         _log.info("Saved %s in %.1f s.", path, seconds)
-
-    def _delete_old(self, newest: Path) -> None:
-        """Deletes what is not to be kept, and what a process left that was killed as it wrote."""
-        for path in self._folder.glob(f".{self._name}-*{UNFINISHED}"):
-            path.unlink(missing_ok=True)
-        if self._max_to_keep is not None:
-            for _, path in self._found()[: -self._max_to_keep]:
-                if path != newest:
-                    path.unlink(missing_ok=True)

@@ -72,12 +72,8 @@ class PreemptionCheckpointHandler:
         )
         self._manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         job = elastic_job()
-        check_optional(
-            "cluster_resolver",
-            cluster_resolver,
-            ClusterResolver,
-            "one of `unisono.cluster_resolver`",
-        )
+        wanted = "one of `unisono.cluster_resolver`"
+        check_optional("cluster_resolver", cluster_resolver, ClusterResolver, wanted)
         joined = _workers_of(cluster_resolver) if job is None else None
         self._config = termination_config or TerminationConfig()
         self._notice = Notice(self._config)
@@ -194,9 +190,7 @@ def _manager(given: Checkpoint | CheckpointManager, folder: Any) -> CheckpointMa
     return CheckpointManager(given, folder, max_to_keep=1)
 
 
-def _workers_of(
-    resolver: ClusterResolver | None,
-) -> tuple[TracedCommunicator, JobStore] | None:
+def _workers_of(resolver: ClusterResolver | None) -> tuple[TracedCommunicator, JobStore] | None:
     """Returns what connects the workers of this process, which must be those of the resolver."""
     joined = newest_workers()
     if resolver is None:

@@ -186,7 +186,8 @@ class _Meeting:
             self._compare_with_rank_0()
 
     def _compare_with_rank_0(self) -> None:
-        if not self._has_come("card/0"):
+        self._wait_until(lambda: self._is_there("card/0") or was_left(self._store))
+        if not self._is_there("card/0"):
             self._leave(self._absence(self._missing()))
         self._fits = not differences([self._read("card/0"), self._card])[0]
         if self._fits:
@@ -274,10 +275,6 @@ class _Meeting:
         while not condition() and time.monotonic() < self._deadline:
             time.sleep(pause)
             pause = min(1.5 * pause, _LAST_PAUSE_SECONDS)
-
-    def _has_come(self, key: str) -> bool:
-        self._wait_until(lambda: self._is_there(key) or was_left(self._store))
-        return self._is_there(key)
 
     def _all_fit(self) -> bool:
         # Who has left counts as one that fits, and would be waited for in vain.

@@ -274,7 +274,6 @@ def _merged(job: str, specs: list[ClusterSpec]) -> Tasks:
 
 
 def _check_task(task_type: str | None, task_id: int | None, rpc_layer: str | None = None) -> None:
-    """Raises unless these can name a task, or are None."""
     check_optional("task_type", task_type, str, "a text, such as 'worker', or None")
     check_optional("rpc_layer", rpc_layer, str, "a text, such as 'grpc', or None")
     if task_id is not None:

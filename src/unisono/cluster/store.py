@@ -123,7 +123,10 @@ class _Door:
         rank = self._membership.rank
         while True:
             try:
-                address = self._host, self._store_port()
+                port = self._port
+                if self._uses_other:
+                    port = int(self._of_other(lambda other: other.get(self._name)) or 0)
+                address = self._host, port
                 return store_at(address, call(address, self._key, rank, self._keys, self._deadline))
             except RefusedError:
                 raise self._refused() from None
@@ -131,11 +134,6 @@ class _Door:
                 if time.monotonic() >= self._deadline:
                     raise self._unreachable(str(error)) from None
             time.sleep(_PAUSE_SECONDS)
-
-    def _store_port(self) -> int:
-        if not self._uses_other:
-            return self._port
-        return int(self._of_other(lambda store: store.get(self._name)) or 0)
 
     def _of_other(self, ask: Callable[[Store], bytes | None]) -> bytes | None:
         left = max(self._deadline - time.monotonic(), _PAUSE_SECONDS)

@@ -18,10 +18,7 @@ def account(
     """Says who was lost, has left or has joined, and who has taken over what.
 
     Args:
-        before: Which replicas each worker had.
-        numbers: The numbers of these workers.
-        now: Which replicas each worker has.
-        met: The workers that there are now.
+        numbers: Those of the workers that there were before.
         leaving: The numbers of workers that have said that they leave.
     """
     gone = [number for number in numbers if number not in met.members]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from unisono.cluster.elastic import ElasticMembers, Met, share_state
 from unisono.devices import Device, spread
-from unisono.engines import CallerThread
+from unisono.engines import ThreadState
 from unisono.errors import (
     CommunicationError,
     ContextError,
@@ -32,12 +32,9 @@ from unisono.reductions import CrossDeviceOps, dealt
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_leaving import Departures
 from unisono.strategies.elastic_values import (
-    Admission,
-    Busy,
     ElasticValues,
     check_again,
     distributed,
-    has_gradient,
     in_host_memory,
     lost_arguments,
 )
@@ -47,6 +44,7 @@ from unisono.values import PerReplica, flatten, map_leaves
 from unisono.variables import KeptVariables, Snapshot
 
 if TYPE_CHECKING:
+    from unisono.checkpoints.checkpoint import Checkpoint
     from unisono.strategies.multi_worker import MultiWorkerExtended
 
 T = TypeVar("T")
@@ -59,14 +57,11 @@ class ElasticJob(ElasticValues):
     """Makes runs that survive the loss of workers.
 
     Args:
-        extended: The replicas of this worker.
-        members: The workers.
         devices: The devices of this worker, which its replicas share.
         make_ops: Returns what reduces between the devices of replicas.
 
     Attributes:
         generation: Which workers there are: it changes with them.
-        variables: The variables of the program.
         departures: Which of them are about to leave.
     """
 
@@ -91,8 +86,8 @@ class ElasticJob(ElasticValues):
         # What came with the last commit, by rank.
         self._rows: list[Tensor] = []
         self._is_busy = False
-        # What is known to those who join. None of them is let in before it is set.
-        self._admission: Admission | None = None
+        # What those who join get to know. None of them is let in before it is set.
+        self._admission: Checkpoint | None = None
         # What they get: the state before the run that comes next, until that is complete.
         self._boundary: Any = None
         # Whether somebody has asked one of the workers to be let in.
@@ -130,7 +125,7 @@ class ElasticJob(ElasticValues):
             if met.generation != self.generation:
                 self._move(met, start, is_undone=False)
 
-    def admit(self, admission: Admission) -> None:
+    def admit(self, admission: Checkpoint) -> None:
         """Lets workers join from now on; on one that has joined, takes over what it got."""
         for one in self._inputs:
             if admission.holds(one):
@@ -151,7 +146,7 @@ class ElasticJob(ElasticValues):
         while leaving := self.departures.ranks(self._numbers):
             if len(self._numbers) - len(leaving) < self.members.min_workers:
                 return True
-            if self._share_hooks():
+            if not self._all_know():
                 continue
             if self.members.met.rank in leaving:
                 _log.warning("Leaving: preempted. The other workers take over and go on.")
@@ -204,7 +199,8 @@ class ElasticJob(ElasticValues):
         gradients = self._extended.gradients
         had_unreduced = gradients.has_unreduced
         keeps = self._adds.get(code, True) if code is not None else True
-        had_gradients = keeps and any(map(has_gradient, self._extended.mirrors.all_leaves))
+        trained = self._extended.mirrors.all_leaves
+        had_gradients = keeps and any(one.primary.grad is not None for one in trained)
         self._snapshot.begin(keep_gradients=keeps)
         self.variables.begin()
         results: list[Any] = []
@@ -243,7 +239,7 @@ class ElasticJob(ElasticValues):
 
         is_complete = False
         try:
-            with Busy(self):
+            with self.busy():
                 generation, known = self._transact(work, undo, complete)
             is_complete = True
         finally:
@@ -267,7 +263,6 @@ class ElasticJob(ElasticValues):
 
         Args:
             work: What they do. Within a run, it is a part of the run.
-            undo: Makes everything what it was before.
         """
         if self._is_busy:
             return work()
@@ -278,7 +273,7 @@ class ElasticJob(ElasticValues):
             return packed(())
 
         self._extended.mirrors.shared.note()
-        with Busy(self):
+        with self.busy():
             self._transact(work_once, undo)
         return results[0]
 
@@ -293,7 +288,7 @@ class ElasticJob(ElasticValues):
         Returns:
             The generation in which the work was done, and what all told about it.
         """
-        caller = CallerThread()
+        caller = ThreadState()
         while True:
             generation = self.generation
             failure: CommunicationError | None = None
@@ -344,16 +339,13 @@ class ElasticJob(ElasticValues):
     ) -> tuple[Met, list[Tensor] | None]:
         """Survivors meet, and tell those who lack something.
 
-        Args:
-            error: What has happened, if it has.
-            leaving: The ranks of workers that leave.
-            admits: Whether workers are let in that want to join.
-
         Returns:
             What they have agreed on. What all said with the last commit, if this worker has not
             passed it and another one has.
         """
         while True:
+            if (before := self.members.met).members[before.rank] in self.departures.numbers:
+                leaving = [before.rank]
             met = self.members.meet_again((self._num_commits,), error, leaving, admits=admits)
             is_behind = met.position != (self._num_commits,)
             hooks = self._extended.replica_hooks

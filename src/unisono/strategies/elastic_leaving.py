@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from unisono.checkpoints.agreement import Notice
 
 # What a worker says of itself with every run: it may be preempted, it may be time for it to leave,
 # and it may have waited long enough for other workers that are preempted at about the same time.
 UNDISTURBED, PREEMPTED, READY, READY_ALONE = range(4)
-
-
-class Ending(Protocol):
-    """How a worker learns that it is preempted. `Notice` implements it."""
-
-    def sign(self) -> int:
-        """Returns how this worker stands: one of the four numbers above."""
-
-    def leave(self) -> None:
-        """Leaves the program."""
 
 
 class Departures:
@@ -31,10 +24,10 @@ class Departures:
 
     def __init__(self) -> None:
         self.numbers: set[int] = set()
-        self.ending: Ending | None = None
+        self.ending: Notice | None = None
 
     def sign(self) -> int:
-        """Returns how this worker stands."""
+        """Returns how this worker stands: one of the four numbers above."""
         return UNDISTURBED if self.ending is None else self.ending.sign()
 
     def note(self, signs: Sequence[int], members: Sequence[int]) -> None:

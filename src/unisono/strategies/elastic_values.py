@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,39 +19,17 @@ from unisono.kernels import check_gather
 from unisono.options import ReduceOp
 from unisono.reductions import Destinations, ReductionToOneDevice, ReplicaLayout, Workers
 from unisono.strategies.known_results import packed
-from unisono.values import (
-    Mirrored,
-    PerReplica,
-    as_tensor,
-    factors_of,
-    flatten,
-    map_leaves,
-    weighed,
-)
+from unisono.values import Mirrored, PerReplica, as_tensor, factors_of, flatten, map_leaves, weighed
 
 if TYPE_CHECKING:
     from unisono.cluster.elastic import ElasticMembers
     from unisono.strategies.multi_worker import MultiWorkerExtended
-    from unisono.variables import Leaves
 
 T = TypeVar("T")
 
 # They remember how values go from some devices to others.
 _HERE = ReductionToOneDevice()
 _slots = functools.cache(cpu_slots)
-
-
-class Admission(Protocol):
-    """What a worker that joins needs to know. `Checkpoint` implements it."""
-
-    def state_of(self) -> dict[str, Any]:
-        """Returns the state as this worker has it."""
-
-    def take(self, state: dict[str, Any]) -> None:
-        """Takes over what `state_of` has returned on another worker."""
-
-    def holds(self, one: object) -> bool:
-        """Whether it has the state of an input."""
 
 
 class ElasticValues:
@@ -79,11 +58,7 @@ class ElasticValues:
     ) -> Any:
         """Reduces a value over all replicas: here, if all workers know the components of all.
 
-        Args:
-            op: How.
-            value: The value.
-            destinations: Where the result goes.
-            reduce: Reduces it together with the other workers.
+        Otherwise `reduce` does it, together with the other workers.
         """
         if not isinstance(value, PerReplica) or self._is_busy:
             return self.transact(reduce, _nothing)
@@ -99,10 +74,7 @@ class ElasticValues:
     def gather(self, value: Any, axis: int, gather: Callable[[Any, int], Any]) -> Any:
         """Concatenates a value of all replicas: here, if all workers know the components of all.
 
-        Args:
-            value: The value.
-            axis: The dimension along which its components are put together.
-            gather: Does it together with the other workers.
+        Otherwise `gather` does it, together with the other workers.
         """
         if not isinstance(value, PerReplica) or self._is_busy:
             return self.transact(lambda: gather(value, axis), _nothing)
@@ -117,6 +89,15 @@ class ElasticValues:
             for tensor, count in zip(tensors, counts, strict=True)
         ]
         return torch.cat(parts, dim=axis).to(this_machine().torch_device(self._extended.host))
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        """In the block, what workers do together is part of one run."""
+        self._is_busy = True
+        try:
+            yield
+        finally:
+            self._is_busy = False
 
     def add_input(self, given: Any) -> None:
         """Lets an input know when this worker gets other replicas."""
@@ -141,7 +122,10 @@ class ElasticValues:
     def tell(
         self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
     ) -> tuple[int, tuple[int, ...]]:
-        """All workers tell each other numbers; see `Moving` in `unisono.input.source.epoch`."""
+        """All workers tell each other the numbers that `own` returns; see `transact`.
+
+        Returns the generation of the workers that have told, and all their numbers by rank.
+        """
         generation, known = self._transact(lambda: packed([PerReplica(own())]), undo)
         assert known[0] is not None
         return generation, known[0]
@@ -152,17 +136,21 @@ class ElasticValues:
             return tensor
         return self.transact(lambda: self._extended.workers.of_chief(tensor), _nothing)
 
-    def _share_hooks(self) -> bool:
-        """Before workers leave: all get what the communication hooks of all replicas keep.
+    def _all_know(self) -> bool:
+        """Before workers leave: all say that they know it, and get what communication hooks keep.
+
+        One that is cut off as it learns that it leaves would go on otherwise, and so would those
+        that go on without it.
 
         Returns:
-            Whether not all had it.
+            Whether no worker was lost meanwhile. If one was, the others do it again.
         """
-        hooks = self._extended.replica_hooks
+        hooks, before = self._extended.replica_hooks, self.generation
         if hooks is None or hooks.are_known:
-            return False
-        self.transact(lambda: hooks.meet(self.workers.communicator, self._numbers), _nothing)
-        return True
+            self.transact(_nothing, _nothing)
+        else:
+            self.transact(lambda: hooks.meet(self.workers.communicator, self._numbers), _nothing)
+        return self.generation == before
 
     def _checked(self, value: PerReplica) -> bool:
         """Returns True if a value has the components of the replicas that this worker has now."""
@@ -215,26 +203,8 @@ class ElasticValues:
         )
 
 
-class Busy:
-    """In the block, what workers do together is part of one run."""
-
-    def __init__(self, job: ElasticValues) -> None:
-        self._job = job
-
-    def __enter__(self) -> None:
-        self._job._is_busy = True
-
-    def __exit__(self, *error: object) -> None:
-        self._job._is_busy = False
-
-
 def _to(place: torch.device, leaf: Any) -> Any:
     return leaf.to(place) if isinstance(leaf, Tensor) else copied(leaf)
-
-
-def has_gradient(leaves: Leaves) -> bool:
-    """Whether the program sees a gradient of a parameter."""
-    return leaves.primary.grad is not None
 
 
 def in_host_memory(leaf: Any) -> Any:

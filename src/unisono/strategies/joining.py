@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed import DistError
 
@@ -36,6 +35,7 @@ from unisono.communicators import (
     slice_of,
     translated_store_errors,
 )
+from unisono.communicators.communicator import gather_texts
 from unisono.communicators.hosts import address_towards, reachable
 from unisono.costs import Tuning, current_tuning
 from unisono.devices import Device, cpu_slots, default_devices, resolve, this_machine
@@ -117,6 +117,7 @@ def join_elastic(
     check_connections()
     timeout = options.timeout_seconds or DEFAULT_TIMEOUT_SECONDS
     rules = Rules(min_workers, num_replicas, timeout)
+    launch = membership.job
     # The first workers and those that join have the same key, however they were started.
     membership = replace(membership, job=PURPOSE, restart_count=0)
     card = WorkerCard.of(membership, len(devices), num_replicas)
@@ -125,7 +126,7 @@ def join_elastic(
         tuning = Tuning.from_text(running.tuning) if running.tuning else None
         # It lies there before anybody can find this worker at work.
         door.set("tuning", running.tuning)
-        me = Attendee(Contact.of(door), card, door, rules)
+        me = Attendee(Contact.of(door, launch), card, door, rules)
         elastic = ElasticMembers(me, _connector(devices, options, tuning))
         if elastic.joined(running.generation):
             return elastic, tuning
@@ -138,10 +139,11 @@ def join_elastic(
     communicator, _, tuning = join(membership, devices, options, num_replicas)
     door, is_first = _first_door(membership, communicator)
     door.set("tuning", tuning.to_text() if tuning else b"")
-    contact = Contact.of(door)
-    texts = _said_by_all(communicator, json.dumps(contact))
+    contact = Contact.of(door, launch)
+    # It finds what others leave for it from the moment that they know of it.
     me = Attendee(contact, card, door, rules, keeps_door=is_first)
     elastic = ElasticMembers(me, _connector(devices, options, tuning))
+    texts = gather_texts(communicator, json.dumps(contact))
     elastic.found(communicator, [Contact(*json.loads(text)) for text in texts])
     for joined in _stores.values():
         if communicator in joined.users:
@@ -157,15 +159,10 @@ def _first_door(membership: Membership, communicator: Communicator) -> tuple[Job
     is_alone = membership.size == 1
     first = membership.coordinator
     at = None if is_alone else (first.host, first.port)
-    addresses = _said_by_all(communicator, address_towards(at))
+    addresses = gather_texts(communicator, address_towards(at))
     if not is_alone and membership.rank == membership.coordinator_rank:
         return _stores[membership.coordinator, membership.restart_count].store, True
     return open_door(membership, reachable(addresses[communicator.rank], addresses)), False
-
-
-def _said_by_all(communicator: Communicator, text: str) -> list[str]:
-    own = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-    return [bytes(one.tolist()).decode() for one in communicator.all_gather(own)]
 
 
 def _connector(
@@ -189,6 +186,8 @@ def _connected(
     tuning: Tuning | None,
     seconds: float,
 ) -> Communicator:
+    places = map(this_machine().torch_device, devices)
+    gpus = [place for place in places if place.type == "cuda"]
     communicator = connect(
         store,
         rank,
@@ -197,11 +196,8 @@ def _connected(
         implementation=options.implementation,
         joining_seconds=seconds,
         tuning=tuning,
-        gpus=[
-            gpu_identity(gpu)
-            for gpu in map(this_machine().torch_device, devices)
-            if gpu.type == "cuda"
-        ],
+        gpus=list(map(gpu_identity, gpus)),
+        gpu=next(iter(gpus), None),
     )
     join_workers(rank, size)
     return communicator

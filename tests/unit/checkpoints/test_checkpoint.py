@@ -194,7 +194,7 @@ def test_random_states_of_other_workers_are_refused(tmp_path: Path) -> None:
         Checkpoint(one=Saved(1)).restore(path)
 
 
-KILLED = """
+SAVING = """
 import os, signal, sys, torch
 from unisono.experimental import Checkpoint
 
@@ -204,7 +204,7 @@ class Model:
         return {"weight": torch.full((1000,), 2.0)}
 
 def fsync(_):  # the new file is written, but does not have its name yet
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.Signals[sys.argv[2]])
 
 os.fsync = fsync
 Checkpoint(one=Model()).save(sys.argv[1])
@@ -216,7 +216,8 @@ def test_a_process_that_is_killed_as_it_saves_leaves_the_old_file(tmp_path: Path
     manager = CheckpointManager(Checkpoint(one=old), tmp_path, max_to_keep=1)
     path = manager.save(1)
 
-    killed = subprocess.run([sys.executable, "-c", KILLED, path], timeout=200, check=False)
+    command = [sys.executable, "-c", SAVING, path, "SIGKILL"]
+    killed = subprocess.run(command, timeout=200, check=False)
 
     assert killed.returncode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2
@@ -226,6 +227,31 @@ def test_a_process_that_is_killed_as_it_saves_leaves_the_old_file(tmp_path: Path
     # The next save cleans up.
     manager.save()
     assert os.listdir(tmp_path) == ["ckpt-2.pt"]
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_process_that_is_paused_as_it_saves_keeps_what_others_save_meanwhile(
+    number: int, tmp_path: Path
+) -> None:
+    new = Saved({"weight": torch.ones(1000)})
+    path = tmp_path / "ckpt-1.pt"
+    command = [sys.executable, "-c", SAVING, str(path), "SIGSTOP"]
+    paused = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        _, status = os.waitpid(paused.pid, os.WUNTRACED)
+        assert os.WIFSTOPPED(status)
+        saved = CheckpointManager(Checkpoint(one=new), tmp_path, max_to_keep=None).save(number)
+        paused.send_signal(signal.SIGCONT)
+        _, told = paused.communicate(timeout=200)
+    finally:
+        paused.kill()
+
+    assert "FileExistsError" in told
+    assert "another process has saved to its folder meanwhile" in told
+    assert os.listdir(tmp_path) == [os.path.basename(saved)]
+    restored = Saved(None)
+    Checkpoint(one=restored).restore(saved)
+    assert torch.equal(restored.state["weight"], torch.ones(1000))
 
 
 def test_the_newest_checkpoints_are_kept(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -24,11 +25,12 @@ from unisono.cluster.elastic import ElasticMembers, finding, gathering, share_st
 from unisono.cluster.elastic.doors import Contact, machine_identity
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Choice, Generation, Rules, Standing, Vote, misfit
+from unisono.cluster.elastic.notices import leave_notice
 from unisono.communicators import IdentityCommunicator, JobStore
 from unisono.communicators.job_store import local_store
 from unisono.costs import Link, Tuning
 from unisono.devices import cpu_slots
-from unisono.errors import CommunicationError, UnsupportedError
+from unisono.errors import CommunicationError, UnsupportedError, WorkerLostError
 from unisono.options import CommunicationOptions
 from unisono.strategies.joining import join_elastic
 from unisono.system import process_start
@@ -78,9 +80,17 @@ def test_nobody_goes_on_who_was_not_there() -> None:
     assert not may_go_on(generation(1, [0, 1]), [5], dead=())
 
 
+def test_those_who_leave_do_not_go_on_by_themselves_while_others_are_silent() -> None:
+    """The others may have gone on without them. Those that are left to vote count all."""
+    last = generation(3, range(3))
+    assert not may_go_on(last, [0, 1], dead=[0, 1])
+    assert may_go_on(last, [0, 1], dead=[0])
+    assert may_go_on(last, [0, 1], dead=[0, 1, 2])
+
+
 def chosen(present: Iterable[int], *, min_workers: int = 1, has_state: bool = True) -> Choice:
     """What a meeting decides where workers 0 to 3 were the last, and some of them have come."""
-    last = generation(3, range(4))
+    last = generation(3, range(4))._replace(job="job")
     votes = [
         Vote(last.contacts[n], n + 1, Standing(last), (7,) if has_state else None, [], CARD)
         for n in present
@@ -97,7 +107,7 @@ def test_those_who_have_come_are_the_next_generation() -> None:
     found = choice.generation()
     assert list(found.contacts) == [0, 2, 9]
     assert found.positions == {0: (7,), 2: (7,), 9: None}
-    assert (found.number, found.next_number) == (4, 10)
+    assert (found.number, found.next_number, found.job) == (4, 10, "job")
     assert found.votes == {"process 0": 1, "process 2": 3, "process 8": 1}
 
 
@@ -105,7 +115,7 @@ def test_too_few_workers_are_told_why_they_cannot_go_on() -> None:
     assert "cut in two" in str(chosen([2]).lacks())
     assert "min_workers" in str(chosen([0, 1], min_workers=4).lacks())
     assert chosen([0, 1], min_workers=3).lacks() is None
-    assert "state of the job" in str(chosen([0, 1, 2], has_state=False).lacks())
+    assert "state of an elastic job" in str(chosen([0, 1, 2], has_state=False).lacks())
 
 
 def test_a_worker_of_another_script_is_refused() -> None:
@@ -128,6 +138,8 @@ def test_workers_know_together_what_each_knows() -> None:
 def test_a_standing_arrives_as_it_was() -> None:
     standing = Standing(generation(1, [0, 2]), (generation(4, [2]),))
     assert Standing.from_texts(standing.to_texts()) == standing
+    one = generation(3, range(4))._replace(job="job")
+    assert Generation.from_text(one.to_text()) == one
 
 
 def test_a_process_that_has_ended_is_known_to_be_dead() -> None:
@@ -144,9 +156,36 @@ def test_a_process_that_has_ended_is_known_to_be_dead() -> None:
         assert contact.has_ended()
         assert not contact._replace(machine="another").has_ended()
     assert contact.has_ended()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
+    try:
+        # Nothing is known now of one that lives.
+        with pytest.raises(OSError, match="Too many open files"):
+            process_start(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
     # Its number may belong to another process by now.
     mine = contact._replace(process_id=os.getpid())
     assert mine.has_ended() == (process_start(os.getpid()) != started)
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        # The kernel does not tell by what name it was started: gVisor has none.
+        ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc/sys/kernel/random && "$@"'],
+        # The processes have other numbers than /proc shows.
+        ["unshare", "--pid", "--fork", "sh", "-c", '"$@"; exit $?'],
+    ],
+)
+def test_no_end_of_a_process_is_seen_where_proc_does_not_tell(container: list[str]) -> None:
+    told = "from unisono.cluster.elastic.doors import machine_identity; print(machine_identity())"
+    command = [*container, "sh", sys.executable, "-c", told]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    if found.returncode:
+        pytest.skip(found.stderr)
+    assert found.stdout == "\n"
+    assert machine_identity() or process_start(os.getpid()) is None
 
 
 def test_a_worker_does_not_wait_for_a_meeting_that_is_silent() -> None:
@@ -164,6 +203,46 @@ def test_a_worker_does_not_wait_for_a_meeting_that_is_silent() -> None:
     assert Gathering(newcomer, None, known=last).attend(door, "token") is None
     assert [kind for kind, _ in asked] == ["add", "set", "get"]
     assert all(seconds < 60 for _, seconds in asked)
+
+
+def test_a_worker_that_others_have_gone_on_without_does_not_vote() -> None:
+    """It may know that they have ended since, and those elsewhere may not know what they did."""
+    if process_start(os.getpid()) is None:
+        pytest.skip("this system does not tell when a process has started")
+    door, last = local_store(), generation(3, [0, 1])
+    contact = Contact.of(door)
+    last = last._replace(contacts={**last.contacts, 1: contact})
+    me = Attendee(contact, CARD, door, Rules(1, 4, 30.0), Standing(last))
+    # It was let in again since.
+    leave_notice(contact, 3)
+    assert Gathering(me, (7,)).attend(door, "token") is None
+    assert door.add("token/votes", 0) == 1
+    leave_notice(contact, 4)
+    with pytest.raises(WorkerLostError, match="without this one"):
+        Gathering(me, (7,)).attend(door, "token")
+    assert door.look(["token/vote/2"]) == [None]
+    me.notices.close()
+
+
+def test_a_worker_of_another_job_at_the_port_of_a_lost_one_is_not_heard() -> None:
+    """Neither job has a token. The other one has come farther, and holds a meeting."""
+    other = finding.open_door(ALONE, "127.0.0.1")
+    last = generation(3, [0, 1])._replace(job="this")
+    lost = last.contacts[0]._replace(port=other.port)
+    last = last._replace(contacts={**last.contacts, 0: lost})
+    other.set("generation", generation(7, [5])._replace(job="another").to_text())
+    other.set("open", "token")
+    me = Attendee(last.contacts[1], CARD, local_store(), Rules(1, 4, 1.0), Standing(last))
+    with pytest.raises(CommunicationError, match="cut in two"):
+        Gathering(me, (7,)).hold()
+    assert other.add("token/votes", 0) == 0
+    me.doors.close()
+    other.close()
+
+
+def test_one_that_leaves_is_told_that_others_go_on_as_it_may_be_paused_before_it_does() -> None:
+    choice = chosen([0, 2])
+    assert [one.process for one in choice.left_behind()] == ["process 1", "process 3"]
 
 
 def test_a_meeting_waits_for_one_that_has_knocked_and_not_said_yet_who_it_is(

@@ -24,14 +24,16 @@ def contact() -> Contact:
 
 def test_a_notice_stays_when_the_process_that_left_it_has_ended(contact: Contact) -> None:
     notices = Notices(contact)
-    assert not notices.is_left_behind()
+    assert notices.newest() == -1
     program = (
         "from unisono.cluster.elastic import doors, notices\n"
-        f"notices.leave_notice(doors.{contact!r})"
+        f"notices.leave_notice(doors.{contact!r}, 3)"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-    assert notices.is_left_behind()
-    assert notices.is_left_behind()
+    assert notices.newest() == 3
+    assert notices.newest() == 3
+    leave_notice(contact, 1)
+    assert notices.newest() == 3
     notices.close()
     notices.close()
 
@@ -39,26 +41,26 @@ def test_a_notice_stays_when_the_process_that_left_it_has_ended(contact: Contact
 def test_a_stranger_cannot_leave_a_notice(contact: Contact) -> None:
     notices = Notices(contact)
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-        for message in (b"", b"?" * 32, b"?" * 1000):
+        for message in (b"", b"?" * 40, b"?" * 1000):
             stranger.sendto(message, f"\0unisono elastic {contact.process}")
-    assert not notices.is_left_behind()
-    leave_notice(contact)
-    assert notices.is_left_behind()
+    assert notices.newest() == -1
+    leave_notice(contact, 3)
+    assert notices.newest() == 3
     notices.close()
 
 
 def test_a_notice_for_nobody_is_lost(contact: Contact) -> None:
-    leave_notice(contact)
-    leave_notice(contact._replace(machine="another"))
+    leave_notice(contact, 1)
+    leave_notice(contact._replace(machine="another"), 2)
     notices = Notices(contact)
     for _ in range(1000):
-        leave_notice(contact)
-    assert notices.is_left_behind()
+        leave_notice(contact, 3)
+    assert notices.newest() == 3
     notices.close()
 
 
 def test_where_no_end_is_seen_there_are_no_notices(contact: Contact) -> None:
     notices = Notices(contact._replace(machine=""))
-    leave_notice(contact._replace(machine=""))
-    assert not notices.is_left_behind()
+    leave_notice(contact._replace(machine=""), 3)
+    assert notices.newest() == -1
     notices.close()

@@ -27,7 +27,7 @@ from unisono.communicators.greeting import Greeted, call, job_key
 from unisono.communicators.job_store import serve_store, store_at
 from unisono.communicators.sockets import encryption
 from unisono.communicators.stores import in_background
-from unisono.system import boot_id, namespace, process_start
+from unisono.system import boot_id, namespace, process_start, sees_own_processes
 
 # What jobs that meet by accident are kept apart by is the token, and what workers say when they
 # knock: a cluster spec, as for other jobs, may differ between workers that come and go.
@@ -49,6 +49,8 @@ class Contact(NamedTuple):
         machine: The same text for processes that see each other; "" if they cannot.
         process_id: Its number there.
         started: When it started there.
+        launch: The same text for workers that were started together, and wait for each other where
+            they begin a job.
     """
 
     host: str
@@ -57,13 +59,14 @@ class Contact(NamedTuple):
     machine: str
     process_id: int
     started: str
+    launch: str = ""
 
     @staticmethod
-    def of(door: JobStore) -> Contact:
+    def of(door: JobStore, launch: str = "") -> Contact:
         """Returns how this process can be reached that serves a door."""
-        started = process_start(os.getpid())
-        machine = "" if started is None else machine_identity()
-        return Contact(door.host, door.port, uuid.uuid4().hex, machine, os.getpid(), started or "")
+        process, own = uuid.uuid4().hex, os.getpid()
+        started = process_start(own) or ""
+        return Contact(door.host, door.port, process, machine_identity(), own, started, launch)
 
     def has_ended(self) -> bool:
         """Returns whether the process is known to have ended. Silence does not count."""
@@ -75,9 +78,12 @@ class Contact(NamedTuple):
 def machine_identity() -> str:
     """Returns a text that two processes share if each sees that the other ends, and hears it.
 
-    Processes in two networks can be cut off from each other, though one kernel runs both.
+    Processes in two networks can be cut off from each other, though one kernel runs both. Where the
+    text does not tell machines apart, or /proc shows other processes than those of this container,
+    it is "".
     """
-    return f"{boot_id()} {namespace('pid')} {namespace('net')}"
+    known = boot_id(), namespace("pid"), namespace("net")
+    return " ".join(map(str, known)) if all(known) and sees_own_processes() else ""
 
 
 def serve_door(host: str, listener: socket.socket) -> JobStore:
@@ -99,12 +105,17 @@ def call_door(host: str, port: int, seconds: float = _ANSWER_SECONDS) -> JobStor
     return store_at((host, port), greeted)
 
 
-def may_answer(host: str, port: int) -> bool:
-    """Whether somebody listens at an address who may be of the job, and just be slow."""
+def may_answer(host: str, port: int, *, is_here: bool = False) -> bool:
+    """Whether somebody listens at an address who may be of the job, and just be slow.
+
+    Args:
+        is_here: Whether the address belongs to this host. There, only a process that does not
+            accept connections any more lets a call wait; elsewhere, also a host that is down does.
+    """
     try:
         socket.create_connection((host, port), _ANSWER_SECONDS).close()
-    except OSError:
-        return False
+    except OSError as error:
+        return is_here and isinstance(error, TimeoutError)
     try:
         _called(host, port, _ANSWER_SECONDS).socket.close()
     except OSError as error:

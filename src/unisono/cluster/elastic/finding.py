@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import as_completed, wait
-from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -20,7 +19,7 @@ from unisono.communicators import STORE_ERRORS, Countdown, JobStore
 from unisono.communicators.hosts import is_loopback
 from unisono.communicators.sockets import listening
 from unisono.communicators.stores import in_background
-from unisono.errors import CommunicationError
+from unisono.errors import CommunicationError, WorkerTimeoutError
 
 # The address at which the launcher of this host keeps a store for the addresses of all workers.
 LAUNCHER = "UNISONO_LAUNCHER"
@@ -28,9 +27,10 @@ LAUNCHER = "UNISONO_LAUNCHER"
 JOIN = "UNISONO_JOIN"
 # The number of a worker that a launcher has started in the place of a lost one.
 REPLACEMENT = "UNISONO_REPLACEMENT"
-# In the store of a launcher: that workers have been started, where they are, which replacements
-# have joined them, and for each process of this host the generation that it was in last.
-STARTED, DOORS, JOINED, LAST = "started", "doors", "joined", "last"
+# In the store of a launcher: that workers have been started, where they are, which of them other
+# launchers have started later, which replacements have joined them, and for each process of this
+# host the generation that it was in last.
+STARTED, DOORS, OTHERS, JOINED, LAST = "started", "doors", "others", "joined", "last"
 _JOIN_SECONDS = 30.0
 # How long a worker or a launcher may take to answer before it counts as not there. A worker that
 # takes a busy job for none would wait for one that nobody starts.
@@ -55,19 +55,26 @@ def running_job(membership: Membership) -> Running | None:
     """Returns a worker of this job that trains already, or None if there is none.
 
     Raises:
-        CommunicationError: If this worker is to join a job, and no worker of it answers.
+        CommunicationError: If this worker is to join a job, or may not begin one, and no worker of
+            that job answers.
     """
     told, left = addresses_in(os.environ.get(JOIN, "")), Countdown(_JOIN_SECONDS)
     known = [(one.host, one.port) for one in _tasks(membership) if one is not None]
     while True:
-        found = running_at([*known, *_doors_of_launcher(), *told])
-        if found is not None or not told:
+        of_launcher, may_train = _doors_of_launcher()
+        found = running_at([*known, *of_launcher, *told])
+        if found is not None or not (told or may_train):
             return found
         if left.is_over():
             raise CommunicationError(
                 f"{JOIN} says that this worker joins an elastic job with workers at "
                 f"{os.environ[JOIN]}, but none of them answers. If the job still runs, give the "
                 f"address of another worker, and check UNISONO_JOB_TOKEN. If not, unset {JOIN}."
+                if told
+                else "This worker was started in the place of another one. Other launchers have "
+                "started workers of the same elastic job since it began, and none of them answers: "
+                "they may train on, or have finished. So this worker does not begin the job again. "
+                "Look at their logs. If they have been lost, start the job again."
             )
         time.sleep(_PAUSE_SECONDS)
 
@@ -88,31 +95,42 @@ def addresses_in(text: str) -> list[tuple[str, int]]:
     return [(one.host, one.port) for one in parsed]
 
 
-def publish(generation: Generation, process: str) -> None:
+def publish(generation: Generation, process: str, seconds: float | None = None) -> None:
     """Tells the launcher of this host, if it wants to know, where the doors of all workers are.
 
     So the launcher knows it before a worker can leave. One that is paused learns it later.
 
     Args:
-        generation: The generation that counts now.
-        process: The id of this process.
+        seconds: How long to wait for a launcher that must know it at once; None if it need not.
+
+    Raises:
+        WorkerTimeoutError: If a launcher that must know it does not answer in time.
     """
-    doors = [str(Address(one.host, one.port)) for one in generation.contacts.values()]
+    contacts = generation.contacts.values()
+    doors = [str(Address(one.host, one.port)) for one in contacts]
+    (launch,) = (one.launch for one in contacts if one.process == process)
+    others = [door for door, one in zip(doors, contacts, strict=True) if one.launch != launch]
     with _lock:
         _newest[:] = [generation]
 
     def tell(at: tuple[str, int]) -> None:
         while (store := call_door(*at)) is None:
-            if not may_answer(*at):
+            if not may_answer(*at, is_here=True):
                 return
         with _lock:
             if _newest[0] is generation:
+                store.set(OTHERS, ",".join(others))
                 store.set(DOORS, ",".join(doors))
                 store.set(f"{JOINED}/{os.environ.get(REPLACEMENT, '')}", "")
                 store.set(f"{LAST}/{process}", str(generation.number))
 
-    launchers = addresses_in(os.environ.get(LAUNCHER, ""))
-    wait([in_background(partial(tell, at)) for at in launchers], _TELL_SECONDS)
+    telling = [in_background(partial(tell, at)) for at in _launchers()]
+    if wait(telling, _TELL_SECONDS if seconds is None else seconds).not_done and seconds:
+        raise WorkerTimeoutError(
+            f"Workers on other hosts are silent or have joined, and this one goes on only if its "
+            f"launcher knows of that. The launcher at {os.environ[LAUNCHER]} has not answered for "
+            f"{seconds:g} s. Check whether it is paused, and start this worker again."
+        )
 
 
 def ended_in(generation: Generation) -> list[str]:
@@ -122,10 +140,9 @@ def ended_in(generation: Generation) -> list[str]:
     """
     keys = [f"{LAST}/{one.process}" for one in generation.contacts.values() if one.has_ended()]
     number, found = str(generation.number).encode(), dict[str, bytes | None]()
-    for at in addresses_in(os.environ.get(LAUNCHER, "")) if keys else ():
-        with suppress(*STORE_ERRORS):
-            if (store := call_door(*at, _ANSWER_SECONDS)) is not None:
-                found |= zip(keys, store.look(keys), strict=True)
+    for at in _launchers() if keys else ():
+        if (looked := _look(at, *keys)) is not None:
+            found |= zip(keys, looked, strict=True)
     return [key.partition("/")[2] for key, last in found.items() if last == number]
 
 
@@ -134,34 +151,58 @@ def doors_known_at(address: tuple[str, int]) -> str | None:
 
     None if there is no launcher, or it has started no workers.
     """
+    if (looked := _look(address, DOORS, STARTED)) is None:
+        return "" if may_answer(*address) else None
+    doors, started = looked
+    return None if doors is started is None else (doors or b"").decode()
+
+
+def _doors_of_launcher() -> tuple[list[tuple[str, int]], bool]:
+    """Returns the workers that the launcher of this host knows of.
+
+    Also whether some of them may train, though all that it has started itself have ended: others
+    were started later, and would not be waited for where the job begins again.
+    """
+    found, may_train = list[tuple[str, int]](), False
+    for at in _launchers():
+        if (looked := _look(at, DOORS, OTHERS)) is None:
+            # One that is paused may know of others.
+            may_train |= may_answer(*at, is_here=True)
+            continue
+        doors, others = looked
+        found += addresses_in((doors or b"").decode())
+        may_train |= bool(others)
+    return found, may_train
+
+
+def _launchers() -> list[tuple[str, int]]:
+    """Returns the addresses by which other hosts and this one know the launcher of this host."""
+    return addresses_in(os.environ.get(LAUNCHER, ""))
+
+
+def _look(at: tuple[str, int], *keys: str) -> list[bytes | None] | None:
+    """Returns what lies at an address, or None if nobody answers there who is of the job."""
     try:
-        if (store := call_door(*address, _ANSWER_SECONDS)) is not None:
-            doors, started = store.look([DOORS, STARTED])
-            return None if doors is started is None else (doors or b"").decode()
+        store = call_door(*at, _ANSWER_SECONDS)
+        return None if store is None else store.look(keys)
     except STORE_ERRORS:
-        pass
-    return "" if may_answer(*address) else None
-
-
-def _doors_of_launcher() -> list[tuple[str, int]]:
-    launchers = addresses_in(os.environ.get(LAUNCHER, ""))
-    return [door for one in launchers for door in addresses_in(doors_known_at(one) or "")]
+        return None
 
 
 def open_door(membership: Membership, address: str) -> JobStore:
     """Returns a store that this worker serves at its address in the cluster.
 
     Args:
-        membership: The place of this worker.
         address: Where it serves the store if the cluster does not say, or the port is taken.
     """
-    if (own := _own_address(membership)) is not None:
+    tasks = _tasks(membership)
+    if tasks and (own := tasks[membership.rank]) is not None:
         try:
             return serve_door(own.host, listening(own.host, own.port))
         except OSError as error:
             _log.info("Cannot listen at %s (%s): listening at %s.", own, error, address)
     # The launcher listens at the address by which other hosts know this one, if it has one.
-    for host, _ in addresses_in(os.environ.get(LAUNCHER, "")):
+    for host, _ in _launchers():
         if not is_loopback(host):
             address = host
     return serve_door(address, listening(address, 0))
@@ -177,11 +218,6 @@ def _tasks(membership: Membership) -> list[Address | None]:
         # That of the launcher, whose store has no greeting.
         found[0] = None
     return found
-
-
-def _own_address(membership: Membership) -> Address | None:
-    tasks = _tasks(membership)
-    return tasks[membership.rank] if tasks else None
 
 
 def _running(address: tuple[str, int]) -> Running | None:

@@ -32,12 +32,7 @@ from unisono.cluster.elastic.generation import (
 from unisono.cluster.elastic.notices import Notices, leave_notice
 from unisono.cluster.meeting import WorkerCard
 from unisono.communicators import STORE_ERRORS, Countdown, JobStore
-from unisono.errors import (
-    CommunicationError,
-    JobMismatchError,
-    WorkerLostError,
-    WorkerTimeoutError,
-)
+from unisono.errors import CommunicationError, JobMismatchError, WorkerLostError, WorkerTimeoutError
 
 _FIRST_PAUSE_SECONDS = 0.005
 _LAST_PAUSE_SECONDS = 0.1
@@ -58,13 +53,8 @@ class Attendee:
     """A worker that comes to meetings.
 
     Attributes:
-        contact: Where it can be reached.
-        card: What it says of itself.
         door: The store that it serves.
-        rules: The limits of the job.
         standing: The generations that it knows of; None for a worker that wants to join.
-        doors: Its connections to other workers.
-        num_votes: How often it has voted.
         num_knocks: How often somebody had knocked at its door when it last met the others.
         keeps_door: Whether its door is the first store of the job, which others may still use.
         notices: Where others say that they have gone on without it.
@@ -116,7 +106,6 @@ class Gathering:
     """One worker's part in a meeting.
 
     Args:
-        me: The worker.
         position: How far it has come; None if it has no state.
         lost: Workers that are probably lost, by number.
         gone: Workers that have left, and do not come.
@@ -148,7 +137,6 @@ class Gathering:
     def hold(self) -> Agreed:
         """Meets the others. Only workers that were in a generation hold meetings."""
         while True:
-            self._read_notices()
             found = self._lowest_open()
             agreed = self._host() if found is None else self.attend(*found)
             if agreed is not None:
@@ -172,7 +160,12 @@ class Gathering:
         if self._known is not None:
             return ended_in(self._known)
         contacts = self._contacts().items()
-        return [one.process for n, one in contacts if n in self._gone or one.has_ended()]
+        dead = [one.process for n, one in contacts if n in self._gone or one.has_ended()]
+        # Those who have ended have left a notice first, if they had gone on without this worker.
+        # So a worker that says that they have ended knows of it.
+        if self._me.notices.newest() > self._standing().last.number:
+            raise self._left_behind()
+        return dead
 
     def _lowest_open(self) -> tuple[JobStore, str] | None:
         """Returns the door of the lowest worker that holds a meeting, and the token of it."""
@@ -190,19 +183,18 @@ class Gathering:
         if found is None:
             return None
         store, (token, generation) = found
-        if generation is not None:
-            self._compare(Generation.from_text(generation))
+        if generation is not None and not self._is_of_the_job(Generation.from_text(generation)):
+            return None
         return None if token is None else (store, token.decode())
 
-    def _compare(self, other: Generation) -> None:
-        """Raises if others have gone on without this worker."""
+    def _is_of_the_job(self, other: Generation) -> bool:
+        """Raises if others have gone on without this worker. Another job may have their port."""
         last = self._standing().last
+        if other.job != last.job:
+            return False
         if other.number > last.number and other.number_of(self._me.contact.process) is None:
             raise self._left_behind()
-
-    def _read_notices(self) -> None:
-        if self._me.notices.is_left_behind():
-            raise self._left_behind()
+        return True
 
     def _left_behind(self) -> WorkerLostError:
         waited = time.monotonic() - self._start
@@ -251,14 +243,16 @@ class Gathering:
                 return None if accepted is None else Agreed(accepted, store, token)
             if opened != token.encode():
                 return None
-            if (
-                accepted is None
-                and self._me.standing is not None
-                and self._is_better_elsewhere(store)
-            ):
-                return None
-            if self._waited_too_long():
-                raise self._timed_out()
+            if accepted is None and self._me.standing is not None:
+                better = self._lowest_open()
+                if better is None or better[0] is not store:
+                    return None
+            waited = time.monotonic() - self._start
+            if waited > self._me.rules.timeout_seconds + _ACCEPT_SECONDS:
+                raise WorkerTimeoutError(
+                    f"This worker has waited {waited:.1f} s for the others of its elastic job to "
+                    "meet. Check their logs, and the network between the hosts."
+                )
         return None
 
     def _vote(self) -> Vote:
@@ -276,20 +270,6 @@ class Gathering:
             # It stems from an earlier vote: this worker may have accepted something else since.
             store.set(f"{token}/rejected", "")
         return None
-
-    def _is_better_elsewhere(self, store: JobStore) -> bool:
-        found = self._lowest_open()
-        return found is None or found[0] is not store
-
-    def _waited_too_long(self) -> bool:
-        return time.monotonic() - self._start > self._me.rules.timeout_seconds + _ACCEPT_SECONDS
-
-    def _timed_out(self) -> WorkerTimeoutError:
-        waited = time.monotonic() - self._start
-        return WorkerTimeoutError(
-            f"This worker has waited {waited:.1f} s for the others of its elastic job to meet. "
-            "Check their logs, and the network between the hosts."
-        )
 
     def _pauses(self) -> Iterator[None]:
         pause = _FIRST_PAUSE_SECONDS
@@ -316,7 +296,7 @@ class Gathering:
             if not self._all_accept(token, proposal):
                 return None
             for one in chosen.left_behind():
-                leave_notice(one)
+                leave_notice(one, proposal.number)
             door.set(f"{token}/commit", "")
             return Agreed(proposal, door, token)
         finally:
@@ -338,8 +318,6 @@ class Gathering:
                 continue
             if why := chosen.lacks():
                 self._refuse(token, why, [vote.contact for vote in votes[1:]])
-            # Those that are known to be dead by now have left a notice, if they had gone on before.
-            self._read_notices()
             return chosen
         return None
 

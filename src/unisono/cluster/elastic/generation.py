@@ -23,6 +23,7 @@ class Generation(NamedTuple):
         positions: How far each had come when they met; None for those that have no state.
         next_number: What the next worker that joins is called; no number is used twice.
         votes: For each process, by its id, which of its votes has led to this generation.
+        job: The same text in all generations of a job, and in no other job.
     """
 
     number: int
@@ -30,23 +31,25 @@ class Generation(NamedTuple):
     positions: Mapping[int, Position | None]
     next_number: int
     votes: Mapping[str, int]
+    job: str = ""
 
     @staticmethod
     def from_text(text: str | bytes) -> Generation:
         """Reads what `to_text` has written."""
-        number, workers, next_number, votes = json.loads(text)
+        number, workers, next_number, votes, job = json.loads(text)
         return Generation(
             number,
             {one: Contact(*contact) for one, contact, _ in workers},
             {one: None if place is None else tuple(place) for one, _, place in workers},
             next_number,
             votes,
+            job,
         )
 
     def to_text(self) -> str:
         """Returns the generation as it lies in a store."""
         workers = [(one, tuple(self.contacts[one]), self.positions[one]) for one in self.contacts]
-        return json.dumps([self.number, workers, self.next_number, self.votes])
+        return json.dumps([self.number, workers, *self[3:]])
 
     def number_of(self, process: str) -> int | None:
         """Returns what a worker is called, given the id of its process; None if it is not in."""
@@ -57,12 +60,16 @@ class Generation(NamedTuple):
 
         Only one part of the workers may, wherever a network is cut. So it takes more than half, or
         half with the lowest number. Workers that are known to be dead count, too, while others are
-        silent: they may have gone on with these before they died.
+        silent: they may have gone on with these before they died. Those that are present and leave
+        count as dead, too, and do not go on by themselves: the others may have, without them.
         """
         members = [one.process for one in self.contacts.values()]
-        num_present = sum(one in present for one in members)
-        if all(one in dead for one in members if one not in present):
+        here = {one for one in members if one in present}
+        num_present = len(here)
+        if all(one in dead for one in members if one not in here):
             return num_present > 0
+        if here <= set(dead):
+            return False
         if 2 * num_present == len(members):
             return members[0] in present
         return 2 * num_present > len(members)
@@ -91,6 +98,20 @@ class Standing(NamedTuple):
     def contacts(self) -> dict[int, Contact]:
         """All their workers, lowest number first."""
         return dict(sorted(pair for one in self.generations for pair in one.contacts.items()))
+
+    def leaves_elsewhere(self, generation: Generation, machine: str) -> bool:
+        """Whether a generation goes on without workers on other machines, which may live."""
+        present = {one.process for one in generation.contacts.values()}
+        absent = [one for one in self.contacts.values() if one.process not in present]
+        return any(one.machine != machine for one in absent)
+
+    def gets_others(self, generation: Generation, launch: str) -> bool:
+        """Whether a generation has workers that other launchers have started, as none before."""
+        before, now = (
+            any(contact.launch != launch for contact in one.contacts.values())
+            for one in (self.last, generation)
+        )
+        return now and not before
 
     def to_texts(self) -> list[str]:
         """Returns it for a message."""
@@ -135,12 +156,10 @@ class Vote(NamedTuple):
     """What a worker says.
 
     Attributes:
-        contact: Where it can be reached.
         attempt: Which of its votes this is.
         standing: The generations that it knows of; None for a worker that wants to join.
         position: How far it has come; None if it has no state.
         dead: Processes of workers that it knows to be dead, or to have left.
-        card: What it says of itself.
     """
 
     contact: Contact
@@ -173,7 +192,6 @@ class Choice:
     """The next generation, as far as the workers that have come tell.
 
     Args:
-        rules: The limits of the job.
         votes: What they say; the first one is of the worker that holds the meeting.
         dead: Processes of workers that this worker knows to be dead, or to have left.
         admits: Whether workers that want to join are let in.
@@ -216,30 +234,31 @@ class Choice:
         """Returns why these workers may not go on, in words."""
         present, num_workers = self.processes(), len(self._members) + len(self._newcomers)
         here, missing = _words(self._members), _words(self.missing())
-        told = f"workers {here} are here, workers {missing} do not answer"
+        told = f"Here: workers {here}. Silent: workers {missing}."
         if not all(one.may_go_on(present, self._dead) for one in self._standing.generations):
             return (
-                f"An elastic job was cut in two: {told}, and may train on elsewhere. To go on, it "
-                f"takes more than half of the last {len(self._standing.last.contacts)} workers, or "
-                "half with the lowest number. Start the job again from its last checkpoint, and "
-                "check the network between the hosts."
+                f"An elastic job was cut in two. {told} The silent ones may train on elsewhere. To "
+                f"go on, it takes more than half of the last {len(self._standing.last.contacts)} "
+                "workers, or half with the lowest number. Check the network between the hosts. If "
+                "no worker trains any more, start the job again from its last checkpoint."
             )
         if num_workers < self._rules.min_workers:
             return (
                 f"An elastic job needs at least {self._rules.min_workers} workers "
-                f"(`min_workers`), and {num_workers} are left: {told}. Start more workers, or "
-                "lower `min_workers`."
+                f"(`min_workers`), and the number left is {num_workers}. {told} Start more "
+                "workers, or lower `min_workers`."
             )
         if all(vote.position is None for vote in self._members.values()):
             return (
-                f"Nobody who is left has the state of the job: {told}, and all who had it are "
-                "lost. Start the job again from its last checkpoint."
+                f"All workers that had the state of an elastic job are lost. {told} Start the job "
+                "again from its last checkpoint."
             )
         return None
 
     def left_behind(self) -> list[Contact]:
-        """Returns who has not come, and is not known to be dead."""
-        return [self._contacts[number] for number in self.missing()]
+        """Returns who has not come. Also one that is to leave may be paused before it does."""
+        present = self.processes()
+        return [one for one in self._contacts.values() if one.process not in present]
 
     def generation(self) -> Generation:
         """Returns the next generation."""
@@ -251,6 +270,7 @@ class Choice:
             {number: vote.position for number, vote in workers.items()},
             max(one.next_number for one in generations) + len(self._newcomers),
             {vote.contact.process: vote.attempt for vote in workers.values()},
+            self._standing.last.job,
         )
 
 

@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,13 +17,7 @@ from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.elastic.finding import publish
 from unisono.cluster.elastic.gathering import Agreed, Attendee, Gathering
 from unisono.cluster.elastic.generation import Generation, Position
-from unisono.communicators import (
-    STORE_ERRORS,
-    Communicator,
-    Countdown,
-    JobStore,
-    translated_store_errors,
-)
+from unisono.communicators import STORE_ERRORS, Communicator, Countdown, translated_store_errors
 from unisono.errors import CommunicationError, WorkerLostError, WorkerTimeoutError
 
 # Connects a rank of so many through a store, in so many seconds, given the generation's number.
@@ -81,10 +76,6 @@ class Met:
 class ElasticMembers:
     """The workers of an elastic job. Made by `found`, or by `joined` for a job that runs already.
 
-    Args:
-        me: This worker.
-        connect: Makes the communicator of a generation.
-
     Attributes:
         met: What came of the last meeting.
     """
@@ -97,23 +88,15 @@ class ElasticMembers:
         self._has_left = False
 
     def found(self, communicator: Communicator, contacts: Sequence[Contact]) -> None:
-        """Begins with the first workers of a job, which have met and are connected.
-
-        Args:
-            communicator: What connects them.
-            contacts: Where each can be reached, by rank.
-        """
+        """Begins with the first workers of a job, by rank, which have met and are connected."""
         numbered = dict(enumerate(contacts))
         positions: dict[int, Position | None] = dict.fromkeys(numbered, ())
-        generation = Generation(0, numbered, positions, len(contacts), {})
+        generation = Generation(0, numbered, positions, len(contacts), {}, contacts[0].process)
         self._begin(generation)
         self.met = _met(generation, communicator, before=numbered, seconds=0.0)
 
     def joined(self, running: Generation) -> bool:
         """Knocks at a job that runs, and returns when its workers have let this one in.
-
-        Args:
-            running: Its workers, as far as is known.
 
         Returns:
             Whether it was let in; if not, the job has ended meanwhile.
@@ -157,7 +140,8 @@ class ElasticMembers:
         Args:
             position: How far this worker has come; None if it has no state.
             error: What the collective has raised, if one has.
-            leaving: The ranks of members that leave now, and do not call this.
+            leaving: The ranks of members that leave now, and do not call this; on one that is to
+                leave, its own.
             admits: Whether workers that want to join are let in; the same on all members.
 
         Returns:
@@ -193,8 +177,15 @@ class ElasticMembers:
         self._me.close()
 
     def _begin(self, generation: Generation) -> None:
-        self._me.begin(generation)
-        publish(generation, self._me.contact.process)
+        me, before = self._me, self._me.standing
+        # Workers elsewhere get no notice: what launchers know keeps them from going on, too. And it
+        # keeps a worker in the place of this one from beginning a job that others go on with.
+        must_tell = before is not None and (
+            before.leaves_elsewhere(generation, me.contact.machine)
+            or before.gets_others(generation, me.contact.launch)
+        )
+        me.begin(generation)
+        publish(generation, me.contact.process, me.rules.timeout_seconds if must_tell else None)
 
     def _settled(
         self, agreed: Agreed, position: Position | None, before: Collection[int], start: float
@@ -306,6 +297,9 @@ def _visited(
             continue
         store, (token, text, room) = found
         newest = Generation.from_text(text or b"")
+        if newest.job != known.job:
+            # Its worker has ended, and one of another job has its port.
+            continue
         if newest.number > known.number:
             return newest, None
         if token is not None:
@@ -313,15 +307,9 @@ def _visited(
         last = knocked.get((contact.process, known.number), -math.inf)
         if int(room or 0) > 0 and time.monotonic() - last > _AGAIN_SECONDS:
             knocked[contact.process, known.number] = time.monotonic()
-            _knock(me, store)
+            # It may have ended since it answered; then the next one is asked.
+            with suppress(*STORE_ERRORS):
+                number = store.add("knocks", 1)
+                store.set(f"knock/{number}", json.dumps(me.contact))
         return known, None
     return known if is_alive else None, None
-
-
-def _knock(me: Attendee, store: JobStore) -> None:
-    try:
-        number = store.add("knocks", 1)
-        store.set(f"knock/{number}", json.dumps(me.contact))
-    except STORE_ERRORS:
-        # It has ended since it answered; the next one is asked.
-        pass

@@ -15,18 +15,17 @@ from contextlib import suppress
 from unisono.cluster.elastic.doors import Contact, job_secret, machine_identity
 from unisono.communicators.sockets import close_in_children
 
+_NUMBER_LENGTH = 8
+_LENGTH = _NUMBER_LENGTH + 32
+
 
 class Notices:
-    """Where a worker finds the notices that are left for it.
-
-    Args:
-        contact: This worker.
-    """
+    """Where a worker finds the notices that are left for it."""
 
     def __init__(self, contact: Contact) -> None:
-        self._expected = _notice(contact)
+        self._contact = contact
         self._socket: socket.socket | None = None
-        self._is_left_behind = False
+        self._newest = -1
         if contact.machine:
             self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
             close_in_children(self._socket)
@@ -35,13 +34,18 @@ class Notices:
             # Programs need not close their strategies.
             weakref.finalize(self, self._socket.close)
 
-    def is_left_behind(self) -> bool:
-        """Returns whether others have gone on without this worker."""
+    def newest(self) -> int:
+        """Returns the last generation in which others have gone on without this worker, or -1.
+
+        It may have joined them again since.
+        """
         with suppress(BlockingIOError):
-            while self._socket is not None and not self._is_left_behind:
-                found = self._socket.recv(len(self._expected) + 1)
-                self._is_left_behind = hmac.compare_digest(found, self._expected)
-        return self._is_left_behind
+            while self._socket is not None:
+                found = self._socket.recv(_LENGTH + 1)
+                number = int.from_bytes(found[:_NUMBER_LENGTH], "big")
+                if hmac.compare_digest(found, _notice(self._contact, number)):
+                    self._newest = max(self._newest, number)
+        return self._newest
 
     def close(self) -> None:
         """Ends it. Nothing happens if it has ended."""
@@ -50,7 +54,7 @@ class Notices:
             self._socket = None
 
 
-def leave_notice(contact: Contact) -> None:
+def leave_notice(contact: Contact, generation: int) -> None:
     """Tells a worker that others go on without it, if it is on this machine and lives."""
     if contact.machine != machine_identity():
         # It never sees that they have ended, and so it does not go on by itself.
@@ -59,7 +63,7 @@ def leave_notice(contact: Contact) -> None:
         sender.settimeout(0)
         # It may have left or ended, or a notice may lie there already.
         with suppress(ConnectionError, BlockingIOError):
-            sender.sendto(_notice(contact), _address(contact))
+            sender.sendto(_notice(contact, generation), _address(contact))
 
 
 def _address(contact: Contact) -> str:
@@ -67,5 +71,7 @@ def _address(contact: Contact) -> str:
     return f"\0unisono elastic {contact.process}"
 
 
-def _notice(contact: Contact) -> bytes:
-    return hmac.digest(job_secret(), f"left behind: {contact.process}".encode(), "sha256")
+def _notice(contact: Contact, generation: int) -> bytes:
+    number = generation.to_bytes(_NUMBER_LENGTH, "big")
+    said = f"left behind: {contact.process} ".encode() + number
+    return number + hmac.digest(job_secret(), said, "sha256")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
+from unisono.communicators.communicator import as_bytes
 from unisono.errors import CommunicationError, UnsupportedError
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -19,10 +20,8 @@ def share_state(communicator: Communicator, state: Any, root: int) -> Any:
     """Gives all ranks the state of one. All ranks call it.
 
     Args:
-        communicator: What connects the ranks.
         state: On `root`, dicts, lists, tuples, plain values, bytes and dense tensors, in any depth.
             Nowhere else is it looked at.
-        root: The rank whose state it is.
 
     Returns:
         On `root`, `state` itself; elsewhere a copy, with tensors on the CPU, of the same bits.
@@ -46,7 +45,7 @@ def share_state(communicator: Communicator, state: Any, root: int) -> Any:
         raise CommunicationError(f"The state of rank {root} cannot be sent. {packed}", [root])
     if communicator.rank == root:
         for tensor in filter(Tensor.numel, tensors):
-            communicator.broadcast(_bytes_of(tensor.detach().cpu().contiguous()), root)
+            communicator.broadcast(as_bytes(tensor.cpu().contiguous()), root)
         return state
     return _unpacked(packed, communicator, root)
 
@@ -59,11 +58,6 @@ def _shared_text(communicator: Communicator, text: str, root: int) -> str:
     data = torch.empty(int(size), dtype=torch.uint8) if sent is None else sent
     communicator.broadcast(data, root)
     return bytes(data.tolist()).decode("ascii")
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns the memory of a contiguous tensor, as bytes."""
-    return tensor.view(-1).view(torch.uint8)
 
 
 def _packed(value: Any, tensors: list[Tensor], where: str) -> Any:
@@ -104,7 +98,7 @@ def _unpacked(packed: Any, communicator: Communicator, root: int) -> Any:
         name, shape = content
         tensor = torch.empty(shape, dtype=getattr(torch, name))
         if tensor.numel():
-            communicator.broadcast(_bytes_of(tensor), root)
+            communicator.broadcast(as_bytes(tensor), root)
         return tensor
     if kind == "f":
         return float.fromhex(content)
