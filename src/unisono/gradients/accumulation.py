@@ -16,7 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.contexts import ReplicaContext
 from unisono.errors import ContextError
 from unisono.options import ReduceOp
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.values import weighed_tensor
 from unisono.variables import Leaves, Mark
 from unisono.variables.for_all import for_all
@@ -152,15 +152,14 @@ def seal(leaf: nn.Parameter) -> None:
 
 @computed_once
 def _let_hooks_be_refused() -> None:
-    register: Any = nn.Parameter.register_post_accumulate_grad_hook
+    name = "register_post_accumulate_grad_hook"
+    register = getattr(nn.Parameter, name)
 
-    @functools.wraps(register)
+    @in_place_of(nn.Parameter, name)
     def checked(self: nn.Parameter, hook: Callable[[Tensor], None]) -> Any:
         if self in _leaves:
             _refuse()
         return register(self, hook)
-
-    nn.Parameter.register_post_accumulate_grad_hook = checked  # type: ignore[assignment, method-assign]
 
 
 def _refuse() -> None:

@@ -53,18 +53,15 @@ class Frozen:
         are_trained = not self._trained.isdisjoint(self._owners)
         return are_trained or True in map(needs_grad, self._primaries)
 
-    def unfrozen(self, replica_id: int) -> list[int]:
-        """Before a pass of a replica: returns the numbers of those that it may reach."""
+    def unfrozen(self, replica_id: int) -> dict[int, nn.Parameter]:
+        """Before a pass of a replica: returns the leaves that it may reach, by number."""
         if not self._owners or True not in map(needs_grad, self._leaves[replica_id]):
-            return []
-        found = [i for i, leaf in enumerate(self._leaves[replica_id]) if leaf.requires_grad]
+            return {}
+        leaves = enumerate(self._leaves[replica_id])
+        found = {i: leaf for i, leaf in leaves if leaf.requires_grad}
         for i in found:
             self._aside.put_leaf(self._owners[i], replica_id)
         return found
-
-    def leaves(self, replica_id: int, numbers: Iterable[int]) -> list[nn.Parameter]:
-        """Returns what a replica has of some of them."""
-        return [self._leaves[replica_id][number] for number in numbers]
 
     def reduce(self, numbers: Iterable[int]) -> list[Leaves]:
         """After a pass of all replicas: reduces those that have a new gradient."""

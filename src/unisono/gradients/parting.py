@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from unisono.costs import Line, best_bytes_per_pack
-from unisono.gradients.packs import (
-    HookedPack,
-    LocalPack,
-    Pack,
-    Reduction,
-    SparsePack,
-    WorkerPack,
-    grouped,
-)
+from unisono.gradients.packs import LocalPack, Pack, Reduction, SparsePack, grouped
 from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.gradients.worker_packs import HookedPack, WorkerPack
 from unisono.hooks.hook import CommHook
 from unisono.packing import Spec, by_dtype
 from unisono.reductions import AcrossWorkers

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
 from unisono.errors import ContextError, UnsupportedError
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.variables import check_backward
 
 
@@ -97,7 +96,7 @@ def watch_backward_passes() -> None:
     """
     run: Any = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
 
-    @functools.wraps(run)
+    @in_place_of(torch.autograd, "_engine_run_backward")
     def run_backward(roots: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
         if context is None or context.replicas.mirrors.is_single:
@@ -119,17 +118,14 @@ def watch_backward_passes() -> None:
 
         return reducer.make_pass(context, run_own)
 
-    torch.autograd._engine_run_backward = run_backward  # type: ignore[attr-defined,assignment]
     will_run: Any = torch._C._will_engine_execute_node
 
-    @functools.wraps(will_run)
+    @in_place_of(torch._C, "_will_engine_execute_node")
     def will_execute_node(node: Any) -> Any:
         context = current_replica()
         if context is not None:
             _refuse_primary(context, getattr(node, "variable", None))
         return will_run(node)
-
-    torch._C._will_engine_execute_node = will_execute_node
 
 
 def _refuse_graphs(context: ReplicaContext) -> None:
@@ -170,6 +166,7 @@ class Sender:
     def __init__(self, close: Callable[[], None]) -> None:
         self._close = close
         self._threads: ThreadPoolExecutor | None = None
+        self._stream: torch.cuda.Stream | None = None
 
     def send(self, exchange: Callable[[], None], sent: list[Future[None]]) -> None:
         """Exchanges a pack after those that were `sent`, and adds it to them."""
@@ -184,6 +181,23 @@ class Sender:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="unisono-exchange")
         sent.append(self._threads.submit(send))
+
+    def send_early(
+        self, exchange: Callable[[], None], current: Pass, place: torch.device | None
+    ) -> None:
+        """Exchanges a pack while its backward pass goes on, beside it in the graph of a GPU."""
+        if place is None:
+            self.send(exchange, current.sent)
+            return
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(place)
+        self._stream.wait_stream(torch.cuda.current_stream(place))
+        with torch.cuda.stream(self._stream):
+            exchange()
+            current.trail.note(place)
+        done: Future[None] = Future()
+        done.set_result(None)
+        current.sent.append(done)
 
     def settle(self, sent: Sequence[Future[None]]) -> None:
         """Waits until packs are exchanged, or have failed."""

@@ -67,7 +67,6 @@ class GradientReducer:
     ) -> None:
         self._mirrors = mirrors
         self._devices = devices
-        self._ops = cross_device_ops
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
         self._op = reduce_op
         self._hook = hook
@@ -87,7 +86,7 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self._weighting = Weighting(reduce_op)
+        self.weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
         self._frozen = Frozen(self._reduction, self._aside)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
@@ -118,7 +117,7 @@ class GradientReducer:
         if left:
             self._sender.settle(left)
         self._track()
-        self._weighting.begin(weights, [*self._owners, *self._frozen.owners], streams)
+        self.weighting.begin(weights, [*self._owners, *self._frozen.owners], streams)
         self._hooked = [
             one
             for one in self._owners
@@ -135,7 +134,7 @@ class GradientReducer:
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
         self.close()
-        for remove in (*self._removals, *self._weighting.removals):
+        for remove in (*self._removals, *self.weighting.removals):
             remove()
 
     def _track(self) -> None:
@@ -160,7 +159,6 @@ class GradientReducer:
                 self._hook_pack(pack, number)
 
     def _make_packs(self) -> None:
-        """Parts the parameters into packs."""
         trained = self._frozen.split(self._mirrors.all_leaves[::-1])
         self._packs, sparse = self._parting.packs(trained)
         ends = list(itertools.accumulate(len(pack.members) for pack in self._packs))
@@ -170,7 +168,7 @@ class GradientReducer:
         ]
         self._hooked_at = [end - 1 for end in ends]
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        self._num_early = 0 if self._ops.wants_all_gradients else max(0, len(ends) - 1)
+        self._num_early = 0 if self._reduction.ops.wants_all_gradients else max(0, len(ends) - 1)
         self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
         self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
@@ -205,11 +203,11 @@ class GradientReducer:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
-            self._weighting.hook_unfrozen(replica_id := context.local_id)
+            self.weighting.hook_unfrozen(replica_id := context.local_id)
             unfrozen, leaves = self._frozen.unfrozen(replica_id), self._leaves[replica_id]
             if unfrozen:
-                leaves = leaves + self._frozen.leaves(replica_id, unfrozen)
-            own = OwnPass(leaves, current, unfrozen)
+                leaves = [*leaves, *unfrozen.values()]
+            own = OwnPass(leaves, current, [*unfrozen])
         notes.current_pass = own
         if own.adds:  # Never set back, because another replica may set it at the same time.
             self.has_added = True
@@ -230,10 +228,10 @@ class GradientReducer:
     def _keep(self, context: ReplicaContext, own: OwnPass, reduced: Collection[int] = ()) -> None:
         """Leaves the gradients of a pass, but for those `reduced`, to the next one."""
         self._has_waiting = True
-        if context.weight != 1.0:
+        if context.gradient_weight != 1.0:
             for number in own.new():
                 if number not in reduced:
-                    self._weighting.note(own.leaves[number], context.weight)
+                    self.weighting.note(own.leaves[number], context.gradient_weight)
 
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
@@ -282,7 +280,8 @@ class GradientReducer:
             current.full.add(number)
             while (following := len(current.sent)) in current.full:
                 self._fill(following, self._packs[following].everything)
-                self._sender.send(functools.partial(self._exchange, following), current.sent)
+                exchange = functools.partial(self._exchange, following)
+                self._sender.send_early(exchange, current, self._packs[following].captured_on())
 
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
         """A replica's backward pass has ended: waits for the others, and reduces what is left."""
@@ -397,4 +396,4 @@ class GradientReducer:
         own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):
-                reduce_own(own, self._op, self._mirrors, self._weighting, self._reduction.reduce)
+                reduce_own(own, self._op, self._mirrors, self.weighting, self._reduction.reduce)

@@ -66,13 +66,6 @@ class ReplicaRank(DelegatingCommunicator):
         what = f"all_reduce with {op} of {_in_words(terms[0])}"
         terms[0].copy_(self._meet(what, terms[0].detach(), reduce))
 
-    def reduce_scatter(
-        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
-    ) -> Tensor:
-        total = terms[0].detach().clone()
-        self.all_reduce(op, [total, *terms[1:]], count)
-        return total.view(-1)[slice_of(self.rank, self.size, total.numel())].clone()
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         def gather(given: list[Tensor]) -> list[list[Tensor]]:
             return [self._across.gather_each(given)] * len(given)
@@ -121,9 +114,6 @@ class ReplicaRank(DelegatingCommunicator):
             for part in parts
         ]
 
-    def share_parts(self, tensor: Tensor) -> None:
-        Communicator.share_parts(self, tensor)
-
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self.check_root(root)
 
@@ -145,8 +135,10 @@ class ReplicaRank(DelegatingCommunicator):
 
         self._meet("barrier", None, wait)
 
-    def allocate(self, num_bytes: int) -> Tensor:
-        return Communicator.allocate(self, num_bytes)
+    # Made of the above, or without the workers.
+    reduce_scatter = Communicator.reduce_scatter
+    share_parts = Communicator.share_parts
+    allocate = Communicator.allocate
 
     def close(self) -> None:
         """Leaves nothing: the workers stay connected."""

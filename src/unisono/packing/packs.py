@@ -110,7 +110,6 @@ class PackLayout:
 
     @functools.cached_property
     def _members(self) -> list[list[int]]:
-        """For each pack, the numbers of its tensors."""
         return [[segment.tensor for segment in pack] for pack in self.packs]
 
     def unpack(self, packs: Sequence[Tensor]) -> list[Tensor]:
@@ -208,22 +207,20 @@ class PackingRule(Protocol):
 
 
 @dataclass(frozen=True)
-class NoPacking:
+class NoPacking(PackingRule):
     """Each tensor is sent alone."""
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        """See `PackingRule.layout`."""
         return PackLayout.of_groups(specs, [[i] for i in range(len(specs))])
 
 
 @dataclass(frozen=True)
-class NumPacks:
+class NumPacks(PackingRule):
     """All tensors of a dtype are concatenated and split into `num_packs` packs."""
 
     num_packs: int
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        """See `PackingRule.layout`."""
         splits = [
             PackLayout.of_splits(
                 specs,
@@ -236,7 +233,7 @@ class NumPacks:
 
 
 @dataclass(frozen=True)
-class SmallGroups:
+class SmallGroups(PackingRule):
     """Consecutive float32 tensors of at most `max_bytes` share a pack, `max_group` per pack."""
 
     max_bytes: int
@@ -250,7 +247,6 @@ class SmallGroups:
             )
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        """See `PackingRule.layout`."""
         is_small = [
             spec.dtype == torch.float32 and spec.num_bytes <= self.max_bytes for spec in specs
         ]
@@ -258,13 +254,12 @@ class SmallGroups:
 
 
 @dataclass(frozen=True)
-class BytesPerPack:
+class BytesPerPack(PackingRule):
     """Packs of a little more than `bytes_per_pack`, the last tensors first."""
 
     bytes_per_pack: int
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        """See `PackingRule.layout`."""
         last = len(specs) - 1
         sizes = [spec.num_bytes for spec in reversed(specs)]
         groups = group_by_bytes(sizes, self.bytes_per_pack)

@@ -1,10 +1,7 @@
 """Cross-device operations: an algorithm, a packing rule, and values in and out."""
 
 from unisono.reductions.across_workers import AcrossWorkers
-from unisono.reductions.all_reduce import (
-    AllReduce,
-    HierarchicalCopyAllReduce,
-)
+from unisono.reductions.all_reduce import AllReduce, HierarchicalCopyAllReduce
 from unisono.reductions.cross_device_ops import (
     CrossDeviceOps,
     Pair,

@@ -16,7 +16,7 @@ from unisono.packing import PackLayout, Spec, by_dtype, group_by_bytes
 from unisono.reductions.cross_device_ops import CrossDeviceOps, Pairs, Result, mirrored
 from unisono.reductions.destinations import Destinations
 from unisono.reductions.workers import Terms, Workers
-from unisono.values import DistributedValues, PerReplica, as_tensor, concatenate, is_sparse
+from unisono.values import PerReplica, as_tensor, components_of, concatenate, is_sparse
 
 # Large enough that there are few collectives, small enough to be gone from no cache in between.
 _BYTES_PER_PACK = 16 << 20
@@ -93,7 +93,6 @@ class AcrossWorkers(CrossDeviceOps):
         ]
 
     def _reduce(self, op: ReduceOp, values: list[list[Tensor]], members: list[int]) -> list[Tensor]:
-        """Reduces the values of one pack."""
         tensors = [values[i] for i in members]
         dtype = tensors[0][0].dtype
         num_replicas = self._workers.layout(len(tensors[0])).total
@@ -120,7 +119,9 @@ class AcrossWorkers(CrossDeviceOps):
                 parts = [[part.to(wide_dtype(dtype)) for part in one] for one in parts]
             is_sum = len(parts[0]) > 1
             if is_sum:
-                parts = [[total] for total in self._combine(op, parts)]
+                # Without rounding to a narrow dtype.
+                totals = self._local.batch_reduce(undivided(op), self._pairs(parts))
+                parts = [[_only(total)] for total in totals]
             # Collectives write where they read, and what a replica gave stays as it is.
             terms.append([one[0].to(place, copy=not is_sum).contiguous() for one in parts])
         return terms
@@ -147,6 +148,11 @@ class AcrossWorkers(CrossDeviceOps):
     def reduce_each(self, op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
         """Reduces a tensor of each of this worker's replicas with those of all other replicas."""
         return self._reduce(op, [list(tensors)], [0])[0]
+
+    def any_worker(self, own: Sequence[bool]) -> list[bool]:
+        """Returns what is true on any worker. All give the same number of things."""
+        gathered = self.communicator.all_gather(torch.tensor(own))
+        return torch.stack(gathered).any(0).tolist()
 
     def gather_each(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Returns a tensor of each replica of all workers."""
@@ -186,10 +192,6 @@ class AcrossWorkers(CrossDeviceOps):
         self.communicator.all_reduce(op, [sent.view(-1)], count)
         return sent
 
-    def _combine(self, op: ReduceOp, values: list[list[Tensor]]) -> list[Tensor]:
-        """Combines replicas of this worker without rounding to a narrow dtype."""
-        return list(map(_only, self._local.batch_reduce(undivided(op), self._pairs(values))))
-
     def _pairs(self, values: Sequence[Sequence[Tensor]]) -> Pairs:
         devices = self._devices[: len(values[0])] if values else ()
         target = Destinations(self._devices[:1])
@@ -214,5 +216,5 @@ class AcrossWorkers(CrossDeviceOps):
 
 def _only(result: Result) -> Tensor:
     """Returns the tensor of a result for one device, which may be wrapped all the same."""
-    tensor: Tensor = result.values[0] if isinstance(result, DistributedValues) else result
+    tensor: Tensor = components_of(result)[0]
     return tensor

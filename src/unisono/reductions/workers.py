@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator, Node, all_reduce_nodes, nodes_of, plain_terms
+from unisono.communicators.communicator import gather_texts
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
@@ -23,14 +24,14 @@ from unisono.values import is_sparse
 _HOST = torch.device("cpu")
 
 
-def dealt(num_replicas: int, num_workers: int) -> tuple[int, ...]:
-    """Returns how many replicas each worker has if they are split as evenly as possible.
+def dealt(num_things: int, num_parts: int) -> tuple[int, ...]:
+    """Returns the sizes of parts that differ by at most one; the larger parts come first.
 
-    >>> dealt(8, 3), dealt(4, 4)
-    ((3, 3, 2), (1, 1, 1, 1))
+    >>> dealt(8, 3), dealt(4, 4), dealt(2, 3)
+    ((3, 3, 2), (1, 1, 1, 1), (1, 1, 0))
     """
-    share, num_larger = divmod(num_replicas, num_workers)
-    return tuple(share + (rank < num_larger) for rank in range(num_workers))
+    share, num_larger = divmod(num_things, num_parts)
+    return tuple(share + (i < num_larger) for i in range(num_parts))
 
 
 @dataclass(frozen=True)
@@ -216,8 +217,7 @@ class Workers:
             text, data = write(thing)
         except UnsupportedError as error:
             refusal, (text, data) = str(error), write(None)
-        own = torch.frombuffer(bytearray(json.dumps([refusal, text]).encode()), dtype=torch.uint8)
-        told = [json.loads(one.numpy().tobytes()) for one in self.gather(own)]
+        told = list(map(json.loads, gather_texts(self.communicator, json.dumps([refusal, text]))))
         for rank, (refused, _) in enumerate(told):
             if refused:
                 raise UnsupportedError(f"Worker {rank} cannot go on. {refused}")

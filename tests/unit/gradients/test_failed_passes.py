@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from failing import Failing
 from torch import Tensor, nn
 from worker_threads import on_strategies
 
@@ -20,18 +21,6 @@ from unit.gradients.test_passes import chain
 
 SIZES = [3, 1]
 X = torch.linspace(-1, 1, 16).reshape(4, 4)
-
-
-class Failing(torch.autograd.Function):
-    """Ends a backward pass after the gradients of later layers."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        raise ValueError("not this time")
 
 
 @pytest.fixture

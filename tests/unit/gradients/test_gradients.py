@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -12,12 +13,6 @@ from unisono.experimental import CommunicationOptions
 from unisono.reductions import select_cross_device_ops
 
 Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def powers(num_replicas: int, *shape: int) -> uo.PerReplica:
