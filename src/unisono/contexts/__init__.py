@@ -1,7 +1,6 @@
 """Where the running code is, and what it can do there."""
 
 from unisono.contexts.current import (
-    Context,
     CrossReplicaContext,
     ReplicaContext,
     Replicas,
@@ -15,11 +14,11 @@ from unisono.contexts.current import (
     is_default,
     other_strategy,
     running_replica,
+    runs_once,
     set_outside,
 )
 
 __all__ = [
-    "Context",
     "CrossReplicaContext",
     "ReplicaContext",
     "Replicas",
@@ -33,5 +32,6 @@ __all__ = [
     "is_default",
     "other_strategy",
     "running_replica",
+    "runs_once",
     "set_outside",
 ]

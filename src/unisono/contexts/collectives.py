@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 from unisono.errors import ReplicaMismatchError
 from unisono.kernels import check_gather
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.values import DistributedValues, PerReplica, is_sparse, weighed
+from unisono.values import PerReplica, components_of, is_sparse, weighed
 
 if TYPE_CHECKING:
     from unisono.contexts.current import ReplicaContext
@@ -19,91 +20,75 @@ if TYPE_CHECKING:
 _LINEAR = (ReduceOp.SUM, ReduceOp.MEAN)
 
 
-def reduce_tensors(
-    context: ReplicaContext,
-    op: ReduceOp,
-    tensors: Sequence[Tensor],
-    options: CommunicationOptions | None,
-) -> list[Tensor]:
-    """All-reduces the tensors of all replicas in one batch."""
-    if not tensors:
-        return []
-    if op in _LINEAR and not any(is_sparse(tensor) for tensor in tensors):
-        apply: Any = _AllReduce.apply
-        return list(apply(context, op, options, *tensors))
-    return _all_reduce(context, op, tensors, options)
+@dataclass(frozen=True)
+class Reduction:
+    """An all-reduce that a replica takes part in."""
 
+    context: ReplicaContext
+    op: ReduceOp
+    options: CommunicationOptions | None
 
-def _all_reduce(
-    context: ReplicaContext,
-    op: ReduceOp,
-    tensors: Sequence[Tensor],
-    options: CommunicationOptions | None,
-) -> list[Tensor]:
-    replicas = context.replicas
-    factors = replicas.counting.factors(op)
+    def of(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All-reduces the tensors of all replicas in one batch, so that gradients flow through."""
+        if not tensors:
+            return []
+        if self.op in _LINEAR and not any(is_sparse(tensor) for tensor in tensors):
+            apply: Any = _AllReduce.apply
+            return list(apply(self, *tensors))
+        return self.of_values(tensors)
 
-    def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
-        lengths = [len(own) for own in given]
-        if len(set(lengths)) > 1:
-            counts = enumerate(lengths, replicas.first_replica_id)
-            raise ReplicaMismatchError(
-                "The replicas called `all_reduce` with different numbers of tensors: "
-                f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Pass the same "
-                "structure on every replica."
-            )
-        by_tensor = zip(*given, strict=True)
-        values = [
-            PerReplica.placed(
-                weighed(op, components, factors) if factors else components,
-                replicas.worker_devices,
-            )
-            for components in by_tensor
-        ]
-        pairs = [(value, value) for value in values]
-        results = replicas.cross_device_ops.batch_reduce(op, pairs, options)
-        by_value = [r.values if isinstance(r, DistributedValues) else (r,) for r in results]
-        return [list(own) for own in zip(*by_value, strict=True)]
+    def of_values(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """All-reduces the tensors without their graphs."""
+        context, op = self.context, self.op
+        replicas = context.replicas
+        factors = replicas.counting.factors(op)
 
-    what = f"all_reduce({op.name}) of {len(tensors)} tensors"
-    result: list[Tensor] = context.meeting.meet(context.local_id, what, tensors, work)
-    return result
+        def work(given: list[Sequence[Tensor]]) -> list[list[Tensor]]:
+            lengths = [len(own) for own in given]
+            if len(set(lengths)) > 1:
+                counts = enumerate(lengths, replicas.first_replica_id)
+                raise ReplicaMismatchError(
+                    "The replicas called `all_reduce` with different numbers of tensors: "
+                    f"{', '.join(f'replica {i} {length}' for i, length in counts)}. Pass the same "
+                    "structure on every replica."
+                )
+            values = [
+                PerReplica.placed(
+                    weighed(op, components, factors) if factors else components,
+                    replicas.worker_devices,
+                )
+                for components in zip(*given, strict=True)
+            ]
+            pairs = [(value, value) for value in values]
+            results = replicas.cross_device_ops.batch_reduce(op, pairs, self.options)
+            return [list(own) for own in zip(*map(components_of, results), strict=True)]
+
+        what = f"all_reduce({op.name}) of {len(tensors)} tensors"
+        result: list[Tensor] = context.meeting.meet(context.local_id, what, tensors, work)
+        return result
+
+    def of_gradients(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Reduces gradients on their way back, each with what its replica's loss counts for.
+
+        The leaves of a replica will be weighted with its own weight, which is taken out again here.
+        """
+        weight = self.context.gradient_weight
+        given = [gradient * weight for gradient in gradients] if weight != 1.0 else gradients
+        totals = self.of(given)
+        return [total / weight for total in totals] if weight not in (0.0, 1.0) else totals
 
 
 class _AllReduce(torch.autograd.Function):
     """The gradient of an all-reduce is the all-reduce of the gradients."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        context: ReplicaContext,
-        op: ReduceOp,
-        options: CommunicationOptions | None,
-        *tensors: Tensor,
-    ) -> tuple[Tensor, ...]:
-        ctx.arguments = context, op, options
-        return tuple(_all_reduce(context, op, tensors, options))
+    def forward(ctx: Any, reduction: Reduction, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduction = reduction
+        return tuple(reduction.of_values(tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        context, op, options = ctx.arguments
-        return None, None, None, *_reduce_gradients(context, op, gradients, options)
-
-
-def _reduce_gradients(
-    context: ReplicaContext,
-    op: ReduceOp,
-    gradients: Sequence[Tensor],
-    options: CommunicationOptions | None,
-) -> list[Tensor]:
-    """Reduces gradients on their way back, each with what its replica's loss counts for.
-
-    The leaves of a replica will be weighted with its own weight, which is taken out again here.
-    """
-    weight = context.weight
-    given = [gradient * weight for gradient in gradients] if weight != 1.0 else gradients
-    totals = reduce_tensors(context, op, given, options)
-    return [total / weight for total in totals] if weight not in (0.0, 1.0) else totals
+        return None, *ctx.reduction.of_gradients(gradients)
 
 
 def gather_tensors(
@@ -152,7 +137,7 @@ class _AllGather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         context, options, axis, start, shape = ctx.arguments
-        (total,) = _reduce_gradients(context, ReduceOp.SUM, gradients, options)
+        (total,) = Reduction(context, ReduceOp.SUM, options).of_gradients(gradients)
         if not context.counts:
             # What it gave is not in the result.
             return None, None, None, total.new_zeros(shape)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from unisono.arguments import check_call, check_int
-from unisono.contexts.collectives import gather_tensors, reduce_tensors
+from unisono.contexts.collectives import Reduction, gather_tensors
 from unisono.devices import Device
 from unisono.errors import ContextError
 from unisono.options import CommunicationOptions, ReduceOp, check_options
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from unisono.gradients import GradientReducer
     from unisono.gradients.passes import OwnPass
     from unisono.strategies import Strategy
+    from unisono.strategies.counting import Counting
     from unisono.variables import Leaves, Mirrors
 
 Context: TypeAlias = "ReplicaContext | CrossReplicaContext"
@@ -74,22 +75,6 @@ class entered:
         del stack.entered[self._depth :]
 
 
-class SampleCounts(Protocol):
-    """How many samples each replica has in the run under way."""
-
-    samples: tuple[int, ...] | None
-
-    @property
-    def presence(self) -> tuple[int, ...] | None:
-        """For each replica of all workers whether it has samples, 1 or 0. None if all have."""
-
-    def factors(self, op: ReduceOp) -> list[float]:
-        """Returns what the values of this worker's replicas count for. Empty if all count alike."""
-
-    def regrouped(self, results: Sequence[Any], *, are_arguments: bool = False) -> Any:
-        """Makes one structure of what the replicas of this worker have returned."""
-
-
 class Replicas(Protocol):
     """What contexts, variables and gradients use of the strategy that runs them.
 
@@ -106,7 +91,7 @@ class Replicas(Protocol):
     elastic: Any
 
     @property
-    def counting(self) -> SampleCounts:
+    def counting(self) -> Counting:
         """How many samples each replica has."""
 
     @property
@@ -148,6 +133,8 @@ class CrossReplicaContext:
     replicas: Replicas = field(repr=False)
     replica_id: int | None = None
     generators: Any = field(default=None, repr=False)
+    # Whether `uo.once` runs it, after which replicas get what it has written to the program.
+    is_once: bool = False
 
     @property
     def strategy(self) -> Strategy:
@@ -173,8 +160,7 @@ class ReplicaContext:
         replicas: The replicas of this worker.
         local_id: The number of the replica on its worker, from 0.
         meeting: Where the replicas meet.
-        weight: What this replica's gradients count for; 1 unless batches are uneven, and 0 if it
-            has no samples.
+        gradient_weight: What this replica's gradients count for, in a mean over all replicas.
         notes: What the engine remembers of this replica in this run.
         generators: What the replica draws random numbers from; None if that is torch's own.
     """
@@ -182,7 +168,7 @@ class ReplicaContext:
     replicas: Replicas = field(repr=False)
     local_id: int
     meeting: ReplicaMeeting
-    weight: float = 1.0
+    gradient_weight: float = 1.0
     notes: ReplicaNotes = field(default_factory=ReplicaNotes, repr=False)
     generators: Any = field(default=None, repr=False)
 
@@ -192,6 +178,15 @@ class ReplicaContext:
         return self.replicas.strategy
 
     @property
+    def weight(self) -> float:
+        """What this replica's values count for in `all_reduce("MEAN", value * weight)`.
+
+        It is 1 unless batches are uneven, and 0 if the replica has no samples. With
+        `reduce_gradients="SUM"` it is 1 or 0.
+        """
+        return self.gradient_weight * self.replicas.counting.share
+
+    @property
     def counts(self) -> bool:
         """Whether this replica has samples, so that its results count.
 
@@ -199,7 +194,7 @@ class ReplicaContext:
         then runs with a copy of a sample, and whatever it computes is left out: gradients, values
         that are reduced or gathered, and what it writes to variables and modules.
         """
-        return self.weight != 0.0
+        return self.gradient_weight != 0.0
 
     @property
     def replica_id_in_sync_group(self) -> int:
@@ -272,7 +267,7 @@ class ReplicaContext:
         check_options(options)
         leaves, rebuild = flatten(value)
         tensors = [as_tensor(leaf) for leaf in leaves]
-        return rebuild(reduce_tensors(self, op, tensors, options))
+        return rebuild(Reduction(self, op, options).of(tensors))
 
     def all_gather(self, value: Any, axis: int, options: CommunicationOptions | None = None) -> Any:
         """Concatenates every tensor of `value` over all replicas, along `axis`.
@@ -358,6 +353,14 @@ def running_replica() -> ReplicaContext | None:
         if isinstance(context, ReplicaContext):
             return context
     return None
+
+
+def runs_once() -> bool:
+    """Whether this thread runs what a step gives to `uo.once`."""
+    for context in reversed(stack.entered):
+        if isinstance(context, ReplicaContext) or context.is_once:
+            return isinstance(context, CrossReplicaContext)
+    return False
 
 
 def other_strategy(strategy: Any) -> Strategy | None:

@@ -1,9 +1,10 @@
 """How the replicas of one worker run."""
 
 from unisono.engines.advice import GlobalRandomness, Interpreter
-from unisono.engines.ambient import Ambient, CallerThread, modes_need_turns
-from unisono.engines.compiled import Compilations, tell_compiler
-from unisono.engines.generators import ReplicaGenerators, RunGenerators
+from unisono.engines.ambient import Ambient, CallerModes, ThreadState, modes_need_turns
+from unisono.engines.caches import without_shared_caches
+from unisono.engines.compiled import Compilations, has_compiled, names_in, tell_compiler
+from unisono.engines.generators import ReplicaGenerators, RunGenerators, identity
 from unisono.engines.meeting import Recorder, ReplicaMeeting
 from unisono.engines.random_operators import drawing
 from unisono.engines.threads import ReplicaThreads
@@ -11,7 +12,7 @@ from unisono.engines.turns import OneByOne, Turns
 
 __all__ = [
     "Ambient",
-    "CallerThread",
+    "CallerModes",
     "Compilations",
     "GlobalRandomness",
     "Interpreter",
@@ -21,8 +22,13 @@ __all__ = [
     "ReplicaMeeting",
     "ReplicaThreads",
     "RunGenerators",
+    "ThreadState",
     "Turns",
     "drawing",
+    "has_compiled",
+    "identity",
     "modes_need_turns",
+    "names_in",
     "tell_compiler",
+    "without_shared_caches",
 ]

@@ -27,9 +27,8 @@ _MUCH = 0.2
 class Interpreter:
     """Measures in some runs of a strategy how long replicas wait for the interpreter."""
 
-    def __init__(self, num_replicas: int, *, can_capture: bool, is_serial: bool) -> None:
+    def __init__(self, num_replicas: int, *, is_serial: bool) -> None:
         self._num_replicas = num_replicas
-        self._can_capture = can_capture
         self._has_lock = has_lock()
         self._is_on = num_replicas > 1 and not is_serial and can_measure()
         self._num_runs = 0
@@ -72,20 +71,15 @@ class Interpreter:
         if share <= _MUCH or self._has_told:
             return
         self._has_told = True
-        ways = [
-            "start one process per replica (for example `unisono launch -n "
-            f"{self._num_replicas} SCRIPT`, with `MultiWorkerMirroredStrategy`)",
-            "use free-threaded Python",
-        ]
-        if self._can_capture:
-            ways.insert(0, "capture the step (`strategy.run(unisono.function(step), ...)`)")
         _log.warning(
             "Replicas wait for Python's interpreter lock for %d %% of a step, because one process "
-            "runs the Python code of one replica at a time. To avoid this, %s, or %s. The page "
-            '"One process or many" of the documentation says when to do which.',
+            "runs the Python code of one replica at a time. To avoid this, capture the step "
+            "(`strategy.run(unisono.function(step), ...)`), start one process per replica (for "
+            "example `unisono launch -n %d SCRIPT`, with `MultiWorkerMirroredStrategy`), or use "
+            'free-threaded Python. The page "One process or many" of the documentation says when '
+            "to do which.",
             round(100 * share),
-            ", ".join(ways[:-1]),
-            ways[-1],
+            self._num_replicas,
         )
 
 

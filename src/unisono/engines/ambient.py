@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -14,15 +13,17 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from unisono.contexts.current import stack
 from unisono.engines.random_operators import drawing
+from unisono.sharing import in_place_of
 from unisono.torch_private import (
     TorchDispatchMode,
     num_dispatch_modes,
     num_function_modes,
     set_grad_enabled,
+    without_dispatch_modes,
 )
 from unisono.tracing.lock_waits import has_lock
 
@@ -60,18 +61,15 @@ def _note_hooks() -> None:
     """torch tells the hooks from 2.7 on. With 2.6 the class that sets them is made to note them."""
     enter, leave = saved_tensors_hooks.__enter__, saved_tensors_hooks.__exit__
 
-    @functools.wraps(enter)
+    @in_place_of(saved_tensors_hooks, "__enter__")
     def noting_enter(self: Any) -> None:
         enter(self)
         _noted.hooks.append((self.pack_hook, self.unpack_hook))
 
-    @functools.wraps(leave)
+    @in_place_of(saved_tensors_hooks, "__exit__")
     def noting_leave(self: Any, *error: object) -> None:
         _noted.hooks.pop()
         leave(self, *error)
-
-    saved_tensors_hooks.__enter__ = noting_enter  # type: ignore[method-assign]
-    saved_tensors_hooks.__exit__ = noting_leave  # type: ignore[method-assign]
 
 
 if _ask is None:
@@ -124,7 +122,7 @@ class CallerModes:
         is_caller = threading.get_ident() == self.thread
         with ExitStack() as stack:
             if self.operators and is_caller:
-                stack.enter_context(_disable_current_modes())
+                stack.enter_context(without_dispatch_modes())
             for mode in self.operators:
                 # Not entered, which the mode would take for another block that it is used in.
                 torch._C._push_on_torch_dispatch_stack(mode)
@@ -138,13 +136,13 @@ class CallerModes:
             yield
 
 
-def modes_need_turns() -> bool:
-    """Whether replicas must run one after another, because this thread is under a mode.
+def modes_need_turns(*, more: bool) -> bool:
+    """Whether replicas must run one after another, because of modes of this thread, or `more`.
 
     When a mode first sees an operator, torch looks for its Python function, and up to torch 2.12
     two threads must not do that at once. Without the interpreter lock they would.
     """
-    return num_dispatch_modes() > 0 and not has_lock()
+    return (more or num_dispatch_modes() > 0) and not has_lock()
 
 
 class _OneAtATime(TorchDispatchMode):
@@ -165,16 +163,18 @@ class _OneAtATime(TorchDispatchMode):
                 self._lock.release()
 
 
-class CallerThread:
-    """What a run changes on the thread of its caller, which is the thread of replica 0.
+class ThreadState:
+    """What a run changes on a thread: on that of its caller, which is replica 0's, or another.
 
-    The code that changes it also restores it, but Ctrl-C may end that halfway.
+    The code that changes it also restores it, but Ctrl-C, or the end of a step that has failed on
+    another replica, may end that halfway.
     """
 
-    __slots__ = ("_depth", "_is_drawing", "_is_grad_enabled", "_is_multithreaded")
+    __slots__ = ("_depth", "_is_drawing", "_is_grad_enabled", "_is_multithreaded", "_modes")
 
     def __init__(self) -> None:
         self._depth = len(stack.entered)
+        self._modes = _entered_modes()
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_multithreaded = torch._C._is_multithreading_enabled()
         self._is_drawing = drawing.is_on()
@@ -185,6 +185,22 @@ class CallerThread:
         set_grad_enabled(self._is_grad_enabled)
         torch._C._set_multithreading_enabled(self._is_multithreaded)
         drawing.turn(is_on=self._is_drawing)
+        functions, operators = self._modes
+        left = _entered_modes()
+        for _ in left[0]:
+            torch._C._pop_torch_function_stack()
+        # torch 2.6 crashes if nothing refers to a mode that is taken away.
+        for _ in left[1]:
+            torch._C._pop_torch_dispatch_stack(None)
+        for function_mode in functions:
+            torch._C._push_on_torch_function_stack(function_mode)
+        for mode in operators:
+            torch._C._push_on_torch_dispatch_stack(mode)
+
+
+def _entered_modes() -> tuple[list[TorchFunctionMode], list[TorchDispatchMode]]:
+    functions = _get_current_function_mode_stack() if num_function_modes() > 0 else []
+    return functions, _get_current_dispatch_mode_stack() if num_dispatch_modes() > 0 else []
 
 
 @dataclass(eq=False)

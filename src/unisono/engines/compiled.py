@@ -21,6 +21,10 @@ from unisono.values import DistributedValues, flatten
 
 _PACKAGE = __name__.partition(".")[0]
 _MARK = "_torchdynamo_orig_callable"
+# Code that names one of these may give the name of a variable, attribute or setting as a string.
+_BY_NAME = frozenset(
+    {"__dict__", "attrgetter", "getattr", "globals", "hasattr", "param_groups", "vars"}
+)
 # How many functions and modules of a step are looked at, at most.
 _MOST_REACHED = 10_000
 _KINDS = functools.partial, types.MethodType, types.FunctionType, nn.Module
@@ -52,7 +56,7 @@ class Compilations:
         is_settled = self._signature == last and last in self._settled
         if is_settled or len(self._settled) >= _MAX_SIGNATURES:
             return False
-        return any(map(_is_compiled, _reached(step)))
+        return has_compiled(step)
 
     def note(self) -> None:
         """After a run: remembers whether something was compiled."""
@@ -65,6 +69,11 @@ class Compilations:
             self._settled.clear()
 
 
+def has_compiled(step: Callable[..., Any]) -> bool:
+    """Whether something that a step names is compiled."""
+    return any(map(_is_compiled, reached(step)))
+
+
 def tell_compiler() -> Any:
     """Keeps the compiler from compiling our own functions, and returns it, if there is one.
 
@@ -73,7 +82,7 @@ def tell_compiler() -> Any:
     """
     frames: Any = sys.modules.get("torch._dynamo.convert_frame")
     # Optimizers load the compiler, too, so most programs that have it never compile.
-    if frames is None or not (_told or _has_compiled()):
+    if frames is None or not (_told or _is_in_use()):
         return None
     rules: Any = sys.modules["torch._dynamo.trace_rules"]
     if rules not in _told:
@@ -82,7 +91,7 @@ def tell_compiler() -> Any:
     return frames
 
 
-def _has_compiled() -> bool:
+def _is_in_use() -> bool:
     engine: Any = sys.modules.get("torch._dynamo.eval_frame")
     return engine is not None and bool(engine.cached_backends)
 
@@ -112,7 +121,7 @@ def _is_compiled(thing: Any) -> bool:
     return isinstance(thing, types.FunctionType) and _MARK in vars(thing)
 
 
-def _reached(step: Any) -> Iterator[Any]:
+def reached(step: Any) -> Iterator[Any]:
     """Yields what a step is made of: functions and modules that it names, and those of these."""
     # By identity. It holds them, so that no identity is used again.
     seen, waiting = {id(step): step}, [step]
@@ -138,7 +147,7 @@ def _inner(thing: Any) -> Iterable[Any]:
     if (thing.__module__ or "").partition(".")[0] in ("torch", _PACKAGE):
         return ()
     cells = (cell for cell in thing.__closure__ or () if cell != types.CellType())
-    names = _names_in(thing.__code__).intersection(thing.__globals__)
+    names = names_in(thing.__code__).intersection(thing.__globals__)
     held = [cell.cell_contents for cell in cells]
     return (*held, *(thing.__defaults__ or ()), *map(thing.__globals__.get, names))
 
@@ -147,6 +156,18 @@ def _forward_of(kind: type) -> Any:
     return next((vars(one)["forward"] for one in kind.__mro__ if "forward" in vars(one)), None)
 
 
-def _names_in(code: types.CodeType) -> set[str]:
-    inner = (one for one in code.co_consts if isinstance(one, types.CodeType))
-    return set(code.co_names).union(*map(_names_in, inner))
+def names_in(code: types.CodeType) -> set[str]:
+    """Returns the names of variables and attributes in the code of a function."""
+    names: set[str] = set()
+    strings: set[str] = set()
+    waiting: list[Any] = [code]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, types.CodeType):
+            names.update(one.co_names)
+            waiting += one.co_consts
+        elif isinstance(one, tuple):
+            waiting += one
+        elif isinstance(one, str):
+            strings.add(one)
+    return names if names.isdisjoint(_BY_NAME) else names | strings

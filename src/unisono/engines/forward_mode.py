@@ -6,14 +6,13 @@ replicas when one of them leaves it.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 from torch._functorch import eager_transforms
 from torch.autograd import forward_ad
 
 from unisono.contexts import current_replica
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 
 
 @computed_once
@@ -27,7 +26,7 @@ def take_turns_in_forward_mode() -> None:
 def _wrap(module: Any, enter_name: str, exit_name: str) -> None:
     enter, leave = getattr(module, enter_name), getattr(module, exit_name)
 
-    @functools.wraps(enter)
+    @in_place_of(module, enter_name)
     def entered() -> Any:
         context = current_replica()
         if context is not None:
@@ -40,7 +39,7 @@ def _wrap(module: Any, enter_name: str, exit_name: str) -> None:
                 context.meeting.leave_alone(context.local_id)
             raise
 
-    @functools.wraps(leave)
+    @in_place_of(module, exit_name)
     def left(**kwargs: Any) -> None:
         context = current_replica()
         try:
@@ -48,6 +47,3 @@ def _wrap(module: Any, enter_name: str, exit_name: str) -> None:
         finally:
             if context is not None:
                 context.meeting.leave_alone(context.local_id)
-
-    setattr(module, enter_name, entered)
-    setattr(module, exit_name, left)

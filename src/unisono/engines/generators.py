@@ -137,11 +137,15 @@ class ReplicaGenerators:
     def on(self, device: torch.device) -> torch.Generator:
         """Returns the default generator for a device."""
         if device not in self._seeded:
-            if device not in self._by_device:
-                self._by_device[device] = torch.Generator(device)
             seed = self._seed if device.type == "cpu" else self._seed_of_gpus
-            self._by_device[device].manual_seed(seed)
+            self.unseeded(device).manual_seed(seed)
             self._seeded.add(device)
+        return self._by_device[device]
+
+    def unseeded(self, device: torch.device) -> torch.Generator:
+        """Returns that generator, which may have no seed of this run yet."""
+        if device not in self._by_device:
+            self._by_device[device] = torch.Generator(device)
         return self._by_device[device]
 
     @property

@@ -11,6 +11,10 @@ from contextlib import suppress
 class ReplicaStopped(BaseException):
     """Ends a replica because the step has failed elsewhere. Not an error for user code to catch."""
 
+    def __str__(self) -> str:
+        # Python prints it where it ignores errors, such as in `__del__`.
+        return "the step has failed on another replica, so this one was stopped"
+
 
 class Guard:
     """Says whether a replica's thread is in user code, where it may be stopped at any instruction.
@@ -35,10 +39,15 @@ class Guard:
     def cover(self) -> None:
         """After user code: `stop` no longer reaches it. Raises if it already has."""
         with self._lock:
-            self._is_exposed = False
+            was_exposed, self._is_exposed = self._is_exposed, False
+            if self._is_stopped and was_exposed:
+                # What was sent may not have arrived, and must not arrive later. Python up to 3.12
+                # remembers that something was sent until it arrives, and then a profiler or
+                # debugger would wait forever.
+                _send(self._thread, ReplicaStopped)
+                while True:
+                    pass
             if self._is_stopped:
-                # What was sent may not have arrived.
-                _send(self._thread, None)
                 raise ReplicaStopped
 
     def cover_surely(self) -> None:

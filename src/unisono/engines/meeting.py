@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -25,14 +26,25 @@ class Recorder(Protocol):
 
     Attributes:
         generators: The random generators of the run; None for new ones.
-        streams: The stream of each replica; empty if all use those of the caller. They are given
-            where memories are recorded separately, so that no meeting is a part of a recording.
+        streams: The stream of each replica; empty if all use those of the caller.
+        is_apart: Whether no meeting is a part of a recording.
+        is_joint: Whether what passes between workers is a part of it.
         is_capturing: Whether GPUs do nothing before the recording ends.
+        call_each: In a replay, makes one call on the thread of each replica; None if there is no
+            replay, or on GPUs.
+        is_on_host: Whether replicas are on CPUs.
     """
 
     generators: RunGenerators | None
     streams: Sequence[torch.cuda.Stream]
+    is_apart: bool
+    is_joint: bool
     is_capturing: bool
+    is_on_host: bool
+    call_each: Callable[[Sequence[Callable[[], None]]], None] | None
+
+    def on_replica(self, replica_id: int) -> AbstractContextManager[None]:
+        """Within the block, the current thread runs a replica."""
 
     def call(self, what: str, work: Callable[[], Any], settings: Any = None) -> Any:
         """Makes a call that Python must make every time, unless its `settings` stay the same."""
@@ -78,9 +90,10 @@ class ReplicaMeeting:
         has_workers: bool = False,
     ) -> None:
         self.recorder = recorder
-        has_own_streams = recorder is not None and bool(recorder.streams)
-        self.is_apart = recorder is not None and (has_workers or has_own_streams)
-        if recorder is not None and recorder.is_capturing and has_own_streams:
+        self.is_apart = recorder is not None and (
+            recorder.is_apart or (has_workers and not recorder.is_joint)
+        )
+        if recorder is not None and recorder.is_capturing and recorder.streams:
             gpus = ()
         self.orders_streams = bool(gpus)
         self._num_replicas = num_replicas
@@ -194,8 +207,6 @@ class ReplicaMeeting:
 
     def call_waiting(self, calls: Sequence[Callable[[ReplicaMeeting], Any]]) -> list[Any]:
         """From within `work`: every replica makes its call, with a new meeting point."""
-        if self.recorder is not None:
-            self.recorder.refuse("replicas run again inside a `merge_call`")
         inner = ReplicaMeeting(
             self._num_replicas, self._turns, self._gpus, self._guards, self._names
         )

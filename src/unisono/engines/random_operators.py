@@ -18,11 +18,18 @@ import torch
 from torch import Tensor
 
 from unisono.engines.generators import default_generator, exact, identity, install, of_this_thread
-from unisono.torch_private import num_dispatch_modes
+from unisono.torch_private import (
+    OpOverload,
+    dispatch_key,
+    has_kernel,
+    key_set,
+    num_dispatch_modes,
+    without_dispatch_keys,
+)
 
 _NAME = "TESTING_ONLY_GenericMode"
-_KEY: Any = torch._C._parse_dispatch_key(_NAME)
-_KEYS = torch._C.DispatchKeySet(_KEY)
+_KEY: Any = dispatch_key(_NAME)
+_KEYS = key_set(_NAME)
 _KEYS_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
@@ -112,12 +119,11 @@ def _install() -> None:
     _libraries.extend([others, drawn])
 
 
-def overloads(name: str) -> list[torch._ops.OpOverload]:
+def overloads(name: str) -> list[OpOverload]:
     """Returns the overloads of an operator that torch does not take apart at once."""
     packet = getattr(torch.ops.aten, name, None)
     found = [] if packet is None else [getattr(packet, one) for one in packet.overloads()]
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    return [one for one in found if not has(one.name(), "CompositeImplicitAutograd")]
+    return [one for one in found if not has_kernel(one.name(), "CompositeImplicitAutograd")]
 
 
 def _is_traced() -> bool:
@@ -125,12 +131,12 @@ def _is_traced() -> bool:
     return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
-def _given_own(operator: torch._ops.OpOverload, place: int) -> Callable[..., Any]:
+def _given_own(operator: OpOverload, place: int) -> Callable[..., Any]:
     """Returns the kernel of an operator with a `generator`: it fills in the replica's."""
 
     def draw(*args: Any, **kwargs: Any) -> Any:
         own = of_this_thread()
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+        with without_dispatch_keys(_KEYS):
             device = _device(args, kwargs)
             if own is None or device.type == "meta" or _is_traced():
                 return operator(*args, **kwargs)
@@ -144,7 +150,7 @@ def _given_own(operator: torch._ops.OpOverload, place: int) -> Callable[..., Any
     return draw
 
 
-def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
+def _as_default(operator: OpOverload) -> Callable[..., Any]:
     """Returns the kernel of an operator that draws from the default generator alone."""
 
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +160,7 @@ def _as_default(operator: torch._ops.OpOverload) -> Callable[..., Any]:
         # Without a mode that comes before them, the operators that it calls come here again.
         if is_elsewhere or (device.type != "cuda" and not num_dispatch_modes()):
             return operator.redispatch(keys & _KEYS_BELOW, *args, **kwargs)
-        with torch._C._ExcludeDispatchKeyGuard(_KEYS), _standing_in(own, device):
+        with without_dispatch_keys(_KEYS), _standing_in(own, device):
             return operator(*args, **kwargs)
 
     return draw

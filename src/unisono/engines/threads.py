@@ -11,8 +11,10 @@ from typing import Any, TypeAlias
 
 import torch
 
+from unisono.engines.ambient import ThreadState
 from unisono.engines.forward_mode import take_turns_in_forward_mode
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.engines.switches import refuse_switches
 from unisono.engines.turns import make_bell
 from unisono.sharing import LiveSet, computed_once
 from unisono.system import use_all_cores
@@ -68,6 +70,7 @@ class ReplicaThreads:
 
     def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
         take_turns_in_forward_mode()
+        refuse_switches()
         self._num_replicas = num_replicas
         self._num_intraop = num_intraop
         self._board = _Board(num_replicas)
@@ -75,10 +78,16 @@ class ReplicaThreads:
         self._finalizer: weakref.finalize[Any, Any] | None = None
         self._process = os.getpid()
 
-    def run(self, calls: Sequence[Call], meeting: ReplicaMeeting) -> list[Any]:
+    def num_intraop(self) -> int:
+        """Returns how many threads torch uses inside an operator of a replica."""
+        return self._num_intraop or max(1, torch.get_num_threads() // self._num_replicas)
+
+    def run(
+        self, calls: Sequence[Call], meeting: ReplicaMeeting, num_intraop: int | None = None
+    ) -> list[Any]:
         """Returns what the calls return, or raises the first real error of any of them."""
         num_threads = torch.get_num_threads()
-        num_intraop = self._num_intraop or max(1, num_threads // self._num_replicas)
+        num_intraop = num_intraop or self.num_intraop()
         self._start(num_intraop)
         outcomes: Outcomes = {}
         others = {i: (calls[i], outcomes) for i in range(1, self._num_replicas)}
@@ -151,6 +160,9 @@ class ReplicaThreads:
     def _start(self, num_intraop: int) -> None:
         if self._finalizer is not None:
             return
+        # The first call in a forked child makes a new autograd engine. Two threads that do so at
+        # the same time crash in torch.
+        torch.autograd._is_checkpoint_valid()
         board = _Board(self._num_replicas)
         threads = [
             threading.Thread(
@@ -195,18 +207,20 @@ def _work(replica_id: int, board: _Board, num_intraop: int) -> None:
     # torch applies the number of a thread only once it has been read there.
     torch.set_num_threads(num_intraop)
     torch.get_num_threads()
+    state = ThreadState()
     has_ended = False
     while (given := board.take(replica_id, has_ended=has_ended)) is not None:
         call, outcomes = given
-        outcomes[replica_id] = _outcome(call)
+        outcomes[replica_id] = _outcome(call, state)
         has_ended = True
         # A thread that waits for work must not keep what the last call used.
         del given, call, outcomes
 
 
-def _outcome(call: Call) -> Any:
+def _outcome(call: Call, state: ThreadState) -> Any:
     try:
         return call()
     except BaseException as error:
+        state.restore()
         # The meeting has it too, and decides which error is the one that counts.
         return error

@@ -3,18 +3,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica
 from torch import Tensor
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 
 Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
 
 
 def on_each(strategy: uo.Strategy, fn: Callable[[int], Any]) -> list[Any]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id as own_id
 
 import unisono as uo
 from unisono.errors import ContextError
@@ -151,12 +152,6 @@ def test_gather_on_a_replica_names_all_gather(mirrored: Make) -> None:
 
     with pytest.raises(ContextError, match="all_gather"):
         strategy.run(lambda: strategy.gather(torch.ones(1), 0))
-
-
-def own_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def merging(merge_fn: Callable[..., Any]) -> Callable[[], Any]:

@@ -3,22 +3,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica, replica_id
 from torch import Tensor
 
 import unisono as uo
 from unisono.errors import UnequalCallsError
 
 Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
-
-
-def replica_id() -> int:
-    return replica().replica_id_in_sync_group
 
 
 def test_merge_call_sees_the_values_of_all_replicas(mirrored: Make) -> None:

@@ -28,7 +28,7 @@ def told(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
 
 
 def test_more_than_a_fifth_is_told_once_with_what_to_do(told: Any) -> None:
-    interpreter = Interpreter(4, can_capture=True, is_serial=False)
+    interpreter = Interpreter(4, is_serial=False)
 
     interpreter.judge(0.2)
     assert told() == []
@@ -39,14 +39,6 @@ def test_more_than_a_fifth_is_told_once_with_what_to_do(told: Any) -> None:
     assert "43 % of a step" in text
     for way in ("unisono.function(step)", "unisono launch -n 4", "free-threaded Python"):
         assert way in text
-
-
-def test_without_gpus_nothing_is_captured(told: Any) -> None:
-    Interpreter(2, can_capture=False, is_serial=False).judge(0.5)
-
-    (text,) = told()
-    assert "unisono launch -n 2" in text
-    assert "function" not in text
 
 
 @measurable
@@ -61,7 +53,7 @@ def test_without_gpus_nothing_is_captured(told: Any) -> None:
 def test_ten_runs_in_a_thousand_are_measured(
     num_replicas: int, is_serial: bool, expected: list[int]
 ) -> None:
-    interpreter = Interpreter(num_replicas, can_capture=False, is_serial=is_serial)
+    interpreter = Interpreter(num_replicas, is_serial=is_serial)
 
     def is_wrapped() -> bool:
         calls = [lambda: None] * num_replicas

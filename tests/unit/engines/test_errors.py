@@ -8,6 +8,7 @@ from contextlib import suppress
 import pytest
 import torch
 from keyboard import press_ctrl_c_in
+from on_replica import replica, replica_id
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError
@@ -19,16 +20,6 @@ Make = Callable[..., uo.MirroredStrategy]
 
 # On a busy machine. What is stopped would go on for much longer.
 AT_ONCE = 60.0
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
-
-
-def replica_id() -> int:
-    return replica().replica_id_in_sync_group
 
 
 def wait_in_a_collective() -> None:

@@ -1,4 +1,4 @@
-"""A failed step leaves nothing behind: no memory, no threads."""
+"""A failed step leaves nothing behind: no memory, no threads, no modes."""
 
 import gc
 import sys
@@ -9,9 +9,13 @@ from contextlib import suppress
 
 import pytest
 import torch
+from on_replica import replica
 from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
+from torch.utils._python_dispatch import BaseTorchDispatchMode
 
 import unisono as uo
+from unisono.torch_private import num_dispatch_modes, num_function_modes
 
 
 class Held:
@@ -24,12 +28,6 @@ def no_collector() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
 
 
 def fail_everywhere(x: Tensor, model: nn.Module) -> None:
@@ -116,3 +114,44 @@ def test_an_error_that_is_raised_again_gets_its_note_once() -> None:
 
     strategy.close()
     assert len(error.__notes__) == 1
+
+
+def num_modes() -> tuple[int, int]:
+    return num_function_modes(), num_dispatch_modes()
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_no_replica_of_a_failed_step_stays_in_a_mode(failing: int) -> None:
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step() -> None:
+        # A replica may be stopped at any instruction, also where a `with` leaves its mode.
+        BaseTorchFunctionMode().__enter__()
+        BaseTorchDispatchMode().__enter__()
+        if replica().local_id == failing:
+            raise ValueError("no")
+        replica().all_reduce("SUM", torch.ones(()))
+
+    with pytest.raises(ValueError, match="no"):
+        strategy.run(step)
+
+    assert num_modes() == (0, 0)
+    seen: list[tuple[int, int]] = []
+    strategy.run(lambda: seen.append(num_modes()))
+    assert seen == [(0, 0), (0, 0)]
+    strategy.close()
+
+
+def test_a_failed_step_leaves_the_modes_of_the_caller() -> None:
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+
+    def step() -> None:
+        if replica().local_id == 0:
+            torch._C._pop_torch_function_stack()
+            raise ValueError("no")
+
+    with BaseTorchFunctionMode(), BaseTorchDispatchMode():
+        with pytest.raises(ValueError, match="no"):
+            strategy.run(step)
+        assert num_modes() == (1, 1)
+    strategy.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import nn
 from worker_threads import on_strategies
 
@@ -43,12 +44,6 @@ def in_child(body: Callable[[], None]) -> int:
     pytest.fail("the child hangs")
 
 
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
-
-
 def summed() -> float:
     context = uo.get_replica_context()
     assert context is not None
@@ -72,6 +67,20 @@ def test_a_child_gets_new_threads(mirrored: Make, has_run: bool) -> None:
 
     assert in_child(body) == 0
     assert strategy.run(summed).values == (3, 3, 3)
+
+
+def test_the_first_thing_that_replicas_of_a_child_do_is_differentiate() -> None:
+    torch.ones((), requires_grad=True).exp().backward()
+
+    def body() -> None:
+        strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(4)])
+        with strategy.scope():
+            model = nn.Linear(2, 2)
+        assert strategy.run(lambda: model(torch.ones(1, 2)).shape) == (1, 2)
+        strategy.close()
+
+    # torch makes a new engine in a child, which several threads must not do at once.
+    assert [in_child(body) for _ in range(20)] == [0] * 20
 
 
 def test_a_child_that_was_forked_in_a_step(mirrored: Make) -> None:

@@ -1,4 +1,5 @@
 import _imp
+import sys
 import threading
 
 import pytest
@@ -55,3 +56,21 @@ def test_a_stop_before_user_code_is_raised_when_it_begins() -> None:
 
     with pytest.raises(ReplicaStopped):
         guard.expose()
+
+
+def test_a_profiler_works_after_a_stop() -> None:
+    guard = Guard()
+    stop = threading.Thread(target=guard.stop)
+    with pytest.raises(ReplicaStopped):
+        guard.expose()
+        stop.start()
+        stop.join()
+    with pytest.raises(ReplicaStopped):
+        guard.cover()
+    seen: list[str] = []
+    sys.setprofile(lambda frame, event, arg: seen.append(event))
+    try:
+        guard.__class__()
+    finally:
+        sys.setprofile(None)
+    assert "call" in seen
