@@ -1,33 +1,45 @@
-"""The captures of functions under one strategy."""
+"""A function that runs eagerly, is captured, and is replayed."""
 
 from __future__ import annotations
 
+import functools
+import gc
+import itertools
 import logging
-import traceback
-import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Protocol
+import operator
+import sys
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from unisono.engines import ReplicaGenerators, RunGenerators
-from unisono.errors import CaptureError
-from unisono.functions.recording import Lanes, Recording
-from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal, line_of
+from unisono.engines import CallerModes, RunGenerators, has_compiled
+from unisono.errors import CaptureError, add_note
+from unisono.functions.cpu_graphs import CpuGraphs, Logs, difference
+from unisono.functions.lines import line_of
+from unisono.functions.recording import Recording
+from unisono.functions.rehearsal import HOST_RANDOMNESS, Rehearsal
+from unisono.functions.rooms import Capture
 from unisono.functions.signature import (
+    Members,
     ModuleState,
-    OuterVariables,
-    constant,
+    frozen,
     is_input,
     modes,
     read_inputs,
 )
 from unisono.functions.step_function import Function
-from unisono.torch_private import copy_each
+from unisono.functions.surroundings import Surroundings
+from unisono.functions.together import CAPTURE, NOTHING, Together
 from unisono.tracing import span
-from unisono.values import DistributedValues, PerReplica, map_leaves
-from unisono.variables import Mirrors, Settings
+from unisono.values import DistributedValues, flatten, map_tensors
+from unisono.variables import Settings
+
+if TYPE_CHECKING:
+    from unisono.functions.captures import Captures
 
 # cuBLAS, cuDNN and the allocator set themselves up in the first calls, which no graph may hold.
 _NUM_EAGER = 2
@@ -35,159 +47,61 @@ _NUM_EAGER = 2
 _MAX_SIGNATURES = 16
 # How often the settings of an optimizer may change before its updates stay outside the graphs.
 _MAX_CHANGES = 3
-_MAX_FUNCTIONS = 64
+# How often workers capture a signature together, each time with other signatures of the others; and
+# how often one runs eagerly because others are not ready, before it captures alone.
+_MAX_TOGETHER = 4
+_MAX_WAITS = 2
+
+_gradient = operator.attrgetter("grad")
 
 _logger = logging.getLogger("unisono")
 
 
-class Run(Protocol):
-    """Runs a step on all replicas, as `Strategy.run` does."""
-
-    def __call__(
-        self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        weights: Sequence[float],
-        recorder: Recording | Rehearsal | None = None,
-    ) -> Any:
-        """Returns what the replicas return."""
-
-
-class Captures:
-    """The functions that one strategy has captured."""
-
-    def __init__(
-        self,
-        places: Sequence[torch.device],
-        mirrors: Mirrors,
-        generators: Sequence[ReplicaGenerators],
-        run: Run,
-    ) -> None:
-        self.places = places
-        self._generators = generators
-        self.mirrors = mirrors
-        self._run = weakref.WeakMethod(run)
-        self._functions: dict[Hashable, _CapturedFunction] = {}
-        self._lanes: Lanes | None = None
-
-    def run(
-        self,
-        function: Function[Any, Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        weights: Sequence[float],
-    ) -> Any:
-        """Runs a function on all replicas, as fast as it can be run."""
-        if all(place.type != "cuda" for place in self.places):
-            return self.eagerly(function.fn, args, kwargs, weights)
-        captured = self._functions.get(function.fn)
-        if captured is None:
-            captured = self._functions[function.fn] = _CapturedFunction(function, self)
-            if len(self._functions) > _MAX_FUNCTIONS:
-                del self._functions[next(iter(self._functions))]
-                captured.stay_eager(
-                    f"it is one of {_MAX_FUNCTIONS} functions that this strategy was given; make "
-                    "a function once, outside the loop"
-                )
-        if not captured.reason and any(place.type != "cuda" for place in self.places):
-            captured.stay_eager("some replicas are on CPUs, and only work of GPUs is captured")
-        return captured(args, kwargs, weights)
-
-    @property
-    def eagerly(self) -> Run:
-        """What runs a step eagerly."""
-        run = self._run()
-        assert run is not None
-        return run
-
-    @property
-    def lanes(self) -> Lanes:
-        """The memories of the replicas, with their streams and pools."""
-        if self._lanes is None:
-            self._lanes = Lanes(self.mirrors.memories, self.places)
-        return self._lanes
-
-    def begin_drawing(self) -> RunGenerators:
-        """Before a replay, or a capture: seeds the generators as a run does."""
-        of_run = RunGenerators()
-        for own in (*self._generators, self._generators[0].for_all):
-            if own is not None:
-                own.begin(of_run)
-        # A graph draws from them without asking.
-        self.drawn_from()
-        return of_run
-
-    def drawn_from(self) -> list[torch.Generator]:
-        """Returns the generators that graphs draw from, one for each replica."""
-        pairs = zip(self._generators, self.places, strict=True)
-        return [own.on(place) for own, place in pairs]
-
-    def have_drawn_on_host(self) -> bool:
-        """Whether a replica has drawn numbers on the CPU in the last run."""
-        return not self.mirrors.is_single and any(one.has_drawn_on_host for one in self._generators)
-
-    def close(self) -> None:
-        """Frees all graphs and their memory."""
-        self._functions.clear()
-        self._lanes = None
-
-
 class _Step:
-    """One signature of a function: how often it has run, and its recording."""
+    """One signature of a function: how often it has run, and what was captured of it."""
 
     def __init__(self) -> None:
         self.num_eager = 0
-        self.recording: Recording | None = None
-        # Where the graphs read the arguments.
-        self.rooms: list[Tensor] = []
-        # The numbers of those of one dtype on one GPU, which one kernel can fill.
-        self._alike: list[list[int]] = []
-        self.outputs: Any = None
+        # What the first run has returned besides tensors.
+        self.returned: list[Hashable] | None = None
+        # What the replicas called in the last eager run, if they are on CPUs.
+        self.logs: Logs = []
+        # What this worker has captured alone, and what it has captured with all others.
+        self.own: Capture | None = None
+        self.joint: Capture | None = None
+        self.joint_number = NOTHING
+        # How often workers have captured it together, and how often others could not.
+        self.num_together = self.num_waits = 0
 
-    def make_rooms(self, tensors: Sequence[Tensor]) -> None:
-        """Takes copies of the arguments, where the graphs will read them."""
-        self.rooms = [tensor.clone() for tensor in tensors]
-        alike: dict[Hashable, list[int]] = {}
-        for i, room in enumerate(self.rooms):
-            alike.setdefault((room.dtype, room.device), []).append(i)
-        self._alike = list(alike.values())
+    @property
+    def captures(self) -> list[Capture]:
+        """All that was captured of it."""
+        return [one for one in (self.own, self.joint) if one is not None]
 
-    def fill(self, tensors: Sequence[Tensor]) -> None:
-        """Copies the arguments of this call to where the graphs read them."""
-        for numbers in self._alike:
-            rooms, given = [self.rooms[i] for i in numbers], [tensors[i] for i in numbers]
-            copy_each(rooms, given, non_blocking=True)
+    def wish(self) -> tuple[int, bool]:
+        """Returns what this worker could replay with the others, and whether it could capture."""
+        is_ready = self.num_eager == _NUM_EAGER and self.num_together < _MAX_TOGETHER
+        return self.joint_number if self.joint is not None else NOTHING, is_ready
 
-    def results(self) -> Any:
-        """Returns copies of the results, which the next replay does not change."""
-        into: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
-
-        def copied(leaf: Any) -> Any:
-            if isinstance(leaf, DistributedValues):
-                return _with_values(leaf, tuple(map(copied, leaf.values)))
-            if not isinstance(leaf, Tensor) or leaf.requires_grad or leaf.is_inference():
-                return leaf.clone() if isinstance(leaf, Tensor) else leaf
-            new = torch.empty_like(leaf)
-            made, kept = into.setdefault((leaf.dtype, leaf.device), ([], []))
-            made.append(new)
-            kept.append(leaf)
-            return new
-
-        results = map_leaves(copied, self.outputs)
-        for made, kept in into.values():
-            copy_each(made, kept)
-        return results
+    def drop_outdated(self) -> bool:
+        """Forgets what was captured with other settings of an optimizer; returns whether it did."""
+        outdated = [
+            one for one in self.captures if not all(s.are_current() for s in one.recording.settings)
+        ]
+        self.own, self.joint = (None if one in outdated else one for one in (self.own, self.joint))
+        return bool(outdated)
 
 
-class _CapturedFunction:
+class CapturedFunction:
     """Runs a function eagerly, captures it, and replays it."""
 
     def __init__(self, function: Function[Any, Any], captures: Captures) -> None:
         self._function = function
         self._of = captures
-        self._outer = OuterVariables(function.fn)
-        self._state = ModuleState()
+        mirrors = captures.mirrors
+        self._surroundings = Surroundings(function.fn, mirrors.modules)
+        self._members = Members(functools.partial(mirrors.fronts.of_kind, Optimizer))
+        self._state = ModuleState(mirrors.modules, (mirrors.mirrors, mirrors.singles))
         self._steps: dict[Hashable, _Step] = {}
         # The settings of optimizers in the last eager call, and how often they changed.
         self._settings: list[Settings] = []
@@ -199,86 +113,144 @@ class _CapturedFunction:
     def __call__(
         self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
     ) -> Any:
-        inputs = read_inputs((tuple(args), kwargs))
-        if inputs.reason and not self.reason:
-            self.stay_eager(inputs.reason)
-        # A replica without samples is undone by Python; such a batch comes once in an epoch.
-        if self.reason or 0.0 in weights:
+        step, tensors = self._find(args, kwargs, weights)
+        together, agreed = self._of.together, NOTHING
+        if together is not None:
+            agreed = together.agreed(*((NOTHING, False) if step is None else step.wish()))
+        if step is None:
             return self._eagerly(args, kwargs, weights)
+        capture = step.own if agreed == NOTHING else step.joint if agreed != CAPTURE else None
+        if capture is not None:
+            return self._replay_or_tell(capture, args, kwargs, weights, tensors)
+        with self._of.on_streams(), without_garbage():
+            if step.num_eager < _NUM_EAGER:
+                step.num_eager += 1
+                return self._rehearse(step, args, kwargs, weights, tensors)
+            if agreed == CAPTURE:
+                return self._capture(step, args, kwargs, weights, tensors, together)
+            if together is not None and step.num_waits < _MAX_WAITS:
+                # The others may be ready next time.
+                step.num_waits += 1
+                return self._eagerly(args, kwargs, weights)
+            return self._capture(step, args, kwargs, weights, tensors)
+
+    def _find(
+        self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
+    ) -> tuple[_Step | None, Sequence[Tensor]]:
+        """Returns the signature of a call, None if it must be made eagerly, and its tensors."""
+        nothing: tuple[None, Sequence[Tensor]] = (None, ())
+        if self.reason:
+            return nothing
+        inputs = read_inputs((tuple(args), kwargs), self._of.places[0].type)
+        if inputs.reason:
+            self.stay_eager(inputs.reason)
+        # A replica without samples is undone by Python; such a batch comes once in an epoch. Modes
+        # such as `FlopCounterMode`, and `detect_anomaly`, see nothing of a replay.
+        is_watched = torch.is_anomaly_enabled() or CallerModes.of_this_thread() is not None
+        if self.reason or 0.0 in weights or is_watched:
+            return nothing
+        self._surroundings.take(inputs.objects, set())
         key = (inputs.key, tuple(weights), modes(), self._program())
         step = self._steps.get(key)
         if step is None:
             if len(self._steps) >= _MAX_SIGNATURES:
                 self.stay_eager(
                     f"it was called with {_MAX_SIGNATURES} signatures: shapes, numbers among its "
-                    "arguments or attributes of modules that keep changing. Pad batches to a few "
-                    "sizes, and pass numbers as tensors on the GPU"
+                    "arguments, or variables, attributes or settings of optimizers that keep "
+                    "changing. Pad batches to a few sizes, and pass numbers as tensors"
                 )
-                return self._eagerly(args, kwargs, weights)
+                return nothing
+            if self._of.is_on_host and has_compiled(self._function.fn):
+                self.stay_eager("it calls what `torch.compile` has compiled")
+                return nothing
             step = self._steps[key] = _Step()
-        if step.recording is not None and not all(s.are_current() for s in step.recording.settings):
+        if step.drop_outdated():
             self._num_changes += 1
-            step.recording = None
-        if step.recording is not None:
-            return self._replay(step, step.recording, inputs.tensors)
-        with self._of.lanes.current():
-            if step.num_eager < _NUM_EAGER:
-                step.num_eager += 1
-                is_last = step.num_eager == _NUM_EAGER
-                return self._rehearse(args, kwargs, weights, is_last=is_last)
-            return self._capture(step, args, kwargs, weights, inputs.tensors)
+        if step.own is None and self._of.is_on_host and sys.getprofile() is not None:
+            # What looks for reasons not to capture is a profiler, too.
+            return nothing
+        return step, inputs.tensors
 
     def _eagerly(
         self, args: Sequence[Any], kwargs: dict[str, Any], weights: Sequence[float]
     ) -> Any:
-        return self._of.eagerly(self._function.fn, args, kwargs, weights)
+        return self._of.replicas.run_eagerly(self._function.fn, args, kwargs, weights)
 
     def _program(self) -> Hashable:
         """Returns what the step has built in of the program: modules, gradients, variables."""
-        mirrors = self._of.mirrors
-        number = self._state.number(mirrors.modules())
-        have_gradients = tuple([one.grad is not None for one in self._state.parameters])
-        variables = self._outer.values()
-        return (
-            number,
-            mirrors.generation,
-            have_gradients,
-            tuple((name, constant(value)) for name, value in variables.items()),
-        )
+        number = self._state.number(), self._members.number()
+        # Without a call of Python for each parameter, as there may be thousands.
+        grads = map(_gradient, self._state.parameters)
+        have_gradients = tuple(map(operator.is_not, grads, itertools.repeat(None)))
+        return number, self._of.mirrors.generation, have_gradients, self._surroundings.key()
 
-    def _replay(self, step: _Step, recording: Recording, tensors: Sequence[Tensor]) -> Any:
-        mirrors = self._of.mirrors
-        with span("replay", repr(self._function)):
-            if not mirrors.is_single:
-                # Other memories have to get what was written to the first, at every step.
-                if self._of.lanes.are_several or not mirrors.are_as_given():
-                    mirrors.refresh()
-                if recording.is_random:
-                    self._of.begin_drawing()
-                else:
-                    # The caller's own random numbers go on as after any run.
-                    RunGenerators()
-            step.fill(tensors)
-            recording.replay()
-            mirrors.buffers.note_replay()
-            return step.results()
-
-    def _rehearse(
+    def _replay_or_tell(
         self,
+        capture: Capture,
         args: Sequence[Any],
         kwargs: dict[str, Any],
         weights: Sequence[float],
-        *,
-        is_last: bool,
+        tensors: Sequence[Tensor],
+    ) -> Any:
+        """Replays, or lets an eager run say which line of the program fails."""
+        recording = capture.recording
+        state = torch.default_generator.get_state() if recording.begins_pure else None
+        try:
+            return self._replay(capture, weights, tensors)
+        except RuntimeError as error:
+            if not recording.is_untouched:
+                add_note(error, f"Raised in a replay of {self._function!r}.")
+                raise
+        assert state is not None
+        # It draws the same numbers.
+        torch.default_generator.set_state(state)
+        return self._eagerly(args, kwargs, weights)
+
+    def _replay(self, capture: Capture, weights: Sequence[float], tensors: Sequence[Tensor]) -> Any:
+        mirrors, recording = self._of.mirrors, capture.recording
+        with span("replay", repr(self._function)), self._of.replicas.replaying(weights):
+            if not mirrors.is_single:
+                # Buffers, and other memories, get what was written to the first, at every step.
+                if recording.is_apart or mirrors.is_stale:
+                    mirrors.refresh()
+                if recording.is_random:
+                    self._of.begin_drawing(seeds=recording.has_drawn)
+                else:
+                    # The caller's own random numbers go on as after any run.
+                    RunGenerators()
+            capture.fill(tensors)
+            recording.replay()
+            mirrors.buffers.note_replay()
+            return capture.results()
+
+    def _rehearse(
+        self,
+        step: _Step,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        weights: Sequence[float],
+        tensors: Sequence[Tensor],
     ) -> Any:
         """Runs eagerly, and finds out whether the step can be captured."""
-        rehearsal = Rehearsal(self._of.lanes.streams)
-        with rehearsal.watching(self._of.mirrors, self._outer):
-            result = self._of.eagerly(self._function.fn, args, kwargs, weights, rehearsal)
-        if self._of.have_drawn_on_host():
+        if self._of.is_on_host:
+            rehearsal = Rehearsal(self._surroundings, graphs=self._of.cpu_graphs())
+        else:
+            rehearsal = Rehearsal(self._surroundings, self._of.lanes.streams)
+        with rehearsal.watching(self._of.mirrors, tensors):
+            result = self._of.replicas.run_eagerly(
+                self._function.fn, args, kwargs, weights, rehearsal
+            )
+        if self._of.have_drawn_elsewhere():
             rehearsal.refuse(HOST_RANDOMNESS)
+        step.logs = rehearsal.logs
+        step.returned, before = list(map(frozen, _plain_parts(result))), step.returned
+        if before not in (None, step.returned):
+            rehearsal.refuse(
+                "it returns another object or number in every call; return tensors, in lists, "
+                "tuples, dicts or dataclasses"
+            )
         # A step that sets an attribute has another signature in each call, so none is the last.
-        is_last = is_last or rehearsal.reason == self._last_reason
+        is_last = step.num_eager == _NUM_EAGER or rehearsal.reason == self._last_reason
         self._last_reason = rehearsal.reason
         if rehearsal.reason and is_last:
             self.stay_eager(rehearsal.reason)
@@ -296,48 +268,69 @@ class _CapturedFunction:
         kwargs: dict[str, Any],
         weights: Sequence[float],
         tensors: Sequence[Tensor],
+        together: Together | None = None,
     ) -> Any:
+        """Runs while the step is captured, `together` with all other workers or alone."""
         generators = None
         if not self._of.mirrors.is_single:
             self._of.mirrors.refresh()
-            generators = self._of.begin_drawing()
+            generators = self._of.begin_drawing(seeds=True)
         if not all(settings.are_current() for settings in self._settings):
             self._num_changes = _MAX_CHANGES
-        recording = Recording(
-            self._of.mirrors,
-            generators,
-            [] if generators is None else self._of.drawn_from(),
-            self._of.lanes,
-            self._waiting if self._num_changes < _MAX_CHANGES else None,
-        )
-        step.make_rooms(tensors)
-        rooms = iter(step.rooms)
-        own_args, own_kwargs = map_leaves(
-            lambda leaf: _replaced(leaf, rooms), (tuple(args), kwargs)
+        graphs = self._of.graphs(together)
+        waiting = self._waiting if self._num_changes < _MAX_CHANGES else None
+        recording = Recording(self._of.mirrors, generators, graphs, waiting)
+        capture = Capture(recording, tensors)
+        rooms = iter(capture.rooms)
+        own_args, own_kwargs = map_tensors(
+            lambda tensor: next(rooms) if is_input(tensor) else tensor, (tuple(args), kwargs)
         )
         torch.clear_autocast_cache()
-        self._of.lanes.synchronize()
+        if not self._of.is_on_host:
+            self._of.lanes.synchronize()
         try:
             with recording.recording():
-                outputs = self._of.eagerly(
+                results = self._of.replicas.run_eagerly(
                     self._function.fn, own_args, own_kwargs, weights, recording
                 )
+                capture.note_outputs(results)
         except Exception as error:
-            if recording.num_calls:
-                # A part of the step has happened, so it cannot be run again.
+            if graphs.is_on_host or recording.num_calls:
+                # The step has failed, or a part of it has happened.
                 raise
-            line = line_of(traceback.extract_tb(error.__traceback__))
-            self.stay_eager(f"{line}: {str(error).splitlines()[0]}")
+            if together is None:
+                self.stay_eager(f"{line_of(error)}: {str(error).splitlines()[0]}")
+            elif together.has_failed(error):
+                # Next time, what the workers exchange stays outside of the graphs.
+                step.num_together = _MAX_TOGETHER
+            else:
+                raise
             return self._eagerly(args, kwargs, weights)
         finally:
             torch.clear_autocast_cache()
-        step.recording, step.outputs = recording, outputs
-        return step.results()
+        if isinstance(graphs, CpuGraphs):
+            graphs.refuse(difference(step.logs, graphs.logs))
+            if graphs.reason:
+                self.stay_eager(graphs.reason)
+                return results
+        if together is None:
+            step.own = capture
+        else:
+            step.joint, step.joint_number = capture, together.next_number()
+            step.num_together += 1
+        return capture.results()
+
+    def free(self) -> None:
+        """Frees all graphs, also those that an error still holds."""
+        for step in self._steps.values():
+            for capture in step.captures:
+                capture.recording.free()
+        self._steps.clear()
 
     def stay_eager(self, reason: str) -> None:
         """Runs the function eagerly from now on."""
         self.reason = reason
-        self._steps.clear()
+        self.free()
         if self._function.strict:
             raise CaptureError(
                 f"{self._function!r} cannot be captured: {reason}. Change that, or leave out "
@@ -346,13 +339,25 @@ class _CapturedFunction:
         _logger.warning("%r stays eager: %s.", self._function, reason)
 
 
-def _replaced(leaf: Any, rooms: Iterator[Tensor]) -> Any:
-    if isinstance(leaf, DistributedValues):
-        return _with_values(leaf, tuple(_replaced(part, rooms) for part in leaf.values))
-    return next(rooms) if is_input(leaf) else leaf
+def _plain_parts(result: Any) -> Iterator[Any]:
+    """Yields what a step has returned besides tensors."""
+    for leaf in flatten(result)[0]:
+        if isinstance(leaf, DistributedValues):
+            yield from _plain_parts(list(leaf.values))
+        elif not isinstance(leaf, Tensor):
+            yield leaf
 
 
-def _with_values(leaf: DistributedValues, values: tuple[Any, ...]) -> DistributedValues:
-    if isinstance(leaf, PerReplica):
-        return PerReplica.placed(values, leaf.devices, leaf.counts)
-    return type(leaf).placed(values, leaf.devices)
+@contextmanager
+def without_garbage() -> Iterator[None]:
+    """Within the block, Python does not look for garbage.
+
+    Freeing an earlier CUDA graph would end a capture, and finalizers are not a part of the step.
+    """
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()

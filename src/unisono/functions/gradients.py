@@ -11,9 +11,11 @@ from torch import Tensor
 
 from unisono.errors import CaptureError
 from unisono.torch_private import copy_each, no_torch_function_of_subclasses
+from unisono.values import is_sparse
 from unisono.variables import Leaves, Mark, Mirrors
 
 _gradient = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")
 _marks = operator.attrgetter("reduced")
 _is_shown = operator.attrgetter("is_shown")
 
@@ -52,6 +54,8 @@ class Gradients:
             ]
             for one in self._leaves
         ]
+        own = self._grads[: len(self._leaves) or None]
+        self._counted = [grad for grad in own if grad is not None]
         self._versions = self._current_versions()
 
     def has(self, number: int, grad: Tensor) -> bool:
@@ -84,8 +88,7 @@ class Gradients:
         )
 
     def _current_versions(self) -> list[int]:
-        own = self._grads[: len(self._leaves) or None]
-        return [-1 if grad is None else grad._version for grad in own]
+        return list(map(_version, self._counted))
 
     def _mark_again(self) -> None:
         for reduced, are_reduced in zip(self._reduced, self._are_reduced, strict=True):
@@ -109,10 +112,13 @@ class Gradients:
                     "Give the same parameters a gradient in every step, on all workers, or run the "
                     "step without `unisono.function`."
                 )
+            tensor.grad = grad
+            if is_sparse(grad):
+                grad.copy_(now)
+                continue
             into, from_ = found.setdefault(grad.device, ([], []))
             into.append(grad)
             from_.append(now)
-            tensor.grad = grad
         for into, from_ in found.values():
             copy_each(into, from_)
 

@@ -1,109 +1,83 @@
-"""A step as CUDA graphs, and between them the calls that Python makes at every replay.
-
-A CUDA graph that torch captures is of one GPU. So replicas on several GPUs become one graph for
-each GPU, and whatever passes between the GPUs happens between two graphs. Each memory has its own
-stream and its own graphs.
-"""
+"""A step as graphs, and between them the calls that Python makes at every replay."""
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import warnings
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 from unisono.engines import RunGenerators
 from unisono.errors import CaptureError
 from unisono.functions.gradients import Gradients, StartingGradients, trained_by
-from unisono.kernels import TableArena
-from unisono.sharing import computed_once
-from unisono.values import tensors_of
+from unisono.values import map_tensors, tensors_of
 from unisono.variables import Mirrors, Settings
 
+CallEach: TypeAlias = Callable[[Sequence[Callable[[], None]]], None]
 
-class Lane:
-    """One memory: where its graphs are captured, and which replicas are in them."""
 
-    def __init__(self, place: torch.device, number: int, replica_ids: list[int]) -> None:
-        self.place = place
-        self.replica_ids = replica_ids
-        self.stream = _stream_on(place, number)
-        self._pool: Any = None
-        self._anchor: torch.cuda.CUDAGraph | None = None
+class Part(Protocol):
+    """What replicas do between two calls of Python."""
+
+    def replay(self) -> None:
+        """Does it again."""
+
+    def free(self) -> None:
+        """Gives back its memory."""
+
+
+class Graphs(Protocol):
+    """Captures what the replicas of one run do, part by part.
+
+    Attributes:
+        streams: The stream of each replica, where each memory has its own.
+        is_apart: Whether nothing that passes between replicas can be captured.
+        is_on_host: Whether replicas are on CPUs, where all that is captured happens meanwhile. On
+            GPUs, `finish` makes it happen.
+        is_joint: Whether what passes between workers is captured, too.
+        call_each: Makes one call on the thread of each replica, on CPUs.
+    """
+
+    streams: Sequence[torch.cuda.Stream]
+    is_apart: bool
+    is_on_host: bool
+    is_joint: bool
+    call_each: Any
 
     @property
-    def pool(self) -> Any:
-        """The memory pool of all graphs."""
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-            # A pool ends with its last graph, so one stays that does nothing of use.
-            self._anchor = torch.cuda.CUDAGraph()
-            with torch.cuda.stream(self.stream):
-                self._anchor.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-                torch.zeros(1, device=self.place)
-                self._anchor.capture_end()
-        return self._pool
+    def has_drawn(self) -> bool:
+        """Whether a replica has drawn random numbers."""
 
+    @property
+    def reason(self) -> str:
+        """Why the run cannot be captured; empty as long as it can."""
 
-class Lanes:
-    """The memories of all replicas of this worker."""
+    def in_use(self) -> contextlib.AbstractContextManager[None]:
+        """Within the block, nothing disturbs the captures."""
 
-    def __init__(self, memories: Sequence[Hashable], places: Sequence[torch.device]) -> None:
-        found: dict[Hashable, list[int]] = {}
-        for replica_id, memory in enumerate(memories):
-            found.setdefault(memory, []).append(replica_id)
-        firsts = [places[replica_ids[0]] for replica_ids in found.values()]
-        self.all = [
-            Lane(place, firsts[:i].count(place), replica_ids)
-            for i, (place, replica_ids) in enumerate(zip(firsts, found.values(), strict=True))
-        ]
-        of_replica = {i: lane for lane in self.all for i in lane.replica_ids}
-        self.are_several = len(self.all) > 1
-        self.streams = [of_replica[i].stream for i in range(len(places))] * self.are_several
+    def on_replica(self, replica_id: int) -> contextlib.AbstractContextManager[None]:
+        """Within the block, the current thread runs a replica."""
 
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Within the block this thread uses the streams of the lanes."""
-        # One for each GPU.
-        firsts = list({lane.place: lane.stream for lane in reversed(self.all)}.values())
-        self.fork()
-        with contextlib.ExitStack() as stack:
-            for stream in firsts:
-                stack.enter_context(torch.cuda.stream(stream))
-            yield
-            self.join()
-        for stream in firsts:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+    def begin(self) -> None:
+        """Begins a part."""
 
-    def fork(self) -> None:
-        """Orders what the lanes do next after what this thread has started."""
-        for lane in self.all:
-            _follow(lane.stream, torch.cuda.current_stream(lane.place))
+    def finish(self, held: Sequence[Tensor] | None = None) -> Part | None:
+        """Ends a part. Python reads the tensors that are `held`, or any that there are."""
 
-    def join(self) -> None:
-        """Orders what this thread starts next after what the lanes do."""
-        for lane in self.all:
-            _follow(torch.cuda.current_stream(lane.place), lane.stream)
+    def refuse(self, reason: str) -> None:
+        """Notes why the run cannot be captured. What happens goes on."""
 
-    def synchronize(self) -> None:
-        """Waits for all work of their GPUs."""
-        for place in dict.fromkeys(lane.place for lane in self.all):
-            torch.cuda.synchronize(place)
+    def attempt(self, work: Callable[[], Any]) -> tuple[Any, Part | None]:
+        """On CPUs: does some work as a part; returns its result and the part, if there is one."""
 
+    def abort(self) -> None:
+        """Ends a part that has failed."""
 
-def _follow(later: torch.cuda.Stream, earlier: torch.cuda.Stream) -> None:
-    if later != earlier:
-        later.wait_stream(earlier)
-
-
-@computed_once
-def _stream_on(place: torch.device, number: int) -> torch.cuda.Stream:
-    """Returns the stream of all captures in a memory. cuBLAS keeps memory for each that it sees."""
-    return torch.cuda.Stream(place)
+    def kept(self, tensor: Tensor) -> Tensor:
+        """Returns where a result of the run is after every replay."""
 
 
 @dataclass(eq=False)
@@ -122,6 +96,9 @@ class _Call:
         self._after = self.gradients()
         return result
 
+    def free(self) -> None:
+        """Holds no memory."""
+
     def replay(self) -> None:
         """Makes the call again."""
         self.before.restore()
@@ -137,35 +114,10 @@ class _Call:
                 kept.copy_(new)
 
 
-@dataclass(eq=False)
-class _Graphs:
-    """The graphs of one part of a step, one for each memory in which it does something."""
-
-    lanes: Lanes
-    graphs: Sequence[tuple[Lane, torch.cuda.CUDAGraph]]
-
-    def replay(self) -> None:
-        """Starts the graphs: a single one on the stream of the caller, others on their own."""
-        if not self.lanes.are_several:
-            for _, graph in self.graphs:
-                graph.replay()
-            return
-        self.lanes.fork()
-        for lane, graph in self.graphs:
-            with torch.cuda.stream(lane.stream):
-                graph.replay()
-        self.lanes.join()
-
-
 class Recording:
-    """Records one run.
-
-    The run really happens: each graph is replayed as soon as it is captured, before Python makes
-    the call that ends it.
+    """Records one run, which really happens.
 
     Args:
-        drawn_from: The generators from which graphs draw new numbers at every replay, one for each
-            replica; empty for a single replica.
         waiting: The updates of optimizers that do not become a part of the graphs, even if their
             settings allow it; None for all.
     """
@@ -176,47 +128,65 @@ class Recording:
         self,
         mirrors: Mirrors,
         generators: RunGenerators | None,
-        drawn_from: Sequence[torch.Generator],
-        lanes: Lanes,
+        graphs: Graphs,
         waiting: Collection[str] | None,
     ) -> None:
         self._mirrors = mirrors
         self.generators = generators
-        self._drawn_from = drawn_from
-        self._lanes = lanes
-        self._pools = [lane.pool for lane in lanes.all]
-        self.streams = lanes.streams
-        # An update reaches the other memories by copies between GPUs, which no graph holds.
-        self._waiting = None if lanes.are_several else waiting
-        self._parts: list[_Call | _Graphs] = []
-        self._open: list[tuple[Lane, torch.cuda.CUDAGraph]] = []
-        self._arena = TableArena()
+        self._graphs = graphs
+        self.streams = graphs.streams
+        self.is_apart = graphs.is_apart
+        self.is_on_host = graphs.is_on_host
+        self.is_joint = graphs.is_joint
+        # Only in replays: before, replicas wait for the call that Python makes.
+        self.call_each: CallEach | None = None
+        self.on_replica = graphs.on_replica
+        # An update reaches other memories by copies between them, which no graph of a GPU holds.
+        are_several = graphs.is_apart if not graphs.is_on_host else mirrors.is_spread
+        self._waiting = None if are_several else waiting
+        self._parts: list[Part] = []
+        self._calls: list[_Call] = []
         self._trained = trained_by(mirrors)
         self._start = StartingGradients(mirrors, self._trained)
         self._end: Gradients | None = None
         self.settings: list[Settings] = []
-        self.num_calls = 0
-        self.is_random = True
+        self.is_random = self.has_drawn = True
+        self.is_untouched = False
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls Python makes at every replay."""
+        return len(self._calls)
+
+    @property
+    def begins_pure(self) -> bool:
+        """Whether nothing can be seen of a replay that fails in its first part."""
+        return bool(self._parts) and getattr(self._parts[0], "is_pure", False)
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block the run is recorded; it is discarded if the block fails."""
-        with self._arena.in_use(), _without_garbage():
-            self._begin()
+        with self._graphs.in_use():
+            self._graphs.begin()
             try:
                 yield
             except BaseException:
-                self._abort()
+                self._graphs.abort()
+                if not self._graphs.is_on_host:
+                    self._start.restore()
                 raise
-            self._finish()
-        self._start.find_used([one.before for one in self._parts if isinstance(one, _Call)])
+            self._finish([one.grad for one in self._trained if one.grad is not None])
+        self.call_each = self._graphs.call_each
+        self._start.find_used([one.before for one in self._calls])
         self._end = Gradients(self._mirrors, self._trained)
-        # They started from 0, and every graph has been replayed once.
-        has_drawn = any(generator.get_offset() for generator in self._drawn_from)
-        self.is_random = has_drawn or self.num_calls > 0
+        self.has_drawn = self._graphs.has_drawn
+        self.is_random = self.has_drawn or self.num_calls > 0
 
     def refuse(self, reason: str) -> None:
         """Ends the capture of a step that does what its rehearsals did not."""
+        if self._graphs.is_on_host:
+            self._graphs.refuse(reason)
+            return
         raise CaptureError(
             f"The step did not do this in its first calls: {reason}. Make the step do the same "
             "in every call."
@@ -225,21 +195,34 @@ class Recording:
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Ends the graph so far, makes a call in Python, and begins the next graph."""
         takes_in = self._waiting is not None and what not in self._waiting
-        if settings is not None and takes_in and settings.can_be_captured:
-            self.settings.append(settings)
+        constant = settings if settings and takes_in and settings.can_be_captured else None
+        if constant is not None and not self.is_on_host:
+            self.settings.append(constant)
             return work()
         self._finish()
         call = _Call(what, work, lambda: Gradients(self._mirrors, self._trained))
-        self._parts.append(call)
-        self.num_calls += 1
-        result = call.first()
-        self._begin()
+        # Already now: if the call fails, a part of the step has happened.
+        self._calls.append(call)
+        part: Part | None = None
+        if constant is None:
+            result = call.first()
+        else:
+            result, part = self._graphs.attempt(call.first)
+            if part is not None:
+                self._calls.remove(call)
+                self.settings.append(constant)
+        self._parts.append(part or call)
+        self._graphs.begin()
         return result
+
+    def kept(self, outputs: Any) -> Any:
+        """At the end of the run: returns where its results are after every replay."""
+        return map_tensors(self._graphs.kept, outputs)
 
     def replay(self) -> None:
         """Does what the recorded run did."""
         self._start.fill()
-        if not self.num_calls:
+        if not self._calls:
             self._replay_parts()
         else:
             self._mirrors.watch.stamp()
@@ -251,57 +234,20 @@ class Recording:
         if self._end is not None:
             self._end.restore()
 
+    def free(self) -> None:
+        """Gives back the memory of all parts; there are no more replays."""
+        for part in self._parts:
+            part.free()
+        self._parts.clear()
+
     def _replay_parts(self) -> None:
+        # Whether nothing can be seen of a replay that fails now.
+        self.is_untouched = self.begins_pure
         for part in self._parts:
             part.replay()
+            self.is_untouched = False
 
-    def _begin(self) -> None:
-        lanes = self._lanes
-        lanes.fork()
-        graphs = [(lane, torch.cuda.CUDAGraph()) for lane in lanes.all]
-        for lane, graph in graphs:
-            with torch.cuda.device(lane.place):
-                for generator in (
-                    self._drawn_from[i] for i in lane.replica_ids if self._drawn_from
-                ):
-                    graph.register_generator_state(generator)
-        # Other threads launch into the streams that are captured, and torch's own may do other
-        # work. What begins a second capture, such as an allocation, is forbidden in the first.
-        mode = "relaxed" if lanes.are_several else "thread_local"
-        for (lane, graph), pool in zip(graphs, self._pools, strict=True):
-            with torch.cuda.stream(lane.stream):
-                graph.capture_begin(pool=pool, capture_error_mode=mode)
-            self._open.append((lane, graph))
-
-    def _finish(self) -> None:
-        graphs = []
-        while self._open:
-            lane, graph = self._open.pop()
-            with warnings.catch_warnings(record=True) as told, torch.cuda.stream(lane.stream):
-                warnings.simplefilter("always")
-                graph.capture_end()
-            if not any("graph is empty" in str(one.message).lower() for one in told):
-                graphs.append((lane, graph))
-        if graphs:
-            self._parts.append(_Graphs(self._lanes, graphs[::-1]))
-            self._parts[-1].replay()
-
-    def _abort(self) -> None:
-        while self._open:
-            lane, graph = self._open.pop()
-            with contextlib.suppress(RuntimeError), torch.cuda.stream(lane.stream):
-                graph.capture_end()
-        self._start.restore()
-
-
-@contextlib.contextmanager
-def _without_garbage() -> Iterator[None]:
-    """Within the block nothing is freed but what is let go of: an earlier graph would end this."""
-    gc.collect()
-    is_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if is_enabled:
-            gc.enable()
+    def _finish(self, held: Sequence[Tensor] | None = None) -> None:
+        part = self._graphs.finish(held)
+        if part is not None:
+            self._parts.append(part)

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import random
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -17,30 +15,56 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from unisono.engines import RunGenerators
-from unisono.functions.signature import ModuleState, OuterVariables
+from unisono.functions.cpu_graphs import CpuGraphs, Logs
+from unisono.functions.lines import line_here
+from unisono.functions.signature import ModuleState
+from unisono.functions.surroundings import Surroundings
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings, plain_class, watch_updates
+from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
 
-HOST_RANDOMNESS = "it draws random numbers on the host; draw them on the GPU, or before `run`"
-# Frames of these are not the user's program.
-_LIBRARIES = (
-    os.path.dirname(torch.__file__),
-    os.path.dirname(os.path.dirname(__file__)),
-    warnings.__file__,
+HOST_RANDOMNESS = (
+    "it draws random numbers on the host; draw them with torch on the device of the replica, or "
+    "before `run`"
 )
 
 
 class Rehearsal:
-    """Watches one eager run."""
+    """Watches one eager run.
+
+    Args:
+        surroundings: What the step may use.
+        streams: Those of the replicas, where each memory has its own.
+        graphs: What notes the operators of replicas on CPUs.
+    """
 
     generators: RunGenerators | None = None
-    is_capturing = False
+    is_capturing = is_joint = False
+    call_each = None
 
-    def __init__(self, streams: Sequence[torch.cuda.Stream] = ()) -> None:
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        streams: Sequence[torch.cuda.Stream] = (),
+        graphs: CpuGraphs | None = None,
+    ) -> None:
+        self._surroundings = surroundings
         self.streams = streams
+        self._graphs = graphs
+        self.is_on_host = graphs is not None
+        self.is_apart = graphs is not None or bool(streams)
+        self._of_optimizers: list[Settings] = []
         self.reason = ""
         self.settings: list[Settings] = []
         self.waiting: set[str] = set()
+
+    @property
+    def logs(self) -> Logs:
+        """What the replicas have called, if they are on CPUs."""
+        return [] if self._graphs is None else self._graphs.logs
+
+    def on_replica(self, replica_id: int) -> AbstractContextManager[None]:
+        """Within the block, the current thread runs a replica."""
+        return nullcontext() if self._graphs is None else self._graphs.on_replica(replica_id)
 
     def refuse(self, reason: str) -> None:
         """Notes why the step cannot be captured; the first reason counts."""
@@ -49,9 +73,16 @@ class Rehearsal:
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Makes a call that Python will make at every replay, too; its results must be tensors."""
         can_be_captured = settings is not None and settings.can_be_captured
+        self._check_program()
         # Python may wait there, unless the call is to become a part of a graph.
-        with _waits(lambda _: self.waiting.add(what)):
+        with _waits(lambda _: self.waiting.add(what)), self._unnoted():
             result = work()
+        self._surroundings.allow_changes()
+        is_update = settings is not None or what.startswith("GradScaler")
+        read = self._surroundings.scheduled
+        if read and what.endswith(".step()") and not is_update:
+            self.refuse(f"it reads `{min(read)}`, which {what} may change; read it after `run`")
+        self._note_optimizers()
         if settings is not None and can_be_captured:
             self.settings.append(settings)
         for leaf in flatten(result)[0]:
@@ -62,25 +93,60 @@ class Rehearsal:
                 )
         return result
 
+    def _check_program(self) -> None:
+        """Refuses what the step itself has changed, outside of calls that Python makes again."""
+        for settings in self._of_optimizers:
+            if name := settings.changed():
+                self.refuse(sets_groups(settings.optimizer, name))
+        if name := self._surroundings.changed():
+            self.refuse(f"it changes `{name}`, which no replay would do")
+
+    def _note_optimizers(self) -> None:
+        self._of_optimizers = [Settings(one.optimizer) for one in self._of_optimizers]
+
     @contextmanager
-    def watching(self, mirrors: Mirrors, outer: OuterVariables) -> Iterator[None]:
-        """Within the block, notes what a replay could not do again."""
+    def _unnoted(self) -> Iterator[None]:
+        if self._graphs is None:
+            yield
+            return
+        self._graphs.end()
+        yield
+        self._graphs.begin()
+
+    @contextmanager
+    def watching(self, mirrors: Mirrors, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Within the block, notes what a replay with such inputs could not do again."""
         if not mirrors.is_single:
             mirrors.refresh()
-        clones = [clone for _, clone in mirrors.clones_of([0])]
-        state = ModuleState()
-        state.number(mirrors.modules() + clones)
-        variables, drawn = outer.values(), _host_randomness()
+        modules = mirrors.modules() + [clone for _, clone in mirrors.clones_of([0])]
+        state = ModuleState(lambda: modules)
+        state.number()
+        generators = self._surroundings.generators
+        drawn = _host_randomness(generators)
+        if self._surroundings.iterator:
+            self.refuse(f"it uses the iterator or queue {self._surroundings.iterator!r}")
+        before = _versions(inputs)
+        self._of_optimizers = [Settings(one) for one in mirrors.fronts.of_kind(Optimizer)]
         with _waits(self.refuse), outsiders(mirrors, self.refuse):
-            yield
+            if self._graphs is None:
+                yield
+            else:
+                self._graphs.begin()
+                yield
+                self._graphs.end()
+                self.refuse(self._graphs.reason)
+        written = set() if self._graphs is None else self._graphs.written
+        # On GPUs, the counts of torch are all that is known.
+        are_written = [one.untyped_storage()._cdata in written for one in inputs]
+        if any(are_written) or _versions(inputs) != before:
+            self.refuse("it writes to an argument; write to a copy")
         if name := state.changed():
             self.refuse(f"it sets {name}, which every replay would leave as it is")
-        now = outer.values()
-        changed = [name for name in now if name in variables and now[name] != variables[name]]
-        if changed:
-            self.refuse(f"it changes the variable `{changed[0]}`, which no replay would do")
-        if _host_randomness() != drawn:
+        self._check_program()
+        if _host_randomness(generators) != drawn:
             self.refuse(HOST_RANDOMNESS)
+        if self._graphs is not None:
+            self._surroundings.take([], self._graphs.named)
 
 
 @contextmanager
@@ -114,11 +180,14 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
 @contextmanager
 def _waits(refuse: Callable[[str], None]) -> Iterator[None]:
     """Within the block, tells of the first line of the program at which torch waits for a GPU."""
+    if not torch.cuda.is_available():
+        yield
+        return
     before = torch.cuda.get_sync_debug_mode()
 
     def note(message: Any, category: Any, filename: str, lineno: int, *rest: Any) -> None:
         if "synchronizing" in str(message):
-            refuse(f"it waits for the GPU at {line_of(traceback.extract_stack())}")
+            refuse(f"it waits for the GPU at {line_here()}")
         else:
             show(message, category, filename, lineno, *rest)
 
@@ -134,14 +203,20 @@ def _waits(refuse: Callable[[str], None]) -> Iterator[None]:
             torch.cuda.set_sync_debug_mode(before)
 
 
-def _host_randomness() -> tuple[Any, ...]:
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if one.is_inference() else one._version for one in tensors]
+
+
+def _host_randomness(generators: Sequence[Any]) -> list[Any]:
+    """Returns the states of Python's and NumPy's generators, and of those that a step may use."""
     state: Any = np.random.get_state(legacy=True)
     _, keys, position, *_ = state
-    return random.getstate(), keys[:2].tolist(), position
+    return [random.getstate(), keys[:2].tolist(), position, *map(_state_of, generators)]
 
 
-def line_of(frames: traceback.StackSummary) -> str:
-    """Returns the innermost line of the user's program."""
-    own = [frame for frame in frames if not any(part in frame.filename for part in _LIBRARIES)]
-    frame = (own or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} ({frame.line})"
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.Generator):
+        return repr(generator.bit_generator.state)
+    return repr(generator.get_state(legacy=False))

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-import inspect
-import itertools
+import functools
 import operator
-from collections.abc import Callable, Hashable, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+from torch.nn.modules import module as module_of_torch
 from torch.utils.hooks import RemovableHandle
 
-from unisono.values import DistributedValues, flatten
-from unisono.variables import TORCH_TABLES, Contents, raw
+from unisono.values import DistributedValues, take_apart
+from unisono.variables import TORCH_TABLES, Contents, are_same, groups_of, raw
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _TENSORS = ("_parameters", "_buffers")
 _TABLES = (*_TENSORS, "_modules")
-_CONTAINERS = (list, tuple, set, dict)
+CONTAINERS = (list, tuple, set, dict, deque)
 # A container may hold itself.
 _MAX_DEPTH = 8
+
+_needs_grad = operator.attrgetter("requires_grad")
 
 
 class Same:
@@ -41,6 +44,9 @@ class Same:
 
 def constant(value: Any) -> Hashable:
     """Returns what stands for a value of Python in a signature."""
+    if isinstance(value, (float, complex)):
+        # -0.0 equals 0.0, and no number equals NaN.
+        return type(value), repr(value)
     return (type(value), value) if isinstance(value, _CONSTANTS) else Same(value)
 
 
@@ -49,6 +55,8 @@ class Inputs(NamedTuple):
 
     key: Hashable
     tensors: list[Tensor]
+    # Neither tensors nor plain values of Python.
+    objects: list[Any]
     reason: str
 
 
@@ -59,64 +67,71 @@ def is_input(value: Any) -> bool:
     return is_tensor and (type(value) is Tensor or not isinstance(value, Parameter))
 
 
-def read_inputs(arguments: Any) -> Inputs:
-    """Takes the arguments of a run apart."""
+def read_inputs(arguments: Any, kind: str) -> Inputs:
+    """Takes the arguments of a run apart, for replicas on a kind of device."""
     tensors: list[Tensor] = []
-    leaves, rebuild = flatten(arguments)
-    key: list[Any] = [repr(rebuild([0] * len(leaves)))]
+    objects: list[Any] = []
+    # A step can tell one tensor in two places from two tensors.
+    numbers: dict[int, int] = {}
+    tree, leaves = take_apart(arguments)
+    # Not the tree itself, which holds the arguments.
+    key: list[Any] = [tree.paths, tree.kinds]
     for leaf in leaves:
         is_distributed = isinstance(leaf, DistributedValues)
         key.append(type(leaf) if is_distributed else None)
         for part in leaf.values if is_distributed else (leaf,):
             if not is_input(part):
                 key.append(constant(part))
+                if not isinstance(part, _CONSTANTS):
+                    objects.append(part)
                 continue
-            if part.layout is not torch.strided or not part.is_cuda:
-                reason = f"an argument is a {part.layout} tensor on {part.device}, not on a GPU"
-                return Inputs(None, [], reason)
-            key.append((part.shape, part.stride(), part.dtype, part.device, part.requires_grad))
+            device = part.device
+            if part.layout is not torch.strided or device.type != kind:
+                wanted = f"but replicas are on {kind!r}, and only dense tensors are captured"
+                reason = f"an argument is a {part.layout} tensor on {device}, {wanted}"
+                return Inputs(None, [], [], reason)
+            # A tensor that holds the values alone takes its place.
+            if type(part) is not Tensor:
+                reason = f"an argument is of the class {type(part).__name__}; pass a plain tensor"
+                return Inputs(None, [], [], reason)
+            if vars(part):
+                reason = f"an argument has the attribute {min(vars(part))!r}; pass it separately"
+                return Inputs(None, [], [], reason)
+            if part.requires_grad:
+                reason = "an argument requires a gradient; call `requires_grad_()` in the step"
+                return Inputs(None, [], [], reason)
+            number = numbers.setdefault(id(part), len(numbers))
+            key.append((part.shape, part.stride(), part.dtype, device, number))
             tensors.append(part)
-    return Inputs(tuple(key), tensors, "")
+    return Inputs(tuple(key), tensors, objects, "")
+
+
+# What the caller has set for its thread, and a captured step has built in.
+_MODES: Sequence[Callable[[], Hashable]] = (
+    torch.is_grad_enabled,
+    torch.is_inference_mode_enabled,
+    functools.partial(torch.is_autocast_enabled, "cuda"),
+    functools.partial(torch.get_autocast_dtype, "cuda"),
+    functools.partial(torch.is_autocast_enabled, "cpu"),
+    functools.partial(torch.get_autocast_dtype, "cpu"),
+    torch.is_autocast_cache_enabled,
+    torch.get_default_dtype,
+    torch._C._get_cublas_allow_tf32,
+    torch._C._get_cudnn_allow_tf32,
+    torch._C._get_cudnn_benchmark,
+    torch._C._get_cudnn_deterministic,
+    torch._C._get_deterministic_algorithms,
+    torch._C._get_mkldnn_enabled,
+    torch._C._get_flash_sdp_enabled,
+    torch._C._get_math_sdp_enabled,
+    torch._C._get_mem_efficient_sdp_enabled,
+    torch.backends.mha.get_fastpath_enabled,
+)
 
 
 def modes() -> Hashable:
     """Returns what the caller has set for its thread, and a captured step has built in."""
-    return (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.is_autocast_enabled("cuda"),
-        torch.get_autocast_dtype("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        torch.get_autocast_dtype("cpu"),
-        torch.get_default_dtype(),
-        torch.backends.cuda.matmul.allow_tf32,
-        torch.backends.cudnn.allow_tf32,
-        torch.backends.cudnn.benchmark,
-        torch.are_deterministic_algorithms_enabled(),
-    )
-
-
-class OuterVariables:
-    """The global and outer variables that a function names, as far as they are constants."""
-
-    def __init__(self, fn: Callable[..., Any]) -> None:
-        found: Any = inspect.unwrap(fn)
-        found = getattr(found, "__func__", found)
-        code = getattr(found, "__code__", None)
-        self._globals: dict[str, Any] = getattr(found, "__globals__", {})
-        self._names: Sequence[str] = [] if code is None else code.co_names
-        self._cells: Sequence[Any] = getattr(found, "__closure__", None) or ()
-        self._outer: Sequence[str] = [] if code is None else code.co_freevars
-
-    def values(self) -> dict[str, Any]:
-        """Returns those that are numbers, strings and the like now."""
-        found = {name: self._globals.get(name) for name in self._names if name in self._globals}
-        for name, cell in zip(self._outer, self._cells, strict=True):
-            try:
-                found[name] = cell.cell_contents
-            except ValueError:
-                continue  # It has none yet.
-        return {name: value for name, value in found.items() if isinstance(value, _CONSTANTS)}
+    return tuple([read() for read in _MODES])
 
 
 class ModuleState:
@@ -125,90 +140,163 @@ class ModuleState:
     Whether they are the same as before is seen by one comparison in C, as there may be thousands.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        find: Callable[[], list[nn.Module]],
+        found_in: Sequence[dict[int, Any]] = (),
+    ) -> None:
+        self._find = find
+        # The same modules are found as long as these tables hold the same.
+        self._found_in = found_in
+        # They stay alive, so that others cannot have the same identities.
         self._modules: list[nn.Module] = []
         self._contents = Contents()
-        # Changes whenever a hook is added to any module.
+        # Changes whenever a hook is added to any module or tensor.
         self._next_hook = -1
         self._tensors: list[Tensor] = []
         self.parameters: list[Tensor] = []
         self._addresses: list[int] = []
+        self._need_grad: list[bool] = []
         self._attributes: dict[str, Hashable] = {}
         # All states that there were, and their numbers.
         self._numbers: dict[Hashable, int] = {}
         self._number = -1
 
-    def number(self, modules: Sequence[nn.Module]) -> int:
+    def number(self) -> int:
         """Returns a number that is the same whenever the modules have the same attributes."""
-        if not self._is_current(modules):
-            self._note(list(modules))
+        if not self._is_current():
+            self._note()
         return self._number
 
     def changed(self) -> str:
         """Returns the name of an attribute that is another than it was; empty if none is."""
-        if self._is_current(self._modules):
+        if self._is_current():
             return ""
         before = self._attributes
-        self._note(self._modules)
+        self._note()
         now = self._attributes
         names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
         return names[0] if names else ""
 
-    def _is_current(self, modules: Sequence[nn.Module]) -> bool:
+    def _is_current(self) -> bool:
         return (
-            len(modules) == len(self._modules)
-            and RemovableHandle.next_id == self._next_hook
-            and all(map(operator.is_, modules, self._modules))
+            RemovableHandle.next_id == self._next_hook
             and self._contents.are_same()
             and list(map(Tensor.data_ptr, self._tensors)) == self._addresses
+            and list(map(_needs_grad, self.parameters)) == self._need_grad
         )
 
-    def _note(self, modules: list[nn.Module]) -> None:
-        self._modules = modules
+    def _note(self) -> None:
+        self._modules = modules = self._find()
         tables = [raw(module) for module in modules]
-        views: list[Any] = list(tables)
-        for name, value in itertools.chain.from_iterable(map(dict.items, tables)):
-            # torch's tables of hooks are many, and most of them empty.
-            is_used = value or name in _TABLES or name not in TORCH_TABLES
-            if is_used and isinstance(value, (dict, list, set)):
-                views.append(value)
-        self._contents.note(views)
+        hooks = _hooks_of_all()
+        containers: list[Any] = [*self._found_in, *tables, *filter(None, hooks.values())]
+        for table in tables:
+            for name, value in table.items():
+                if name not in TORCH_TABLES:
+                    containers += containers_in(value)
+                elif isinstance(value, (dict, set)) and (value or name in _TABLES):
+                    # torch's tables of hooks are many, and most of them empty.
+                    containers.append(value)
         self._next_hook = RemovableHandle.next_id
-        self._tensors = [
-            tensor
-            for table in tables
-            for tensor in (*table["_parameters"].values(), *table["_buffers"].values())
-            if tensor is not None
-        ]
+        self._tensors = _tensors(tables, *_TENSORS)
         self._addresses = list(map(Tensor.data_ptr, self._tensors))
-        self.parameters = [
-            parameter
-            for table in tables
-            for parameter in table["_parameters"].values()
-            if parameter is not None
-        ]
+        self.parameters = _tensors(tables, "_parameters")
+        self._need_grad = list(map(_needs_grad, self.parameters))
+        containers += [hooks for one in self._tensors for hooks in _hooks(one) if hooks]
+        self._contents.note(containers)
         self._attributes = {
-            f"{type(module).__name__}.{name} (module {place})": (
+            f"{_shown(name, type(module).__name__)} (module {place})": (
                 _places(value) if name in _TENSORS else frozen(value)
             )
             for place, (module, table) in enumerate(zip(modules, tables, strict=True))
             for name, value in table.items()
         }
+        self._attributes |= {name: frozen(held) for name, held in hooks.items()}
         key = tuple(map(Same, modules)), tuple(self._attributes.items())
         self._number = self._numbers.setdefault(key, len(self._numbers))
+
+
+class Members:
+    """The parameters in each group of some optimizers: what `zero_grad` clears in a replay."""
+
+    def __init__(self, find: Callable[[], list[Any]]) -> None:
+        self._find = find
+        self._lists: list[list[Tensor]] = []
+        self._contents = Contents()
+        # All that there were, and their numbers.
+        self._numbers: dict[Hashable, int] = {(): 0}
+        self._number = 0
+
+    def number(self) -> int:
+        """Returns a number that is the same whenever the groups have the same parameters."""
+        lists = [group["params"] for one in self._find() for group in groups_of(one)]
+        if not are_same(lists, self._lists) or not self._contents.are_same():
+            self._lists = lists
+            self._contents.note(lists)
+            key = tuple(tuple(map(Same, one)) for one in lists)
+            self._number = self._numbers.setdefault(key, len(self._numbers))
+        return self._number
+
+
+def _hooks_of_all() -> dict[str, dict[int, Any]]:
+    """Returns torch's tables of hooks that are called for every module."""
+    tables = vars(module_of_torch).items()
+    return {
+        name: held
+        for name, held in tables
+        if name.startswith("_global_") and isinstance(held, dict)
+    }
+
+
+def _tensors(tables: Sequence[dict[str, Any]], *names: str) -> list[Tensor]:
+    found = (one for table in tables for name in names for one in table[name].values())
+    return [one for one in found if one is not None]
+
+
+def _shown(name: str, cls: str) -> str:
+    """Returns what a reason calls an attribute of a module."""
+    if name == "_parameters":
+        return f"a parameter, or `requires_grad` of one, of {cls}"
+    return f"a buffer of {cls}" if name == "_buffers" else f"{cls}.{name}"
 
 
 def _places(table: dict[str, Tensor | None]) -> Hashable:
     """Returns where the tensors of a table lie. Others in the same place are as good."""
     return tuple(
-        (name, None if one is None else (one.data_ptr(), one.shape, one.dtype))
+        (
+            (name, None)
+            if one is None
+            else (
+                name,
+                one.data_ptr(),
+                one.shape,
+                one.dtype,
+                one.requires_grad,
+                *map(frozen, _hooks(one)),
+            )
+        )
         for name, one in table.items()
     )
 
 
+def _hooks(tensor: Tensor) -> list[Any]:
+    """Returns the tables of hooks of a tensor."""
+    return [tensor._backward_hooks, tensor._post_accumulate_grad_hooks]
+
+
 def frozen(value: Any, depth: int = 0) -> Hashable:
     """Returns what is equal for values that a step cannot tell from one another."""
-    if depth == _MAX_DEPTH or not isinstance(value, _CONTAINERS):
+    if depth == _MAX_DEPTH or not isinstance(value, CONTAINERS):
         return constant(value)
     parts = (*value.keys(), *value.values()) if isinstance(value, dict) else value
     return type(value), tuple(frozen(part, depth + 1) for part in parts)
+
+
+def containers_in(value: Any, depth: int = 0) -> Iterator[Any]:
+    """Yields all that must hold the same objects for `frozen(value)` to be the same."""
+    if depth < _MAX_DEPTH and isinstance(value, CONTAINERS):
+        if not isinstance(value, tuple):
+            yield value
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from containers_in(part, depth + 1)

@@ -28,6 +28,13 @@ class Function(Generic[P, T]):
         """Calls the step."""
         return self.fn(*args, **kwargs)
 
+    def __get__(self, instance: object, owner: type | None = None) -> Any:
+        """Returns this, or for an object the step of this object, as a method is."""
+        bind = getattr(self.fn, "__get__", None)
+        if instance is None or bind is None:
+            return self
+        return Function(bind(instance, owner), strict=self.strict)
+
     def __repr__(self) -> str:
         return f"function({getattr(self.fn, '__qualname__', self.fn)!s})"
 
@@ -43,24 +50,26 @@ def function(*, strict: bool = False) -> Callable[[Callable[P, T]], Function[P, 
 def function(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> Any:
     """Lets `strategy.run` capture a step and replay it without Python, as `tf.function` does.
 
-    On a GPU, the first two calls with arguments of one signature run eagerly. The third is captured
-    as CUDA graphs, and all later calls replay these graphs: the same kernels, without the time that
-    Python takes to launch them for each replica. The signature is the structure, shapes, dtypes and
-    devices of the arguments, the values of Python numbers and strings among them, the attributes of
-    the modules (such as `training`), the global and outer variables of the step that are numbers or
-    strings, grad mode and autocast.
+    The first two calls with arguments of one signature run eagerly. The third is captured, and all
+    later calls replay what was captured: the same kernels, without the time that Python takes to
+    start them for each replica. On a GPU, CUDA graphs are captured. On CPUs, the operators of each
+    replica become one function that runs without the interpreter lock. The signature is the
+    structure, shapes, dtypes and devices of the arguments, the values of Python numbers and strings
+    among them, the attributes of the modules (such as `training`), the variables and attributes
+    outside the step that its code names, grad mode and autocast.
 
-    Replicas on several GPUs have their own graphs and stream on each GPU. What passes between GPUs
-    happens between two graphs: the reduction of gradients, and the update.
+    Replicas on several GPUs have their own graphs and stream on each GPU. What passes between GPUs,
+    or between replicas on CPUs, happens between two graphs: the reduction of gradients, and the
+    update.
 
     What must happen in Python, once for all replicas, still happens at every call: `once`,
     `merge_call`, `GradScaler`, and the steps of optimizers and schedulers. An optimizer that leaves
-    no work to the host (`SGD`, or one with `capturable=True`) becomes a part of the graph while its
-    hyperparameters stay the same. All other Python code of the step, such as `print` or a counter,
-    runs only in the first three calls, as in TensorFlow.
+    no work to the host (such as `SGD`) is captured, too, while its hyperparameters stay the same.
+    All other Python code of the step, such as `print`, runs only in the first three calls, as in
+    TensorFlow.
 
     A step that cannot be captured, for example because it reads a value with `.item()`, stays
-    eager. One log line names the reason, and the line of the program. On CPUs every step is eager.
+    eager. One log line names the reason, and the line of the program.
 
     It can be used as a decorator, with or without arguments.
 
@@ -77,7 +86,7 @@ def function(fn: Callable[..., Any] | None = None, *, strict: bool = False) -> A
 
     Args:
         fn: The step.
-        strict: On a GPU, raise a `CaptureError` instead of staying eager.
+        strict: Raise a `CaptureError` instead of staying eager.
 
     Returns:
         The step, for `strategy.run`.

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import unisono as uo
+from unisono.testing import separate_memories, virtual_gpus
+
+# The devices that steps are captured on.
+KINDS = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 Mark = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -18,6 +24,35 @@ Program = Callable[[uo.Strategy, Mark, int], Iterator[Any]]
 
 
 NUM_STEPS = 9
+
+
+@contextmanager
+def replicas(
+    kind: str, number: int, *, are_separate: bool = False
+) -> Iterator[uo.MirroredStrategy]:
+    """Yields a strategy, whose replicas may each have their own memory."""
+    is_on_gpus = kind == "cuda"
+    with (
+        virtual_gpus(number) if is_on_gpus else nullcontext(),
+        separate_memories() if are_separate else nullcontext(),
+    ):
+        strategy = uo.MirroredStrategy([f"{kind}:{i}" for i in range(number)])
+        try:
+            yield strategy
+        finally:
+            strategy.close()
+
+
+def recordings(strategy: uo.Strategy) -> list[Any]:
+    """Returns the recordings that a strategy has."""
+    functions = strategy.extended._captures._functions.values()
+    steps = [step for one in functions for step in one._steps.values()]
+    return [capture.recording for step in steps for capture in step.captures]
+
+
+def kind_of(strategy: uo.Strategy) -> str:
+    """Returns where a strategy runs."""
+    return "cpu" if strategy.extended.worker_devices[0].type == "cpu" else "cuda"
 
 
 def convnet() -> nn.Sequential:
@@ -35,8 +70,7 @@ def with_dropout() -> nn.Module:
 
 
 def batch(strategy: uo.Strategy, step: int, num_samples: int = 6) -> tuple[Any, Any]:
-    device = strategy.extended.worker_devices[0]
-    where = "cuda" if device.type != "cpu" else "cpu"
+    where = kind_of(strategy)
     made = torch.Generator().manual_seed(step)
     num_replicas = strategy.num_replicas_in_sync
     first = strategy.extended.first_replica_id

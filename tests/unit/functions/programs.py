@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -19,8 +20,11 @@ from unit.functions.program_parts import (
     Program,
     batch,
     convnet,
+    kind_of,
     learn,
     loss_of,
+    recordings,
+    replicas,
     with_dropout,
 )
 
@@ -100,15 +104,17 @@ def rarely_scheduled(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Itera
 
 
 def scaling(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    kind = kind_of(strategy)
+    dtype = torch.float16 if kind == "cuda" else torch.bfloat16
     with strategy.scope():
         model = convnet()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cuda", init_scale=2.0**120, growth_interval=2)
+        scaler = torch.amp.GradScaler(kind, init_scale=2.0**120, growth_interval=2)
 
     @mark
     def step(images: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast(kind, dtype):
             loss = loss_of(model, images, labels)
         scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
@@ -240,10 +246,11 @@ def averaging(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any
 
 
 def adversaries(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterator[Any]:
+    is_on_gpus = kind_of(strategy) == "cuda"
     with strategy.scope():
         torch.manual_seed(0)
         generator, critic = nn.Linear(5, 3 * 64), nn.Sequential(nn.Flatten(), nn.Linear(3 * 64, 1))
-        for_generator = torch.optim.Adam(generator.parameters(), capturable=True)
+        for_generator = torch.optim.Adam(generator.parameters(), capturable=is_on_gpus)
         for_critic = torch.optim.SGD(critic.parameters(), lr=0.1)
 
     @mark
@@ -336,6 +343,20 @@ def written_by_hand(strategy: uo.Strategy, mark: Mark, num_steps: int) -> Iterat
     yield model.state_dict()
 
 
+class Words(nn.Module):
+    """Numbers the brightness of pixels, and looks each number up in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(9, 4, sparse=True)
+
+    def forward(self, images: Tensor) -> Tensor:
+        numbers = (images.flatten(1) * 2 + 4).long().clamp(0, 8)
+        found: Tensor = self.table(numbers).mean(dim=1)
+        return found
+
+
 PROGRAMS: dict[str, Program] = {
     "SGD": Plain(lambda own: torch.optim.SGD(own, lr=0.1)),
     "SGD with momentum": Plain(lambda own: torch.optim.SGD(own, lr=0.1, momentum=0.9)),
@@ -356,7 +377,31 @@ PROGRAMS: dict[str, Program] = {
     "a variable": counting,
     "large buffers": buffers_in_between,
     "gradients written by hand": written_by_hand,
+    "sparse gradients": Plain(lambda own: torch.optim.SGD(own, lr=0.1), Words),
+    "SparseAdam": Plain(lambda own: torch.optim.SparseAdam(list(own), lr=0.01), Words),
 }
+# Several GPUs exchange no sparse gradients between two graphs.
+_FOR_CPUS = {"sparse gradients", "SparseAdam"}
+
+
+def programs_for(kind: str) -> dict[str, Program]:
+    """Returns the programs that run on a kind of device."""
+    left_out = {"Adam, capturable"} if kind == "cpu" else _FOR_CPUS
+    return {name: one for name, one in PROGRAMS.items() if name not in left_out}
+
+
+def check_same_bits(name: str, kind: str, number: int, *, are_separate: bool = False) -> None:
+    """Runs a program eagerly and captured."""
+    if name not in programs_for(kind):
+        pytest.skip("it is for the other kind of device")
+    with replicas(kind, number, are_separate=are_separate) as strategy:
+        wanted = outcome(PROGRAMS[name], strategy, lambda step: step)
+    with replicas(kind, number, are_separate=are_separate) as strategy:
+        found = outcome(PROGRAMS[name], strategy, uo.function(strict=True))
+        assert recordings(strategy)
+    assert len(found) == len(wanted)
+    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        assert torch.equal(one, other), f"result {place} of {len(wanted)}"
 
 
 def tensors_in(found: Any) -> Iterator[Tensor]:

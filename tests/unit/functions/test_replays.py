@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -26,7 +28,12 @@ class Again:
     """Records the calls that Python makes at every replay."""
 
     generators = None
-    is_capturing = False
+    is_capturing = is_apart = is_on_host = False
+    call_each = None
+
+    @staticmethod
+    def on_replica(replica_id: int) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __init__(self) -> None:
         self.streams: Sequence[Any] = ()
@@ -75,7 +82,7 @@ def loose(strategy: uo.Strategy) -> Any:
 
 def recorded(strategy: uo.Strategy, step: Callable[..., Any], *args: Any) -> Again:
     recorder = Again()
-    strategy.extended._run(step, args, {}, [1.0, 1.0], recorder)
+    strategy.extended.run_eagerly(step, args, {}, [1.0, 1.0], recorder)
     assert recorder.reasons == []
     return recorder
 
@@ -129,7 +136,7 @@ def test_gradients_written_by_hand_keep_an_update_out_of_a_graph(strategy: uo.St
         model.weight.grad = torch.ones(1, 2)
         optimizer.step()
 
-    strategy.extended._run(step, (), {}, [1.0, 1.0], Looking())
+    strategy.extended.run_eagerly(step, (), {}, [1.0, 1.0], Looking())
 
     assert found == [True]
 
@@ -190,7 +197,8 @@ def test_contents_are_compared_by_identity(
     row = [first, second]
     names = {"x": 1}
     contents = Contents()
-    contents.note([table, row, names.keys(), {second}, {}])
+    ordered = OrderedDict(p=None, q=None)
+    contents.note([table, row, names.keys(), {second}, {}, ordered])
     assert contents.are_same()
 
     changes: list[tuple[Callable[[], Any], Callable[[], Any]]] = [
@@ -199,6 +207,8 @@ def test_contents_are_compared_by_identity(
         (lambda: row.reverse(), lambda: row.reverse()),
         (lambda: table.update(c=None), lambda: table.pop("c")),
         (lambda: names.update(y=1), lambda: names.pop("y")),
+        (lambda: table.update(c=table.pop("b")), lambda: table.update(b=table.pop("c"))),
+        (lambda: ordered.move_to_end("p"), lambda: ordered.move_to_end("q")),
     ]
     for change, back in changes:
         change()
