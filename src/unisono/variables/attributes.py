@@ -7,6 +7,7 @@ import copyreg
 import itertools
 import operator
 import types
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -58,22 +59,33 @@ class Contents:
     def __init__(self) -> None:
         self.note([])
 
-    def note(self, views: Sequence[Any]) -> None:
-        """Notes what lists, sets, dicts (their values) and live views of dicts hold now."""
-        self._containers = list(views)
-        self._lengths = list(map(len, views))
-        filled = filter(len, views)
-        self._filled = [one.values() if isinstance(one, dict) else one for one in filled]
-        self._held = [one for view in self._filled for one in view]
+    def note(self, containers: Sequence[Any]) -> None:
+        """Notes what lists, sets, dicts (keys and values) and live views of dicts hold now."""
+        found: list[Any] = []
+        for one in containers:
+            # The table inside does not know the order of an ordered dict.
+            found += [one.keys(), one.values()] if isinstance(one, OrderedDict) else [one]
+        lengths = array("q", map(len, found))
+        held = list(itertools.chain.from_iterable(map(_held_in, found)))
+        addresses = array("Q", map(id, held)).tobytes()
+        # Kept as long as they are compared, so that no others have these addresses.
+        self._noted = found, lengths.tobytes(), held, addresses
 
     def are_same(self) -> bool:
         """Whether they still hold the same objects. C compares them, as there may be thousands."""
+        containers, lengths, held, addresses = self._noted
         hold_same = native_core().hold_same
         if hold_same is not None:
-            return hold_same(self._containers, self._lengths, self._held)
-        return list(map(len, self._containers)) == self._lengths and all(
-            map(operator.is_, itertools.chain.from_iterable(self._filled), self._held)
+            return hold_same(containers, lengths, addresses)
+        now = itertools.chain.from_iterable(map(_held_in, containers))
+        return array("q", map(len, containers)).tobytes() == lengths and all(
+            map(operator.is_, now, held)
         )
+
+
+def _held_in(container: Any) -> Iterable[Any]:
+    is_dict = isinstance(container, dict)
+    return itertools.chain.from_iterable(container.items()) if is_dict else container
 
 
 @dataclass(eq=False)
@@ -87,14 +99,10 @@ class _Copied:
     content: list[Any] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)
 
-    def views(self) -> list[Any]:
-        """Returns live views of all that the container holds; of a dict its keys, then values."""
-        held = self.original
-        return [held.keys(), held.values()] if issubclass(self.kind, dict) else [held]
-
     def parts(self) -> list[Any]:
-        """Returns what the container holds now."""
-        return list(itertools.chain.from_iterable(self.views()))
+        """Returns what the container holds now; of a dict its keys, then its values."""
+        held = self.original
+        return [*held, *held.values()] if issubclass(self.kind, dict) else list(held)
 
     def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
         for copied, parts in zip(self.copies, own_parts, strict=True):
@@ -139,7 +147,7 @@ class Attributes:
                 mirror.given = self._give(module, mirror.replicas, mirror.given)
         # Those that no module has any more are forgotten.
         self._known = self._visited
-        self._given.note([view for one in self._known.values() for view in one.views()])
+        self._given.note([one.original for one in self._known.values()])
 
     def _give(self, module: nn.Module, clones: Sequence[nn.Module], given: Given) -> Given:
         """Gives the clones of a module its attributes, and returns which they are."""
@@ -266,7 +274,6 @@ def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) ->
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:
-    """Returns what a module has in slots of its class."""
     names: list[str] = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
     held = {}
     for name in names:

@@ -171,7 +171,10 @@ class Buffers:
         """Ends a run that has not failed."""
         written = self.find_written(recorder)
         bring = functools.partial(self.bring_together, weights, written)
-        if any(written) and recorder is not None and (self._workers.are_many or recorder.streams):
+        is_apart = recorder is not None and (
+            recorder.is_apart or (self._workers.are_many and not recorder.is_joint)
+        )
+        if any(written) and is_apart:
             recorder.call("the exchange of buffers", bring)
         else:
             bring()

@@ -14,17 +14,19 @@ from torch.optim import Optimizer, lr_scheduler
 
 from unisono.contexts import current_replica
 from unisono.errors import UnsupportedError
-from unisono.sharing import LiveSet, computed_once
+from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import average_once
 from unisono.variables.front import mirror_of
 from unisono.variables.hook_tables import let_replicas_have_hooks
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import make_once, owner_of, parameters_of
+from unisono.variables.once_calls import make_once
+from unisono.variables.optimizer_tables import parameters_of
 from unisono.variables.outsiders import check_metric, note_maker, refuse_outsiders
+from unisono.variables.owners import owner_of
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import in_place_of, let_clipping_be_known, watch_calls
+from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
 
 
 class _Scopes(threading.local):
@@ -80,6 +82,7 @@ def _install_hooks() -> None:
     registration.register_module_module_registration_hook(_on_registered)
     for cls in _ONCE:
         _wrap_init(cls)
+    _watch_optimizers()
     for name in ("__init__", "__setstate__"):
         _wrap_making(name, getattr(nn.Module, name))
     average_once()
@@ -203,6 +206,20 @@ def _wrap_init(cls: type) -> None:
         mirrors = _mirrors_for(self)
         if mirrors is not None:
             make_once(self, mirrors)
+
+
+def _watch_optimizers() -> None:
+    """Lets optimizers be found that wrap another and do not call `__init__` of `Optimizer`."""
+
+    def make(cls: type[Optimizer], *args: Any, **kwargs: Any) -> Any:
+        create: Any = super(Optimizer, cls).__new__
+        is_last = create is object.__new__
+        made = create(cls) if is_last else create(cls, *args, **kwargs)
+        if _scopes.open:
+            make_once(made, _scopes.open[-1][0])
+        return made
+
+    Optimizer.__new__ = staticmethod(make)  # type: ignore[method-assign,assignment]
 
 
 def _mirrors_for(made: Any) -> Mirrors | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -12,12 +11,12 @@ from torch.optim import swa_utils
 
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
+from unisono.variables.front import as_of_program
 from unisono.variables.leaves import show_current_gradients
 from unisono.variables.statistics import Written
-from unisono.variables.torch_calls import in_place_of
 from unisono.variables.updates import Settings, check_same
 
 T = TypeVar("T")
@@ -35,12 +34,14 @@ class for_all:
 
     __slots__ = ("_context", "_entered", "_mirrors")
 
-    def __init__(self, context: ReplicaContext) -> None:
+    def __init__(self, context: ReplicaContext, *, is_once: bool = False) -> None:
         self._context = context
         self._mirrors = context.replicas.mirrors
         own = context.generators
         for_all = None if own is None else own.for_all
-        self._entered = entered(CrossReplicaContext(context.replicas, generators=for_all))
+        self._entered = entered(
+            CrossReplicaContext(context.replicas, generators=for_all, is_once=is_once)
+        )
 
     def __enter__(self) -> None:
         # The program's own parameters are checked.
@@ -48,7 +49,8 @@ class for_all:
             self._mirrors.postponed.make()
             self._mirrors.watch.check()
             self._mirrors.before_writes()
-            self._mirrors.groups.settle(self._context.num_local_replicas)
+            recorder = self._context.meeting.recorder
+            self._mirrors.groups.settle(self._context.num_local_replicas, recorder)
         self._entered.__enter__()
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
@@ -134,7 +136,7 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
                 if written.others and recorder is not None:
                     recorder.refuse(f"a buffer becomes another before once({name})")
             mirrors.buffers.bring_together(context.replicas.current_weights, written)
-        results = _call(context, fn, given)
+        results = _call(context, fn, given, is_once=True)
         with no_torch_function():
             # The replicas get what became of the program's modules.
             for one in mirrors.all_leaves:
@@ -147,7 +149,6 @@ def once(fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
     own = pytree.tree_map(mirrors.of_program, (args, kwargs))
     name = getattr(fn, "__qualname__", type(fn).__name__)
-    fn = _method_of_program(mirrors, fn)
     result: T = context.meeting.meet(context.local_id, f"once({name})", own, work, in_python=True)
     return result
 
@@ -162,26 +163,18 @@ def merge(
     return context.meeting.meet(context.local_id, "merge_call()", given, work, in_python=True)
 
 
-def _call(context: ReplicaContext, fn: Callable[..., Any], given: list[Any]) -> list[Any]:
+def _call(
+    context: ReplicaContext, fn: Callable[..., Any], given: list[Any], *, is_once: bool = False
+) -> list[Any]:
     """Calls `fn` with the arguments of all replicas, and splits its result."""
     replicas = context.replicas
     args, kwargs = replicas.counting.regrouped(given, are_arguments=True)
     replicas.mirrors.metrics.end(replicas.current_weights)
-    with for_all(context):
+    clones = as_of_program(replicas.mirrors.clones_of([0]))
+    with for_all(context, is_once=is_once), clones:
         result = fn(*args, **kwargs)
     replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
-
-
-def _method_of_program(mirrors: Any, fn: Callable[..., T]) -> Callable[..., T]:
-    """Replaces a method that is bound to what a replica has of a module."""
-    bound = inspect.unwrap(fn)
-    owner = getattr(bound, "__self__", None)
-    primary = mirrors.of_program(owner) if isinstance(owner, nn.Module) else owner
-    if primary is owner:
-        return fn
-    # Looked up when it is called, which no replica does.
-    return lambda *args, **kwargs: getattr(primary, bound.__name__)(*args, **kwargs)
 
 
 @computed_once

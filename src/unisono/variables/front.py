@@ -10,12 +10,13 @@ uses a module.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 from torch.optim import optimizer
@@ -28,6 +29,8 @@ from unisono.variables.leaves import Leaves
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
+
+T = TypeVar("T")
 
 _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
@@ -154,12 +157,12 @@ class Fronts:
                 self._during = [*self._during, in_front(before, cls)]
                 set_classes([target], self._during[-1:])
 
-    def targets(self, before: type) -> list[Any]:
-        """Returns the objects whose class this one, or a class of it, comes before."""
+    def of_kind(self, kind: type[T]) -> list[T]:
+        """Returns the objects of a class."""
         with self._lock:
             added = list(self._added.values())
-        found = [target() for target, cls in added if issubclass(cls, before)]
-        return [target for target in found if target is not None]
+        found = (target() for target, _ in added)
+        return [target for target in found if isinstance(target, kind)]
 
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
@@ -226,23 +229,73 @@ class Redirect(Front):
     where code runs once for all replicas, the module is itself.
     """
 
+    @staticmethod
+    def _unisono_other(module: Any) -> Any:
+        return _clone(module)
+
     def __getattribute__(self, name: str) -> Any:
-        clone = _clone(self)
-        return super().__getattribute__(name) if clone is None else getattr(clone, name)
+        other = type(self)._unisono_other(self)
+        return super().__getattribute__(name) if other is None else getattr(other, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        clone = _clone(self)
-        if clone is None:
+        other = type(self)._unisono_other(self)
+        if other is None:
             super().__setattr__(name, value)
         else:
-            setattr(clone, name, value)
+            setattr(other, name, value)
 
     def __delattr__(self, name: str) -> None:
-        clone = _clone(self)
-        if clone is None:
+        other = type(self)._unisono_other(self)
+        if other is None:
             super().__delattr__(name)
         else:
-            delattr(clone, name)
+            delattr(other, name)
+
+
+class OfProgram(Redirect):
+    """Comes before the class of a replica's clone where code runs once for all replicas.
+
+    That code may have the clone from its replica: as `self` of a method, in a closure or in a
+    partial. There, every attribute is that of the program's module.
+    """
+
+    @staticmethod
+    def _unisono_other(clone: Any) -> Any:
+        return None if current_replica() is not None else _originals.get(id(clone))
+
+
+# By the identity of a clone, while code runs once for all replicas.
+_originals: dict[int, nn.Module] = {}
+
+
+class as_of_program:
+    """Until the block ends, clones are the modules of the program to code outside replicas.
+
+    Args:
+        pairs: Modules and the clones of one replica.
+    """
+
+    __slots__ = ("_clones", "_modules")
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        found = list(pairs)
+        self._modules = [module for module, _ in found]
+        self._clones = [clone for _, clone in found]
+
+    def __enter__(self) -> None:
+        _originals.update(zip(map(id, self._clones), self._modules, strict=True))
+        self._set_classes(functools.partial(in_front, OfProgram))
+
+    def __exit__(self, *error: object) -> None:
+        self._set_classes(plain_class)
+        for clone in self._clones:
+            del _originals[id(clone)]
+
+    def _set_classes(self, class_for: Callable[[type], type]) -> None:
+        # There may be many modules, but of few classes.
+        now = list(map(type, self._clones))
+        classes = {cls: class_for(cls) for cls in set(now)}
+        set_classes(self._clones, map(classes.__getitem__, now))
 
 
 def _clone(module: Any) -> Any:

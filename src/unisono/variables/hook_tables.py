@@ -15,10 +15,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from unisono.contexts import ReplicaContext, current_replica
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import raw
-from unisono.variables.torch_calls import in_place_of
 
 if TYPE_CHECKING:
     from unisono.variables.front import Mirror

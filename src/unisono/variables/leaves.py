@@ -6,7 +6,7 @@ import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from unisono.kernels import in_memory_order
 from unisono.packing import PackLayout, Spec
 from unisono.torch_private import set_grad_enabled
+from unisono.values import version_of
 
 if TYPE_CHECKING:
     from unisono.variables.variable import Variable
@@ -27,11 +28,6 @@ _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 gradient_of = operator.attrgetter("grad")
 needs_grad = operator.attrgetter("requires_grad")
-
-
-def version_of(tensor: Tensor | None) -> int:
-    """Returns how often a tensor has been written to, as far as torch counts it."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 class Mark(NamedTuple):
@@ -58,6 +54,7 @@ class Leaves:
 
     __slots__ = (
         "__weakref__",
+        "attributes",
         "hooks",
         "is_shown",
         "is_spread",
@@ -84,6 +81,8 @@ class Leaves:
         self.is_spread = bool(self.others)
         # Whether the primary has shown the gradient of the leaves since they last had none.
         self.is_shown = False
+        # The program's attributes of the primary that the leaves have, too.
+        self.attributes: dict[str, Any] = {}
         # The numbers of the hooks of the primary that the leaves have, too.
         self.hooks: list[int] = []
         # For each replica, the gradient that was reduced last.
@@ -103,6 +102,10 @@ class Leaves:
                 storages[memory] = primary.detach().to(place, copy=True)
         needs = primary.requires_grad
         leaves = [nn.Parameter(storages[memory], requires_grad=needs) for memory in memories]
+        kind = primary.__class__
+        if kind is not nn.Parameter and type(leaves[0]) is nn.Parameter:
+            for leaf in leaves:
+                leaf.__class__ = kind
         return cls(primary, leaves, memories)
 
     def is_current(self) -> bool:
@@ -127,9 +130,17 @@ class Leaves:
         return self.is_spread and self.version != version_of(self.primary)
 
     def take_over(self) -> None:
-        """Gives the leaves what was written to the primary, and the hooks that it has."""
+        """Gives the leaves what was written to the primary, its attributes and its hooks."""
         if self.is_behind():
             spread([self])
+        attributes, given = vars(self.primary), self.attributes
+        if attributes or given:
+            changed = {k: v for k, v in attributes.items() if k not in given or given[k] is not v}
+            for own in map(vars, self.leaves):
+                for name in given.keys() - attributes.keys():
+                    own.pop(name, None)
+                own.update(changed)
+            self.attributes = dict(attributes)
         hooks = self.primary._backward_hooks
         if hooks is not None and list(hooks) != self.hooks:
             for leaf in self.leaves:
@@ -303,7 +314,8 @@ def catch_up(owners: Iterable[Leaves]) -> None:
     """Before a run: takes over what has been done to the primaries since the last one."""
     for one in owners:
         primary = one.primary
-        is_same = not one.is_spread and primary._backward_hooks is None
+        has_more = primary.__dict__ or one.attributes or primary._backward_hooks is not None
+        is_same = not (one.is_spread or has_more)
         if is_same and one.is_shown:
             # The gradient is the one that was reduced last.
             grad, mark = primary.grad, one.reduced[0]

@@ -259,7 +259,7 @@ def _synchronize(metric: MirroredMetric, workers: Workers, *_: Any, **__: Any) -
         return [metric.merged(parts, with_own=with_own)[1]] * len(is_counted)
 
     what = f"{metric.name}.compute()"
-    states = context.meeting.meet(context.local_id, what, context.weight > 0, work)
+    states = context.meeting.meet(context.local_id, what, context.counts, work)
     for name, value in states.items():
         is_list = isinstance(value, list)
         own[name] = list(value) if is_list else value.to(own["_device"], copy=True)

@@ -24,14 +24,7 @@ from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
 from unisono.variables.hook_tables import HookTables
-from unisono.variables.leaves import (
-    Leaves,
-    catch_up,
-    clear,
-    fit_for_training,
-    needs_grad,
-    spread,
-)
+from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
@@ -78,7 +71,7 @@ class Mirrors:
         # Whether there is one replica, for which a module can be used as it is.
         self.is_single = len(places) == 1 and not workers.are_many
         # By identity, the modules of a single replica.
-        self._singles: dict[int, weakref.ref[nn.Module]] = {}
+        self.singles: dict[int, weakref.ref[nn.Module]] = {}
         # Changes whenever there are other leaves than before, and which there were then.
         self.generation = 0
         self._of_generation: list[Leaves] = []
@@ -277,7 +270,7 @@ class Mirrors:
 
     def modules(self) -> list[nn.Module]:
         """Returns the modules, also those that have no clones because there is one replica."""
-        alone = (module() for module in list(self._singles.values()))
+        alone = (module() for module in list(self.singles.values()))
         return self.primaries() + [module for module in alone if module is not None]
 
     def _adopt_new(self) -> None:
@@ -293,13 +286,13 @@ class Mirrors:
         mirror = mirror_of(module)
         if mirror is not None and mirror.owner is not self:
             raise ContextError(
-                f"This {type(module).__name__} belongs to another strategy. Mirror a copy of it, "
-                "which `copy.deepcopy` makes."
+                f"This {type(module).__name__} belongs to another strategy. Make one in the scope, "
+                "and not in a default argument, or mirror a copy, which `copy.deepcopy` makes."
             )
         self.is_in_use = True
         if self.is_single:
             self.move(module)
-            self._singles[id(module)] = weakref.ref(module)
+            self.singles[id(module)] = weakref.ref(module)
         elif mirror is None:
             self._adopt(module)
 

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -26,12 +25,10 @@ from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
-from unisono.variables.attributes import are_same
 from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
     Found,
-    VariableLeaves,
     clear,
     clear_gradients,
     give_gradients,
@@ -39,6 +36,8 @@ from unisono.variables.leaves import (
     spread,
 )
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
+from unisono.variables.owners import found_of, give_to, mirrors_of, owner_of
 from unisono.variables.updates import (
     SeenState,
     Settings,
@@ -48,21 +47,6 @@ from unisono.variables.updates import (
     watch_updates,
 )
 
-
-class _Owner:
-    """Which strategy an object belongs to."""
-
-    __slots__ = ("found", "mirrors", "target")
-
-    def __init__(self, target: Any, mirrors: Mirrors) -> None:
-        identity = id(target)
-        self.target = weakref.ref(target, lambda _: _owners.pop(identity, None))
-        self.mirrors = weakref.ref(mirrors)
-        self.found = Found()
-
-
-# By identity. Not an attribute of the object, which would be saved with it.
-_owners: dict[int, _Owner] = {}
 _scaler_lock = threading.Lock()
 
 
@@ -87,7 +71,7 @@ def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: An
         return optimizer._update(closure, **kwargs)
     if closure is None:
         is_recorded = context.meeting.recorder is not None and not kwargs
-        settings = Settings(optimizer, _found(optimizer).leaves) if is_recorded else None
+        settings = Settings(optimizer, found_of(optimizer).leaves) if is_recorded else None
         if not kwargs and optimizer._is_put_off(context):
             return None
         return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
@@ -119,10 +103,17 @@ class OnceUpdate(Front):
 class OnceOptimizer(OnceUpdate):
     """Comes before the class of an optimizer while replicas run."""
 
-    def zero_grad(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
+    def zero_grad(self, *args: Any, **kwargs: Any) -> None:
         """Clears the gradients of this replica; outside a replica, those of all."""
+        if plain_class(type(self)).zero_grad is Optimizer.zero_grad:
+            self._clear(*args, **kwargs)
+        else:
+            # It may clear more, or less.
+            super().zero_grad(*args, **kwargs)  # type: ignore[misc]
+
+    def _clear(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         context = current_replica()
-        owners = _found(self).leaves
+        owners = found_of(self).leaves
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with no_torch_function():
             if context is not None:
@@ -136,7 +127,10 @@ class OnceOptimizer(OnceUpdate):
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of parameters; on a replica its own copy of them, see `GroupCopies`."""
-        groups: list[dict[str, Any]] = vars(self)["param_groups"]
+        groups: list[dict[str, Any]] | None = vars(self).get("param_groups")
+        if groups is None:
+            # Those of another optimizer, which it wraps.
+            return super().param_groups  # type: ignore[misc,no-any-return]
         context = current_replica()
         if context is None:
             return groups
@@ -146,7 +140,7 @@ class OnceOptimizer(OnceUpdate):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         _check_outside(self, "param_groups")
-        vars(self)["param_groups"] = groups
+        set_table(self, "param_groups", groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; not on a replica."""
@@ -163,10 +157,12 @@ class OnceOptimizer(OnceUpdate):
         """The state, which a replica finds under its own parameters, too."""
         if (context := current_replica()) is not None:
             context.replicas.mirrors.postponed.make()
-        state: dict[Any, Any] = vars(self)["state"]
+        state: dict[Any, Any] | None = vars(self).get("state")
+        if state is None:
+            return super().state  # type: ignore[misc,no-any-return]
         if isinstance(state, SeenState):
             return state
-        mirrors = _mirrors_of(self)
+        mirrors = mirrors_of(self)
         with mirrors.groups.lock:
             # Another replica may have been faster. What is written to its object must be seen here.
             state = vars(self)["state"]
@@ -176,11 +172,11 @@ class OnceOptimizer(OnceUpdate):
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        vars(self)["state"] = state
+        set_table(self, "state", state)
 
     def _is_put_off(self, context: ReplicaContext) -> bool:
         """Lets the update wait until the run is complete, if nothing in it can tell."""
-        mirrors, cls = _mirrors_of(self), plain_class(type(self))
+        mirrors, cls = mirrors_of(self), plain_class(type(self))
         is_alone = context.num_local_replicas == 1 and context.meeting.recorder is None
         if not (is_alone and mirrors.postponed.can_wait()) or not is_plain(self, cls):
             return False
@@ -192,8 +188,7 @@ class OnceOptimizer(OnceUpdate):
             take_gradients(self)
             parameters = parameters_of(self)
             grads = [p.grad for p in parameters]
-            states = [own for own in vars(self)["state"].values() if isinstance(own, dict)]
-            state = [x for own in states for x in own.values() if isinstance(x, Tensor)]
+            state = tensors_in(vars(self)["state"])
             held = [*parameters, *(one for one in grads if one is not None), *state]
             if not all(one.layout is torch.strided for one in held):
                 return False
@@ -214,10 +209,12 @@ class OnceOptimizer(OnceUpdate):
     def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
         found = take_gradients(self)
         own, cls = vars(self).get("step", _step), plain_class(type(self))
-        is_wrapped = hasattr(own, "_wrapped_by_lr_sched") and context.meeting.recorder is None
+        recorder = context.meeting.recorder
+        is_eager = recorder is None or recorder.is_on_host
+        is_wrapped = hasattr(own, "_wrapped_by_lr_sched") and is_eager
         # `outsiders` checks other parameters than those of models, before every update of torch.
         is_known = len(found.leaves) == len(found.parameters)
-        is_shared = not (_mirrors_of(self).is_spread or kwargs)
+        is_shared = not (mirrors_of(self).is_spread or kwargs)
         if not (is_wrapped and is_known and is_shared and is_plain(self, cls)):
             return self._update(None, **kwargs)
         # What the scheduler's wrapper does, which is not called here.
@@ -229,7 +226,7 @@ class OnceOptimizer(OnceUpdate):
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        spread(_found(self).of_variables)
+        spread(found_of(self).of_variables)
         return result
 
 
@@ -272,7 +269,7 @@ class OnceScaler(Front):
         def work() -> Any:
             take_gradients(optimizer)
             result = method(optimizer, *args)
-            for leaves in _found(optimizer).leaves:
+            for leaves in found_of(optimizer).leaves:
                 # torch does not count it as a write when gradients are unscaled.
                 leaves.give_gradient()
             return result
@@ -290,29 +287,17 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
         mirrors.fronts.add(target, before)
         return
     if owner_of(target) is not mirrors:
-        _owners[id(target)] = _Owner(target, mirrors)
+        give_to(target, mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
         if mirrors.is_spread:
             _spread_after_updates()
 
 
-def owner_of(target: Any) -> Mirrors | None:
-    """Returns the mirrors that an object belongs to."""
-    owner = _owners.get(id(target))
-    return None if owner is None or owner.target() is not target else owner.mirrors()
-
-
-def _mirrors_of(target: Any) -> Mirrors:
-    mirrors = owner_of(target)
-    assert mirrors is not None
-    return mirrors
-
-
 def take_gradients(optimizer: Any) -> Found:
     """Gives the primaries the gradients that all replicas have, reduced."""
-    found = _found(optimizer)
+    found = found_of(optimizer)
     if found.leaves:
-        _mirrors_of(optimizer).reduce_rest(found.leaves)
+        mirrors_of(optimizer).reduce_rest(found.leaves)
     show_current_gradients(found.leaves)
     return found
 
@@ -331,34 +316,13 @@ def _check_outside(optimizer: Any, what: str) -> None:
         )
 
 
-def parameters_of(optimizer: Any) -> list[Tensor]:
-    """Returns the parameters that an optimizer works on."""
-    return [p for group in vars(optimizer)["param_groups"] for p in group["params"]]
-
-
-def _found(optimizer: Any) -> Found:
-    """Returns what replicas have of the parameters; nothing, where there is one replica."""
-    mirrors = owner_of(optimizer)
-    if mirrors is None:
-        return Found()
-    owner = _owners[id(optimizer)]
-    parameters = parameters_of(optimizer)
-    generation = mirrors.generation
-    if owner.found.generation != generation or not are_same(owner.found.parameters, parameters):
-        leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
-        of_variables = [one for one in leaves if isinstance(one, VariableLeaves)]
-        num_bytes = sum(p.nbytes for p in parameters)
-        owner.found = Found(generation, parameters, leaves, of_variables, num_bytes)
-    return owner.found
-
-
 @computed_once
 def _spread_after_updates() -> None:
     """Gives other memories what an update writes, which torch does not count if it is fused."""
 
     def after(optimizer: Optimizer, *_: Any) -> None:
         if owner_of(optimizer) is not None:
-            spread([one for one in _found(optimizer).leaves if one.is_spread])
+            spread([one for one in found_of(optimizer).leaves if one.is_spread])
 
     watch_updates(after, hooks.register_optimizer_step_post_hook)
 
@@ -370,9 +334,9 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            spread(_found(optimizer).leaves)
+            spread(found_of(optimizer).leaves)
             # What was written so far was written for all replicas.
-            _mirrors_of(optimizer).watch.stamp()
+            mirrors_of(optimizer).watch.stamp()
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas
@@ -392,5 +356,7 @@ def _step_with_closures(
         with entered(inner), torch.enable_grad():
             return closure()
 
-    replica_id = context.local_id
+    replica_id, recorder = context.local_id, context.meeting.recorder
+    if recorder is not None:
+        recorder.refuse(f"{what} evaluates a closure")
     return context.meeting.meet(replica_id, what, on_this_replica, work)

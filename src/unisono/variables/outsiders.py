@@ -13,19 +13,23 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.nn.utils import stateless
 from torch.optim import Optimizer, lr_scheduler
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.variables.attributes import raw
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import owner_of, parameters_of, reduce_hidden
-from unisono.variables.torch_calls import in_place_of, is_of_another
+from unisono.variables.once_calls import reduce_hidden
+from unisono.variables.optimizer_tables import parameters_of
+from unisono.variables.owners import owner_of
+from unisono.variables.torch_calls import is_of_another
 from unisono.variables.updates import watch_updates
 
 # The number of the replica that made a parameter, module, scheduler or scaler in a step.
@@ -48,6 +52,7 @@ def refuse_outsiders() -> None:
         return parameter
 
     nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
+    _check_functional_calls()
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():
@@ -244,13 +249,41 @@ def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -
             f"`{name}.step` was looked up before `run`, so every replica would make the update. "
             "Call `optimizer.step()` in the step instead."
         )
-    if all(_makers.get(parameter) == context.local_id for parameter in parameters_of(optimizer)):
+    parameters = parameters_of(optimizer)
+    if all(_makers.get(parameter) == context.local_id for parameter in parameters):
         return
+    mirrors = context.replicas.mirrors
+    is_known = any(mirrors.leaves_of(parameter) is not None for parameter in parameters)
+    what = "it does not belong to" if is_known else "its parameters belong to no model of"
     raise ContextError(
-        f"{name}.step() was called on a replica, but its parameters belong to no model of "
-        f"{context.strategy!r}: all replicas would write to them at once. Make the model and the "
-        "optimizer in `strategy.scope()`, or bring them in with `strategy.mirror()`."
+        f"{name}.step() was called on a replica, but {what} {context.strategy!r}: all replicas "
+        "would write to them at once. Make the model and the optimizer in `strategy.scope()`, or "
+        "bring them in with `strategy.mirror()`."
     )
+
+
+def _check_functional_calls() -> None:
+    """Refuses `functional_call` of a module that several replicas would put tensors into."""
+    call: Any = stateless._functional_call
+
+    @in_place_of(stateless, "_functional_call")
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        context = None if torch.compiler.is_compiling() else _one_of_several()
+        if context is not None and not _is_of_replica(module, context):
+            raise ContextError(
+                f"`functional_call` was given a {type(module).__name__} that belongs to no model "
+                f"of {context.strategy!r}. It puts the tensors into the module while it runs, and "
+                "all replicas would do so at once. Make the module in `strategy.scope()`, or copy "
+                "it in the step with `copy.deepcopy(module)`."
+            )
+        return call(module, *args, **kwargs)
+
+
+def _is_of_replica(module: nn.Module, context: ReplicaContext) -> bool:
+    mirrors = context.replicas.mirrors
+    is_made_here = _makers.get(module) == context.local_id
+    is_primary = id(module) in mirrors.mirrors
+    return is_made_here or is_primary or mirrors.of_program(module) is not module
 
 
 def _check_before(cls: Any, name: str) -> None:

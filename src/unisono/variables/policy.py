@@ -16,7 +16,6 @@ from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.variables.writes import Write
 
-_REDUCE_OPS = {VariableAggregation.SUM: ReduceOp.SUM, VariableAggregation.MEAN: ReduceOp.MEAN}
 # Each argument, its default, and what to write instead of another value.
 _NEUTRAL: dict[str, tuple[Any, str]] = {
     "validate_shape": (
@@ -103,7 +102,7 @@ class VariablePolicy:
     @property
     def reduce_op(self) -> ReduceOp | None:
         """How values are reduced; None where they are not."""
-        return _REDUCE_OPS.get(self.aggregation)
+        return self.aggregation.reduce_op
 
     def check_write(self, write: Write, *, is_on_replica: bool, is_read: bool) -> None:
         """Raises unless the policy lets a replica, or the program for all of them, do `write`."""

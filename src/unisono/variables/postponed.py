@@ -72,7 +72,6 @@ class Postponed:
         """Lets an update wait until the run is complete, or something could notice.
 
         Args:
-            update: Makes it.
             addresses: Where the memory of the tensors begins that it reads or writes.
         """
         self._addresses = addresses

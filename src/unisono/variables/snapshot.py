@@ -15,10 +15,10 @@ from torch.optim import Optimizer
 
 from unisono.torch_private import copy_each
 from unisono.variables.attributes import raw
-from unisono.variables.front import Front
 from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
 from unisono.variables.metrics import is_clone, is_metric
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.optimizer_tables import groups_of, tensors_in
 
 _CONTAINERS = (list, dict, set)
 _SEQUENCES = (list, tuple, set, deque)
@@ -81,8 +81,8 @@ class Snapshot:
                     tables.append(own["_buffers"])
                 if "_defaults" in own and is_metric(own):
                     tables.append(own)
-            for optimizer in self._of_kind(Optimizer):
-                tables += vars(optimizer)["param_groups"]
+            for optimizer in mirrors.fronts.of_kind(Optimizer):
+                tables += groups_of(optimizer)
             self._small.take(self._keep_tables(tables))
             self._restorations.append(self._small.put_back)
             self._keep_gradients(keep_gradients=keep_gradients)
@@ -134,11 +134,12 @@ class Snapshot:
         with fit_for_training():
             held = self._own_parameters()
             held += [own for one in self._of_variables() for own in one.others]
-            for optimizer in self._of_kind(Optimizer):
+            for optimizer in self._mirrors.fronts.of_kind(Optimizer):
                 held += self._keep_state(optimizer)
             # Schedulers and scalers.
-            others = [one for one in self._of_kind(object) if not isinstance(one, _NOT_STEPPED)]
-            held += self._keep_tables([vars(one) for one in others])
+            others = self._mirrors.fronts.of_kind(object)
+            tables = [vars(one) for one in others if not isinstance(one, _NOT_STEPPED)]
+            held += self._keep_tables(tables)
             self._large.take(held)
             self._restorations.append(self._large.put_back)
 
@@ -158,10 +159,6 @@ class Snapshot:
     def _keep_state(self, optimizer: Any) -> list[Tensor]:
         """Keeps the state of an optimizer, and returns the tensors in it."""
         state = vars(optimizer)["state"]
-        tensors: list[Tensor] = []
-        for own in state.values():
-            if isinstance(own, dict):
-                tensors += [value for value in own.values() if isinstance(value, Tensor)]
         kept = {key: _kept(own) for key, own in state.items()}
 
         def restore() -> None:
@@ -171,7 +168,7 @@ class Snapshot:
             dict.update(now, {key: _kept(own) for key, own in kept.items()})
 
         self._restorations.append(restore)
-        return tensors
+        return list(tensors_in(state))
 
     def _keep_random_state(self) -> None:
         generators = [torch.default_generator]
@@ -204,10 +201,6 @@ class Snapshot:
                     leaves.is_shown = is_shown
 
         self._restorations.append(restore)
-
-    def _of_kind(self, kind: type) -> list[Any]:
-        targets = self._mirrors.fronts.targets(Front)
-        return [target for target in targets if isinstance(target, kind)]
 
 
 def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:

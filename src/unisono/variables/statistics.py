@@ -17,7 +17,7 @@ from unisono.kernels import reduce_batch
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.torch_private import copy_each
-from unisono.variables.leaves import version_of
+from unisono.values import version_of
 
 _WIDE = torch.float64
 # Vector units and libraries for GPUs like the beginning of a tensor to be aligned.

@@ -17,23 +17,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import ContextError, UnsupportedError
 from unisono.options import ReduceOp
-from unisono.sharing import computed_once
+from unisono.sharing import computed_once, in_place_of
 from unisono.variables.leaves import Mark, variable_of
 
 T = TypeVar("T", bound=Callable[..., Any])
 
 # What clips gradients in torch. Older versions have fewer.
 _NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
-
-
-def in_place_of(owner: Any, name: str) -> Callable[[T], T]:
-    """Puts a function in the place of one of torch, with its name and documentation."""
-
-    def put(made: T) -> T:
-        setattr(owner, name, functools.wraps(getattr(owner, name))(made))
-        return made
-
-    return put
 
 
 @computed_once

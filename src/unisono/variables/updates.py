@@ -25,12 +25,11 @@ from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import Contents, are_same
 from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves
+from unisono.variables.optimizer_tables import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers
     from unisono.variables.mirrors import Mirrors
-
-Groups = list[dict[str, Any]]
 
 # What these do to a parameter depends on its own gradient and state alone.
 _INDEPENDENT = frozenset(
@@ -54,13 +53,9 @@ def update_as(cls: Any, optimizer: Any) -> None:
 
 
 def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext, num_bytes: int) -> bool:
-    """Lets every replica, all of which wait, update its share of the parameters.
+    """Lets every replica, all of which wait, make its share of an update that `is_plain`.
 
-    Args:
-        optimizer: One that `is_plain`.
-        cls: Its class.
-        context: The replica that calls.
-        num_bytes: The size of all parameters.
+    `num_bytes` is the size of all parameters.
     """
     if num_bytes < _LEAST_BYTES or context.num_local_replicas == 1:
         return False
@@ -68,14 +63,19 @@ def update_in_shares(optimizer: Any, cls: type, context: ReplicaContext, num_byt
     if shares is None:
         return False
 
-    def update(groups: list[dict[str, Any]], _: object) -> None:
+    def update(groups: list[dict[str, Any]], _: object = None) -> None:
         part: Any = object.__new__(cls)
         # The same state, of which each replica touches that of its own parameters only.
         part.__dict__.update(optimizer.__dict__, param_groups=groups)
         with entered(CrossReplicaContext(context.replicas)), no_torch_function():
             cls.step(part)  # type: ignore[attr-defined]
 
-    context.meeting.call_waiting([functools.partial(update, own) for own in shares])
+    calls = [functools.partial(update, own) for own in shares]
+    recorder = context.meeting.recorder
+    if recorder is not None and recorder.call_each is not None:
+        recorder.call_each(calls)
+    else:
+        context.meeting.call_waiting(calls)
     return True
 
 
@@ -125,12 +125,17 @@ def is_plain(optimizer: Any, cls: type) -> bool:
 
 def has_hooks(optimizer: Any) -> bool:
     """Whether the program has a hook that is called in every step of an optimizer."""
-    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    of_all = (
-        *hooks._global_optimizer_pre_hooks.values(),
-        *hooks._global_optimizer_post_hooks.values(),
+    return any(hook not in _ours for own in _tables_of_hooks(optimizer) for hook in own.values())
+
+
+def _tables_of_hooks(optimizer: Any) -> Sequence[dict[int, Callable[..., Any]]]:
+    # One that wraps another may have none.
+    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    return (
+        *(vars(optimizer).get(name, {}) for name in own),
+        hooks._global_optimizer_pre_hooks,
+        hooks._global_optimizer_post_hooks,
     )
-    return any(own) or any(hook not in _ours for hook in of_all)
 
 
 class Settings:
@@ -140,23 +145,32 @@ class Settings:
         self.optimizer = optimizer
         self._owners = owners
         self._constants, self._tensors = _read(optimizer)
+        self._has_hooks = has_hooks(optimizer)
         self._contents = Contents()
         self._note()
 
     @property
     def can_be_captured(self) -> bool:
-        """Whether all that an update does is done by GPUs.
+        """Whether all that an update does is done by operators, as far as can be seen.
 
         Before it, gradients that replicas have written themselves are compared and exchanged.
         """
-        if any(one.has_own_gradients() for one in self._owners):
+        if any(one.has_own_gradients() for one in self._owners) or self._has_hooks:
             return False
-        groups = vars(self.optimizer)["param_groups"]
-        is_on_gpus = all(tensor.is_cuda for tensor in self._tensors)
-        is_without_host = plain_class(type(self.optimizer)) is optim.SGD or all(
-            group.get("capturable") for group in groups
-        )
-        return is_on_gpus and is_without_host and not has_hooks(self.optimizer)
+        cls = plain_class(type(self.optimizer))
+        kinds = {tensor.device.type for tensor in self._tensors}
+        if kinds == {"cpu"}:
+            # If one reads a value, such as the number of steps, this shows when it is captured.
+            return cls in _INDEPENDENT
+        groups = groups_of(self.optimizer)
+        is_without_host = cls is optim.SGD or all(group.get("capturable") for group in groups)
+        return kinds == {"cuda"} and is_without_host
+
+    def changed(self) -> str:
+        """Returns the name of a hyperparameter that is another now; empty if none is."""
+        now = _read(self.optimizer)[0]
+        pairs = zip(self._constants, now, strict=False)
+        return next((one[0] for one, other in pairs if one != other), "")
 
     def are_current(self) -> bool:
         """Whether they are still the same."""
@@ -164,7 +178,11 @@ class Settings:
             # The very same objects, which is quickly seen.
             return True
         constants, tensors = _read(self.optimizer)
-        is_same = constants == self._constants and are_same(tensors, self._tensors)
+        is_same = (
+            constants == self._constants
+            and are_same(tensors, self._tensors)
+            and has_hooks(self.optimizer) is self._has_hooks
+        )
         if is_same:
             self._note()
         return is_same
@@ -177,29 +195,27 @@ class Settings:
                 *(group["params"] for group in groups),
                 *groups,
                 state,
-                *state.values(),
+                *tables_in(state),
+                *_tables_of_hooks(self.optimizer),
             ]
         )
 
 
 def _tables(optimizer: Any) -> tuple[Groups, dict[Tensor, dict[str, Any]]]:
-    attributes = vars(optimizer)
-    return attributes["param_groups"], attributes["state"]
+    return groups_of(optimizer), state_of(optimizer)
 
 
 def _read(optimizer: Any) -> tuple[list[Any], list[Tensor]]:
     constants: list[Any] = []
     tensors: list[Tensor] = []
-    for group in vars(optimizer)["param_groups"]:
+    for group in groups_of(optimizer):
         tensors += group["params"]
         for name, value in group.items():
             if isinstance(value, Tensor):
                 tensors.append(value)
             elif name != "params":
                 constants.append((name, value))
-    for state in vars(optimizer)["state"].values():
-        tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    return constants, tensors
+    return constants, [*tensors, *tensors_in(state_of(optimizer))]
 
 
 class GroupCopies:
@@ -219,15 +235,15 @@ class GroupCopies:
             copies[context.local_id] = [_copied(group) for group in groups]
         return copies[context.local_id]
 
-    def settle(self, num_replicas: int) -> None:
+    def settle(self, num_replicas: int, recorder: Any = None) -> None:
         """Where replicas meet: takes over what all of them have changed."""
-        if not self._copies:
-            return
         for optimizer, copies in list(self._copies.values()):
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
             if any(changes):
                 self._check(optimizer, changes)
+                if recorder is not None:
+                    recorder.refuse(sets_groups(optimizer, next(iter(changes[0]))[1]))
                 for (number, key), value in changes[0].items():
                     kept = groups[number][key]
                     are_tensors = isinstance(kept, Tensor) and isinstance(value, Tensor)
@@ -239,8 +255,6 @@ class GroupCopies:
 
     def renew(self) -> None:
         """After something was done for all replicas: they see what has become of the groups."""
-        if not self._copies:
-            return
         for optimizer, copies in list(self._copies.values()):
             groups: Groups = vars(optimizer)["param_groups"]
             for own in copies.values():
@@ -265,6 +279,14 @@ class GroupCopies:
                     f"{type(optimizer).__name__} to different values: {listed}. Set the same value "
                     "on all replicas, or set it once with `unisono.once(fn)`."
                 )
+
+
+def sets_groups(optimizer: Any, key: str) -> str:
+    """Says why a step that sets a hyperparameter cannot be captured."""
+    return (
+        f"it sets {key!r} in `param_groups` of {type(optimizer).__name__}, which no replay would "
+        "do; use a scheduler, or `unisono.once(fn)`"
+    )
 
 
 def check_same(what: str, given: Sequence[Sequence[Any]], workers: Workers) -> None:

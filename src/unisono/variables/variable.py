@@ -26,7 +26,7 @@ from unisono.errors import ContextError, UnequalCallsError, UnsupportedError
 from unisono.kernels import check_layout
 from unisono.options import ReduceOp, VariableAggregation
 from unisono.reductions import Destinations, destinations_of
-from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike
+from unisono.values import DistributedValues, Mirrored, PerReplica, TensorLike, components_of
 from unisono.variables.creation import let_optimizers_take_variables
 from unisono.variables.leaves import VariableLeaves, remember
 from unisono.variables.policy import (
@@ -296,8 +296,7 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
             targets = Destinations(tuple(variable.devices[owner] for owner in variable.owners))
             counts = variable._replicas.counting.presence
             given = PerReplica.placed(parts, variable.devices, counts)
-            total = variable._replicas.reduce_to(op, given, targets)
-            totals = total.values if isinstance(total, DistributedValues) else (total,)
+            totals = components_of(variable._replicas.reduce_to(op, given, targets))
             if write.multiplies:
                 combine = combine_factors if op is ReduceOp.SUM else Tensor.coalesce
                 totals = tuple(combine(one) for one in totals)
@@ -360,7 +359,6 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         return tuple(map(Parameter, aliases) if self._policy.collects_gradients else aliases)
 
     def _of_chief(self, value: Tensor) -> Tensor:
-        """Returns what the chief has as `value`."""
         replicas = self._replicas
         found: Tensor = (replicas.elastic or replicas.workers).of_chief(value)
         return found

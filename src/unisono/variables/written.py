@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from unisono.contexts import current_replica
+from unisono.contexts import CrossReplicaContext, ReplicaContext, current_context, current_replica
 from unisono.errors import ContextError
-from unisono.sharing import LiveSet, computed_once
+from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, spread
-from unisono.variables.torch_calls import in_place_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -145,9 +144,15 @@ def let_data_be_watched() -> None:
         return self.detach() if is_watched else get_data(self)
 
     def put(self: nn.Parameter, value: Tensor) -> None:
-        context = current_replica()
-        if context is not None:
-            _check_assigned(context.replicas.mirrors, self)
+        context = current_context()
+        if isinstance(context, ReplicaContext):
+            if _is_shared(context.replicas.mirrors, self, value):
+                # As `model.to(device)` does, where the model is there already.
+                return
+        elif isinstance(context, CrossReplicaContext):
+            # Code that runs once for all replicas may have a replica's parameter.
+            set_data(context.replicas.mirrors.of_program(self), value)
+            return
         set_data(self, value)
 
     nn.Parameter.data = property(get, put, doc=original.__doc__)  # type: ignore[assignment]
@@ -170,13 +175,24 @@ def let_data_be_watched() -> None:
             flattened(self)
 
 
-def _check_assigned(mirrors: Mirrors, parameter: nn.Parameter) -> None:
+def _is_shared(mirrors: Mirrors, parameter: nn.Parameter, value: Any) -> bool:
+    """Whether a parameter is one that replicas share, which may only be given its own memory."""
     owner = mirrors.owners.get(id(parameter))
-    if owner is not None and not mirrors.is_single:
+    if owner is None or mirrors.is_single:
+        return False
+    if not isinstance(value, Tensor) or _place_of(value) != _place_of(parameter):
         raise ContextError(
             f"`data` of {mirrors.name_of(owner.primary)} was assigned on a replica, but all "
             f"replicas share the parameter. {_REMEDY}"
         )
+    return True
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    place = tensor.device, tensor.dtype, tensor.layout, tensor.shape
+    if tensor.layout is not torch.strided:
+        return *place, id(tensor)
+    return *place, tensor.data_ptr(), tensor.stride()
 
 
 class Parts:

@@ -22,6 +22,16 @@ Make = Callable[..., uo.MirroredStrategy]
 T = TypeVar("T")
 
 
+class Layered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.layer(x)
+        return output
+
+
 class Abstract(abc.ABC, nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -37,14 +47,8 @@ class Concrete(Abstract):
         return output
 
 
-class Typed(Generic[T], nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
+class Typed(Generic[T], Layered):
+    """A class with a parameter."""
 
 
 class Slotless:
@@ -74,7 +78,7 @@ class Slotted(nn.Module):
         return output
 
 
-class Keyed(nn.Module):
+class Keyed(Layered):
     keys: ClassVar[list[str]] = []
 
     def __init_subclass__(cls, *, key: str) -> None:
@@ -82,13 +86,7 @@ class Keyed(nn.Module):
 
 
 class Registered(Keyed, key="registered"):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
+    """A class that its base hears of."""
 
 
 class Meta(type):
@@ -99,32 +97,18 @@ class Meta(type):
         return super().__new__(mcs, name, *args)
 
 
-class Metaclassed(nn.Module, metaclass=Meta):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
+class Metaclassed(Layered, metaclass=Meta):
+    """A class of another class."""
 
 
-class Comparing(nn.Module):
+class Comparing(Layered):
     """All objects of this class are equal, but they are not the same."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(2, 1)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Comparing)
 
     def __hash__(self) -> int:
         return 1
-
-    def forward(self, x: Tensor) -> Tensor:
-        output: Tensor = self.layer(x)
-        return output
 
 
 KINDS = [Concrete, Typed, Mixed, Slotted, Registered, Metaclassed, Comparing]

@@ -8,17 +8,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import nn
 
 import unisono as uo
 
 Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def model_with(strategy: uo.Strategy, value: Any) -> Any:

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import Tensor, nn
 from torch.optim import lr_scheduler
 
 import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
-from unit.variables.test_once_calls import Program, X, Y, replica_id, same, split
+from unit.variables.test_once_calls import Program, X, Y, check_weights, split
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -67,17 +68,7 @@ class Schedulers(RateByHand):
 def test_replicas_end_with_the_weights_of_one_device(
     mirrored: Make, memories: str, program: type[Program], num_replicas: int
 ) -> None:
-    plain = program()
-    for _ in range(3):
-        plain.step(X, Y)
-    strategy = mirrored(num_replicas)
-    with strategy.scope():
-        made = program()
-
-    for _ in range(3):
-        strategy.run(made.step, args=split(num_replicas))
-
-    same(made.result(), plain.result())
+    check_weights(mirrored, program, num_replicas)
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import unisono as uo
-from unisono.errors import UnequalCallsError
+from unisono.errors import ContextError, UnequalCallsError
 
 Make = Callable[..., uo.MirroredStrategy]
 Step = Callable[[Tensor, Tensor], Any]
@@ -27,12 +28,6 @@ def net() -> nn.Module:
     for number, p in enumerate(model.parameters()):
         p.data = torch.linspace(-1, 0.8, p.numel(), dtype=p.dtype).add(number / 9).view(p.shape)
     return model
-
-
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def split(num_replicas: int) -> tuple[Any, Any]:
@@ -177,14 +172,8 @@ class ByHand(Program):
         uo.once(self.descend, head=self.model[2])  # type: ignore[index]
 
 
-PROGRAMS = [Teacher, Averaged, SharpnessAware, Lookahead, ByHand]
-
-
-@pytest.mark.parametrize("num_replicas", [2, 3])
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_replicas_end_with_the_weights_of_one_device(
-    mirrored: Make, memories: str, program: type[Program], num_replicas: int
-) -> None:
+def check_weights(mirrored: Make, program: type[Program], num_replicas: int) -> None:
+    """Replicas must end with the weights of one device."""
     plain = program()
     for _ in range(3):
         plain.step(X, Y)
@@ -196,6 +185,17 @@ def test_replicas_end_with_the_weights_of_one_device(
         strategy.run(made.step, args=split(num_replicas))
 
     same(made.result(), plain.result())
+
+
+PROGRAMS = [Teacher, Averaged, SharpnessAware, Lookahead, ByHand]
+
+
+@pytest.mark.parametrize("num_replicas", [2, 3])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_replicas_end_with_the_weights_of_one_device(
+    mirrored: Make, memories: str, program: type[Program], num_replicas: int
+) -> None:
+    check_weights(mirrored, program, num_replicas)
 
 
 def test_every_replica_gets_the_one_result(mirrored: Make, memories: str) -> None:
@@ -233,6 +233,14 @@ def test_outside_a_step_the_function_is_just_called(mirrored: Make) -> None:
         assert uo.once(lambda a, b: a + b, 1, b=2) == 3
     assert uo.once(lambda: uo.once(int)) == 0
     assert strategy.run(lambda: uo.once(lambda: uo.once(int))) == 0
+
+
+def test_a_run_in_once_is_refused_because_its_writes_would_be_lost(mirrored: Make) -> None:
+    strategy = mirrored(2)
+
+    with pytest.raises(ContextError, match="outside the step, or in a `merge_call`"):
+        strategy.run(lambda: uo.once(lambda: strategy.run(int)))
+    assert strategy.run(lambda: uo.once(int)) == 0
 
 
 def test_parts_of_a_model_arrive_as_those_of_the_program(mirrored: Make) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import textwrap
@@ -13,11 +14,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ContextError
 from unisono.variables.outsiders import _owner_of
+from unit.variables.made import replica_id
 
 Make = Callable[..., uo.MirroredStrategy]
 
@@ -278,3 +281,25 @@ def test_other_threads_build_tuples_while_the_model_of_a_parameter_is_sought() -
         built.result()
 
     assert all(owner is model for owner in owners)
+
+
+@pytest.mark.parametrize("where", ["outside", "in the scope", "in the step"])
+def test_modules_that_functional_call_puts_tensors_into(mirrored: Make, where: str) -> None:
+    strategy = mirrored(2)
+    module = nn.Linear(2, 1, bias=False).to("meta")
+    if where == "in the scope":
+        with strategy.scope():
+            module = nn.Linear(2, 1, bias=False)
+
+    def step() -> Tensor:
+        called = copy.deepcopy(module) if where == "in the step" else module
+        weight = torch.full((1, 2), 1.0 + replica_id())
+        out: Tensor = functional_call(called, {"weight": weight}, (X,))
+        return out
+
+    if where == "outside":
+        with pytest.raises(ContextError, match=r"functional_call.*Linear.*deepcopy"):
+            strategy.run(step)
+        return
+    found = strategy.experimental_local_results(strategy.run(step))
+    assert [one.item() for one in found] == [2.0, 4.0]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import Tensor
 from worker_threads import on_strategies
 
@@ -13,7 +14,7 @@ import unisono as uo
 from unisono.errors import ContextError, ReplicaMismatchError
 from unit.gradients import test_own_gradients, test_unfrozen
 from unit.variables import test_groups, test_once_calls
-from unit.variables.test_once_calls import Program, X, Y, loss, replica_id, same
+from unit.variables.test_once_calls import Program, X, Y, loss, same
 
 PROGRAMS = [
     *test_once_calls.PROGRAMS,
