@@ -61,6 +61,11 @@ class VariableAggregation(enum.Enum):
     MEAN = "mean"
     ONLY_FIRST_REPLICA = "only_first_replica"
 
+    @property
+    def reduce_op(self) -> ReduceOp | None:
+        """The operation that combines the values; None where they are not combined."""
+        return ReduceOp.__members__.get(self.name)
+
 
 class CommunicationImplementation(_Named):
     """The library that runs a collective between workers.

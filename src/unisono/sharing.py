@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class LiveSet(Generic[T]):
@@ -39,6 +40,16 @@ class LiveSet(Generic[T]):
 
     def _others(self, one: T) -> Iterator[weakref.ref[T]]:
         return (ref for ref in self._refs if (held := ref()) is not None and held is not one)
+
+
+def in_place_of(owner: Any, name: str) -> Callable[[F], F]:
+    """Puts a function in the place of one of torch, for all threads, with its documentation."""
+
+    def put(made: F) -> F:
+        setattr(owner, name, functools.wraps(getattr(owner, name))(made))
+        return made
+
+    return put
 
 
 def computed_once(fn: Callable[..., T]) -> Callable[..., T]:

@@ -15,6 +15,7 @@ import platform
 import select
 import socket
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,6 +34,11 @@ _NAME_BYTES = 15
 def cores() -> set[int]:
     """Returns the cores that the current thread may use; empty where the system does not say."""
     return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
+
+
+def give_way() -> None:
+    """Lets others have the core that the current thread runs on, if they need it."""
+    os.sched_yield() if hasattr(os, "sched_yield") else time.sleep(0)
 
 
 def openmp_cores() -> set[int]:
@@ -109,6 +115,17 @@ def namespace(kind: str) -> str:
         return ""
 
 
+def sees_own_processes() -> bool:
+    """Whether /proc shows processes under the numbers that they have for this process.
+
+    It does not in a container that numbers its processes itself, and has the /proc of its host.
+    """
+    try:
+        return os.readlink("/proc/self") == str(os.getpid())
+    except OSError:
+        return False
+
+
 def process_start(process_id: int) -> str | None:
     """Returns when a process of this machine has started, in Linux's own count.
 
@@ -117,7 +134,8 @@ def process_start(process_id: int) -> str | None:
     """
     try:
         status = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
+        # Nothing else counts, such as too many open files here.
         return None
     # The name of the program stands in brackets and may hold brackets itself.
     state, *numbers = status.rpartition(")")[2].split()

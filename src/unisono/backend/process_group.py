@@ -27,6 +27,7 @@ from torch.distributed.distributed_c10d import BackendConfig
 
 from unisono.backend.engine import Engine
 from unisono.communicators import Communicator
+from unisono.communicators.communicator import gather_texts
 from unisono.communicators.gloo import make_gloo_group
 from unisono.errors import UnequalCollectivesError, UnsupportedError
 from unisono.groups import CommunicatorGroup, Movement, tensors_in
@@ -215,8 +216,7 @@ def check_same_call(
     }
     root = getattr(opts, "rootRank", None)
     own = f"{name}{'' if root is None else f' with root {root}'} of {', '.join(sorted(kinds))}"
-    told = communicator.all_gather(torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8))
-    calls = [bytes(one.tolist()).decode() for one in told]
+    calls = gather_texts(communicator, own)
     if odd := [rank for rank, call in enumerate(calls) if call != calls[0]]:
         made = "; ".join(f"rank {rank} makes {call}" for rank, call in enumerate(calls))
         raise UnequalCollectivesError(

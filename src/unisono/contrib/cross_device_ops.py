@@ -29,7 +29,7 @@ from unisono.reductions import (
     listed_pairs,
     mirrored,
 )
-from unisono.values import DistributedValues, Mirrored
+from unisono.values import DistributedValues, Mirrored, components_of
 
 _ALGORITHMS = {"nccl": NcclAllReduce, "hierarchical_copy": HierarchicalCopyAllReduce}
 
@@ -173,7 +173,7 @@ class InStrategy(CrossDeviceOps):
 
     def _taken(self, method: str, result: Any, destinations: Destinations) -> Result:
         """Returns what a method returned as strategies have it: one device, the tensor itself."""
-        parts = result.values if isinstance(result, DistributedValues) else (result,)
+        parts = components_of(result)
         if len(parts) != len(destinations.devices) or not all(isinstance(p, Tensor) for p in parts):
             raise ReplicaMismatchError(
                 f"`{type(self._ops).__name__}.{method}()` must return a `Mirrored` with one tensor "
@@ -203,25 +203,16 @@ class DelegatingOps(ContribOps):
     def close(self) -> None:
         self._ops.close()
 
-    def reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        per_replica_value: DistributedValues,
-        destinations: Destinations,
-        options: CommunicationOptions,
-    ) -> Result:
-        return self._ops.reduce(reduce_op, per_replica_value, destinations, options)
+    # Arguments as in `CrossDeviceOps`.
 
-    def batch_reduce_implementation(
-        self,
-        reduce_op: ReduceOp,
-        value_destination_pairs: Sequence[Pair],
-        options: CommunicationOptions,
-    ) -> list[Result]:
-        return self._ops.batch_reduce(reduce_op, value_destination_pairs, options)
+    def reduce_implementation(self, *args: Any, **kwargs: Any) -> Result:
+        return self._ops.reduce(*args, **kwargs)
 
-    def broadcast_implementation(self, tensor: Tensor, destinations: Destinations) -> Result:
-        return self._ops.broadcast(tensor, destinations)
+    def batch_reduce_implementation(self, *args: Any, **kwargs: Any) -> list[Result]:
+        return self._ops.batch_reduce(*args, **kwargs)
+
+    def broadcast_implementation(self, *args: Any, **kwargs: Any) -> Result:
+        return self._ops.broadcast(*args, **kwargs)
 
 
 class AllReduceCrossDeviceOps(DelegatingOps):

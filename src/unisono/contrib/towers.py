@@ -63,11 +63,11 @@ class PerDevice(PerReplica):
         return self.values[self.devices.index(wanted)]
 
 
-_REDUCE_OPS = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
+_AGGREGATIONS = {
+    aggregation.reduce_op: aggregation
+    for aggregation in VariableAggregation
+    if aggregation.reduce_op is not None
 }
-_AGGREGATIONS = {op: aggregation for aggregation, op in _REDUCE_OPS.items()}
 
 
 class CrossTowerOps(ContribOps):
@@ -175,10 +175,11 @@ class ReductionToOneDeviceCrossTowerOps(CrossTowerOps, ReductionToOneDeviceCross
 
 
 def _reduce_op(aggregation: VariableAggregation) -> ReduceOp:
-    if not isinstance(aggregation, VariableAggregation) or aggregation not in _REDUCE_OPS:
-        known = " or ".join(map(str, _REDUCE_OPS))
+    op = aggregation.reduce_op if isinstance(aggregation, VariableAggregation) else None
+    if op is None:
+        known = " or ".join(map(str, _AGGREGATIONS.values()))
         raise UnsupportedError(f"`aggregation` must be {known}, got {aggregation!r}.")
-    return _REDUCE_OPS[aggregation]
+    return op
 
 
 class TowerContext:

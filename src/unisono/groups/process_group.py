@@ -39,7 +39,6 @@ Options = TypeVar("Options")
 
 
 def _passed_on(name: str) -> Callable[..., Work]:
-    """A method that is never done here."""
 
     def pass_on(self: CommunicatorGroup, *args: Any, **options: Any) -> Work:
         return self._pass_on(name, *args, **options)

@@ -126,7 +126,13 @@ def restored(
     if isinstance(content, dict):
         like = thing if isinstance(thing, dict) else {}
         made = {key: restored(like.get(key), one, place) for key, one in content.items()}
-        return _filled(thing, made, in_place=in_place) if isinstance(thing, dict) else made
+        if not isinstance(thing, dict):
+            return made
+        # Of the same kind, such as a `defaultdict`.
+        filled = thing if in_place else thing.copy()
+        filled.clear()
+        filled.update(made)
+        return filled
     if not isinstance(content, Fields):
         return content
     if isinstance(thing, types.MethodType):
@@ -139,14 +145,6 @@ def restored(
     for name, one in content.values.items():
         object.__setattr__(target, name, restored(like.get(name), one, place, in_place=in_place))
     return target
-
-
-def _filled(like: dict[Any, Any], content: dict[Any, Any], *, in_place: bool) -> dict[Any, Any]:
-    """Returns a dict of the same kind, such as a `defaultdict`, with another content."""
-    made = like if in_place else like.copy()
-    made.clear()
-    made.update(content)
-    return made
 
 
 def _random_state(generator: Any) -> Any:

@@ -10,7 +10,6 @@ from unisono.input.dataset import (
 from unisono.input.distributed_input import TensorSpec
 from unisono.input.iterator import DistributedIterator, OptionalElement
 from unisono.input.options import (
-    DEFAULT_INPUT_OPTIONS,
     AutoShardPolicy,
     InputContext,
     InputOptions,
@@ -22,7 +21,6 @@ from unisono.input.split.own_data import filled
 from unisono.input.split.splitter import copied
 
 __all__ = [
-    "DEFAULT_INPUT_OPTIONS",
     "ArrayDataset",
     "AutoShardPolicy",
     "DistributedDataset",

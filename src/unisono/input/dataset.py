@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch.utils.data import TensorDataset
 
@@ -20,7 +20,7 @@ from unisono.input.options import (
     ValueContext,
     check_input_options,
 )
-from unisono.input.source.epoch import Epoch, Moving, Readers
+from unisono.input.source.epoch import Epoch, Readers
 from unisono.input.source.shares import check_share, of_all_samples, of_own_files
 from unisono.input.source.sources import FunctionSource, Source, as_source
 from unisono.input.split.layout import is_column
@@ -29,6 +29,9 @@ from unisono.input.split.splitter import MISSING, SplitBatch, Splitter, grouped
 from unisono.kernels import check_layout
 from unisono.reductions import Workers
 from unisono.values import as_tensor, take_apart
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 DatasetFn: TypeAlias = Callable[[InputContext], Any]
 
@@ -53,7 +56,7 @@ class DistributedDataset(DistributedInput):
         *,
         input_context: InputContext | None = None,
         workers: Workers | None = None,
-        job: Moving | None = None,
+        job: ElasticJob | None = None,
     ) -> None:
         options = check_input_options(options)
         if options.experimental_replication_mode is InputReplicationMode.PER_REPLICA:
@@ -157,7 +160,7 @@ class DistributedDatasetsFromFunction(DistributedInput):
         options: InputOptions | None = None,
         *,
         workers: Workers | None = None,
-        job: Moving | None = None,
+        job: ElasticJob | None = None,
     ) -> None:
         check_callable("dataset_fn", dataset_fn)
         options = check_input_options(options)

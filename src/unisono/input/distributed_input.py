@@ -16,7 +16,7 @@ from unisono.errors import UnsupportedError
 from unisono.input.iterator import DistributedIterator
 from unisono.input.options import InputContext, InputOptions
 from unisono.input.place import Placement
-from unisono.input.source.epoch import Epoch, Moving, Progress, Readers
+from unisono.input.source.epoch import Epoch, Progress, Readers
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.input.source.sources import Source
 from unisono.input.split.layout import lay_out
@@ -24,6 +24,9 @@ from unisono.input.split.own_data import Draw
 from unisono.input.split.splitter import Splitter
 from unisono.reductions import ReplicaLayout, Workers
 from unisono.values import PerReplica
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 _log = logging.getLogger("unisono")
 
@@ -61,7 +64,7 @@ class DistributedInput:
         input_context: InputContext,
         options: InputOptions,
         readers: Readers,
-        job: Moving | None = None,
+        job: ElasticJob | None = None,
     ) -> None:
         self._sources = tuple(sources)
         self._given = tuple(given)
@@ -296,7 +299,6 @@ class DistributedInput:
         return {**progress.state_dict(), "batches_per_step": self.batches_by_worker}
 
     def _loaded(self, state: Mapping[str, Any]) -> Progress:
-        """Reads what `_saved` returned, perhaps on another worker."""
         self.check_known()
         found = state.get("batches_per_step") if isinstance(state, Mapping) else None
         if isinstance(found, (list, tuple)):

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from unisono.devices import Device, cpu_slots, this_machine
-from unisono.input.source.epoch import Moving
 from unisono.input.split.splitter import SplitBatch, copied
 from unisono.values import map_leaves, tensors_of
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 
 class Placement:
@@ -30,7 +32,7 @@ class Placement:
     """
 
     def __init__(
-        self, devices: Sequence[Device], *, to_devices: bool, job: Moving | None = None
+        self, devices: Sequence[Device], *, to_devices: bool, job: ElasticJob | None = None
     ) -> None:
         self._is_to_devices = to_devices
         self._job = job

@@ -20,7 +20,7 @@ class NativeCore(NamedTuple):
     kernel: HostKernel | None = None
     bell: type[Bell] | None = None
     gpu_reader: GpuReader | None = None
-    hold_same: Callable[[list[Any], list[int], list[Any]], bool] | None = None
+    hold_same: Callable[[list[Any], bytes, bytes], bool] | None = None
 
 
 @functools.cache

@@ -12,7 +12,7 @@ from unisono.arguments import check_int, in_words
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_axes, check_gather
 from unisono.options import ReduceOp
-from unisono.values import DistributedValues, PerReplica, as_tensor
+from unisono.values import DistributedValues, PerReplica, as_tensor, components_of
 
 if TYPE_CHECKING:
     from unisono.strategies.extended import StrategyExtended
@@ -76,7 +76,7 @@ def concatenate(extended: StrategyExtended, value: Any, axis: int) -> Any:
     """Concatenates the components of one value; see `Strategy.gather`."""
     workers = extended.workers
     is_distributed = isinstance(value, DistributedValues)
-    components = value.values if is_distributed else (value,)
+    components = components_of(value)
     num_local = len(extended.worker_devices)
     if not components or (is_distributed and len(components) != num_local):
         raise ReplicaMismatchError(

@@ -18,6 +18,7 @@ from unisono.reductions import Workers
 from unisono.values import (
     DistributedValues,
     PerReplica,
+    components_of,
     factors_of,
     flatten,
     map_leaves,
@@ -39,6 +40,8 @@ class Counting:
     Attributes:
         samples: How many samples each replica of all workers has in the run under way. None if all
             have the same number, or if it is not known.
+        share: What a weight in a mean over all replicas is multiplied by in a mean over those that
+            have samples.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Counting:
         self._is_wrapped = layout.are_several or is_moving
         self._is_mixed = (layout.are_several and 1 in layout.counts) or is_moving
         self.samples: tuple[int, ...] | None = None
+        self.share = 1.0
         # Of tensors that the only replica of this worker has returned. They come bare, while a
         # `PerReplica` knows its samples by itself.
         self._marks: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -71,6 +75,8 @@ class Counting:
         counts = counts_of(inputs)
         is_known = counts is not None and len(counts) == self._num_replicas
         self.samples = counts if is_known and len(set(counts or ())) > 1 else None
+        presence = self.presence if op is ReduceOp.MEAN else None
+        self.share = 1.0 if presence is None else sum(presence) / len(presence)
         return self._factors(op, self.samples) or [1.0] * len(self._devices)
 
     def _watch(self, inputs: Any) -> None:
@@ -121,8 +127,7 @@ class Counting:
         factors = self._factors(op, self._counts_of(value))
         if not factors:
             return value
-        components = value.values if isinstance(value, DistributedValues) else (value,)
-        return PerReplica.placed(weighed(op, components, factors), self._devices)
+        return PerReplica.placed(weighed(op, components_of(value), factors), self._devices)
 
     def are_counted(self, *values: Any) -> list[bool]:
         """Returns for each replica of this worker whether its components of `values` count."""

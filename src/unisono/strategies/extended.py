@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from unisono.arguments import (
     check_bool,
@@ -23,16 +23,8 @@ from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import destinations_of, listed_pairs
 from unisono.strategies.steps import MultiStepContext
 from unisono.strategies.worker import WorkerReplicas
-from unisono.values import (
-    DistributedValues,
-    Mirrored,
-    flatten,
-    select_replica,
-)
+from unisono.values import DistributedValues, Mirrored, flatten, select_replica
 from unisono.variables import Component, Variable, variable_of
-
-if TYPE_CHECKING:
-    pass
 
 
 class StrategyExtended(WorkerReplicas):
@@ -368,5 +360,4 @@ def _grouped(results: tuple[Any, ...], devices: Sequence[Device], *, is_grouped:
 
 
 def _unpack(fn: Callable[..., Any], own: Any, **kwargs: Any) -> Any:
-    """Calls `fn` with the items of `own`."""
     return fn(*check_iterable("args", own), **kwargs)

@@ -51,7 +51,6 @@ def packed(
     """Returns the small components of some values, and all of some variables, as bytes.
 
     Args:
-        leaves: The values.
         variables: The components of each variable, by its number.
         is_asked: Whether somebody asks this worker to be let in.
         sign: Whether this worker is preempted.

@@ -11,17 +11,12 @@ from typing import TYPE_CHECKING, Any
 from unisono.arguments import warn_of_older
 from unisono.errors import UnsupportedError
 from unisono.input import DistributedDatasetsFromFunction, DistributedIterator
-from unisono.options import ReduceOp, VariableAggregation
+from unisono.options import VariableAggregation
 from unisono.reductions import always_mirrored, listed_destinations, listed_pairs
 from unisono.values import DistributedValues, Mirrored, PerReplica
 
 if TYPE_CHECKING:
     from unisono.strategies.strategy import Strategy
-
-_REDUCE_OPS = {
-    VariableAggregation.SUM: ReduceOp.SUM,
-    VariableAggregation.MEAN: ReduceOp.MEAN,
-}
 
 # Where the same thing, with the same arguments, is found today.
 _MOVED = {
@@ -89,8 +84,7 @@ def aggregate(strategy: Strategy, aggregation: Any, value: Any, destinations: An
         return always_mirrored(extended.broadcast_to(first, targets), targets)
     if aggregation is VariableAggregation.NONE:
         raise UnsupportedError(f"`aggregation` must be SUM or MEAN here, got {aggregation}.")
-    op = _REDUCE_OPS.get(aggregation, aggregation)
-    return always_mirrored(extended.reduce_to(op, value, targets), targets)
+    return always_mirrored(extended.reduce_to(aggregation.reduce_op, value, targets), targets)
 
 
 def _broadcast(strategy: Strategy, tensor: Any, destinations: Any = None) -> Mirrored:
@@ -104,7 +98,7 @@ def _batch_reduce(
 ) -> list[Mirrored]:
     given = listed_pairs(value_destination_pairs)
     pairs = [(value, listed_destinations(to)) for value, to in given]
-    op = _REDUCE_OPS.get(aggregation, aggregation)
+    op = getattr(aggregation, "reduce_op", None) or aggregation
     results = strategy.extended.batch_reduce_to(op, pairs)
     return [always_mirrored(r, to) for r, (_, to) in zip(results, pairs, strict=True)]
 

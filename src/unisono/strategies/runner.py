@@ -7,7 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd import set_multithreading_enabled
@@ -29,14 +29,27 @@ from unisono.engines import (
     drawing,
     modes_need_turns,
     tell_compiler,
+    without_shared_caches,
 )
 from unisono.errors import add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
 from unisono.values import select_replica
 
-if TYPE_CHECKING:
-    pass
+
+class Step(NamedTuple):
+    """What all replicas call, each with its own part of the arguments."""
+
+    fn: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+    def of(self, replica_id: int) -> Callable[[], Any]:
+        """Returns the call of a replica."""
+        own, own_kwargs = select_replica(replica_id, self.args), self.kwargs
+        if own_kwargs:
+            own_kwargs = select_replica(replica_id, own_kwargs)
+        return functools.partial(self.fn, *own, **own_kwargs)
 
 
 class Runner:
@@ -65,29 +78,27 @@ class Runner:
         self.threads = ReplicaThreads(len(devices), num_intraop)
         self._lock = threading.Lock()
         self._global_randomness = GlobalRandomness()
-        self._interpreter = Interpreter(
-            len(devices), can_capture=bool(self._gpus), is_serial=is_serial
-        )
+        self._interpreter = Interpreter(len(devices), is_serial=is_serial)
         self._compilations = Compilations()
         # That of the last run, if it has not failed and is not special. It is used again.
         self._meeting: ReplicaMeeting | None = None
+        self._num_replaying: int | None = None
         # The random numbers of the last run.
         self.of_run: RunGenerators | None = None
 
     def run(
         self,
         replicas: Replicas,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        step: Step,
         weights: Sequence[float],
         recorder: Recorder | None = None,
     ) -> Sequence[Any]:
-        """Calls `fn` on each replica with its part of the arguments; returns what each returned."""
-        may_compile = self._compilations.may_come(fn, (*args, *kwargs.values()))
+        """Makes a step on each replica; returns what each returned."""
+        may_compile = self._compilations.may_come(step.fn, (*step.args, *step.kwargs.values()))
         # A compiled function must not be compiled again for what watches a postponed update.
         replicas.mirrors.postponed.is_on &= not may_compile
-        is_serial = may_compile or self._is_serial or modes_need_turns()
+        has_modes = recorder is not None and recorder.is_on_host
+        is_serial = may_compile or self._is_serial or modes_need_turns(more=has_modes)
         meeting, self._meeting = self._meeting, None
         if meeting is None or is_serial or recorder is not None:
             meeting = self._new_meeting(replicas, recorder, is_serial=is_serial)
@@ -97,7 +108,7 @@ class Runner:
             for i, (weight, own) in enumerate(zip(weights, self.generators, strict=True))
         ]
         try:
-            results = self._run_on(contexts, meeting, fn, args, kwargs)
+            results = self._run_on(contexts, meeting, step)
             self._compilations.note()
         finally:
             # They refer back to the contexts. Only the garbage collector would free the step.
@@ -134,24 +145,24 @@ class Runner:
             return fn(*own, **own_kwargs)
 
     def _run_on(
-        self,
-        contexts: list[ReplicaContext],
-        meeting: ReplicaMeeting,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
+        self, contexts: list[ReplicaContext], meeting: ReplicaMeeting, step: Step
     ) -> Sequence[Any]:
         places = self._places
         if contexts[0].replicas.mirrors.is_single:
-            with span("replica", "replica", replica=0), entered(contexts[0]), _on_device(places[0]):
-                return (fn(*select_replica(0, args), **select_replica(0, kwargs)),)
+            with (
+                span("replica", "replica", replica=0),
+                entered(contexts[0]),
+                _on_device(places[0]),
+                _recorded(meeting, 0),
+            ):
+                return (step.of(0)(),)
         of_run = None if meeting.recorder is None else meeting.recorder.generators
         if of_run is None:
             of_run = self.of_run = RunGenerators()
             for own in (*self.generators, self._for_all):
                 own.begin(of_run)
         if len(contexts) == 1:
-            return (self._run_alone(contexts[0], fn, args, kwargs),)
+            return (self._run_alone(contexts[0], step),)
         # Replica 0 has this thread, so it has all this already but for the variables' copy.
         ambient = Ambient.of_this_thread(places)
         streams = () if meeting.recorder is None else meeting.recorder.streams
@@ -160,17 +171,21 @@ class Runner:
             replica_id = context.local_id
 
             def body() -> Any:
-                own = select_replica(replica_id, args)
-                own_kwargs = select_replica(replica_id, kwargs) if kwargs else kwargs
-                with entered(context), drawing():
-                    return meeting.exposed(replica_id, functools.partial(fn, *own, **own_kwargs))
+                own = step.of(replica_id)
+                with (
+                    entered(context),
+                    without_shared_caches(),
+                    drawing(),
+                    _recorded(meeting, replica_id),
+                ):
+                    return meeting.exposed(replica_id, own)
 
             def on_device() -> Any:
                 try:
                     stream = streams[replica_id] if streams else None
                     return ambient.call(body, places[replica_id], stream)
                 except Exception as error:
-                    add_note(error, self._origin(context))
+                    add_note(error, self._origin(context.local_id))
                     raise
 
             def traced() -> Any:
@@ -189,14 +204,8 @@ class Runner:
         of_run.settle()
         return results
 
-    def _run_alone(
-        self,
-        context: ReplicaContext,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> Any:
-        """Calls `fn` for the only replica of this worker, which has all that its caller has."""
+    def _run_alone(self, context: ReplicaContext, step: Step) -> Any:
+        """Makes a step for the only replica of this worker, which has all that its caller has."""
         try:
             with (
                 span("replica", "replica", replica=0),
@@ -205,35 +214,60 @@ class Runner:
                 # Backward hooks must find the replica, so they run on its thread.
                 set_multithreading_enabled(False),
                 _intraop_threads(self._num_intraop),
+                without_shared_caches(),
                 drawing(),
                 context.replicas.mirrors.postponed,
+                _recorded(context.meeting, 0),
             ):
-                return fn(*select_replica(0, args), **select_replica(0, kwargs))
+                return step.of(0)()
         except Exception as error:
-            add_note(error, self._origin(context))
+            add_note(error, self._origin(context.local_id))
             raise
 
-    def run_again(
-        self,
-        running: ReplicaContext,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-    ) -> list[Any]:
-        """From within a `merge_call`: calls `fn` on each of the replicas that wait there."""
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """In the block, torch has the number of threads that a replica has."""
+        self._num_replaying = self.threads.num_intraop()
+        with self._lock, _intraop_threads(self._num_replaying):
+            yield
+
+    def call_each(self, calls: Sequence[Callable[[], None]]) -> None:
+        """In a replay: makes calls on the threads of the replicas, which meet nowhere."""
+        meeting = ReplicaMeeting(len(self._devices), self._all_at_once, names=self._names)
+
+        def attending(replica_id: int, call: Callable[[], None]) -> None:
+            try:
+                meeting.attend(replica_id, call)
+            except Exception as error:
+                add_note(error, self._origin(replica_id))
+                raise
+
+        each = [functools.partial(attending, i, call) for i, call in enumerate(calls)]
+        self.threads.run(each, meeting, self._num_replaying)
+
+    def run_again(self, running: ReplicaContext, step: Step) -> list[Any]:
+        """From within a `merge_call`: makes a step on each of the replicas that wait there."""
 
         def call(replica_id: int, meeting: ReplicaMeeting) -> Any:
-            own_args, own_kwargs = select_replica(replica_id, (tuple(args), kwargs))
+            own = step.of(replica_id)
             waiting = running_replica()
             assert waiting is not None
             with entered(dataclasses.replace(waiting, meeting=meeting)):
-                return fn(*own_args, **own_kwargs)
+                return own()
 
+        if running.meeting.recorder is not None:
+            running.meeting.recorder.refuse("replicas run again inside a `merge_call`")
         calls = [functools.partial(call, i) for i in range(len(self._devices))]
         return running.meeting.call_waiting(calls)
 
-    def _origin(self, context: ReplicaContext) -> str:
-        return f"Raised on {self._names[context.local_id]} ({context.device})."
+    def _origin(self, replica_id: int) -> str:
+        return f"Raised on {self._names[replica_id]} ({self._devices[replica_id]})."
+
+
+def _recorded(meeting: ReplicaMeeting, replica_id: int) -> AbstractContextManager[None]:
+    """In the block, what the replica does is recorded, if something records the run."""
+    recorder = meeting.recorder
+    return nullcontext() if recorder is None else recorder.on_replica(replica_id)
 
 
 def _on_device(place: torch.device) -> AbstractContextManager[Any]:
@@ -247,11 +281,13 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
         yield
         return
     before = torch.get_num_threads()
-    torch.set_num_threads(num_threads)
+    if num_threads != before:
+        torch.set_num_threads(num_threads)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        if num_threads != before:
+            torch.set_num_threads(before)
 
 
 @contextmanager

@@ -6,11 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from unisono.arguments import check_optional
-from unisono.contexts import (
-    get_replica_context,
-    get_strategy,
-    in_cross_replica_context,
-)
+from unisono.contexts import get_replica_context, get_strategy, in_cross_replica_context
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
 

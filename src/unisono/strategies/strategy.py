@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from unisono.arguments import check_call, check_instance, check_int, check_optional, in_words
-from unisono.contexts import (
-    CrossReplicaContext,
-    current_replica,
-    entered,
-    other_strategy,
-)
+from unisono.contexts import CrossReplicaContext, current_replica, entered, other_strategy
 from unisono.errors import ContextError, UnsupportedError
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import HookFunction

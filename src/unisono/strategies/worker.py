@@ -13,14 +13,10 @@ import torch
 
 from unisono.arguments import check_bool, check_instance, check_optional
 from unisono.communicators import Communicator, IdentityCommunicator
-from unisono.contexts import (
-    CrossReplicaContext,
-    entered,
-    running_replica,
-)
+from unisono.contexts import CrossReplicaContext, entered, running_replica, runs_once
 from unisono.costs import Tuning
 from unisono.devices import Device, replica_devices, this_machine
-from unisono.engines import CallerThread
+from unisono.engines import ThreadState
 from unisono.errors import ContextError, UnsupportedError
 from unisono.functions import Captures, Function
 from unisono.gradients import GradientReducer
@@ -28,23 +24,12 @@ from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks import WorkersGroup
 from unisono.hooks.hook import CommHook, HookFunction
 from unisono.options import DEFAULT_OPTIONS, CommunicationOptions, ReduceOp, check_options
-from unisono.reductions import (
-    AcrossWorkers,
-    CrossDeviceOps,
-    Workers,
-    predicted_cost,
-)
+from unisono.reductions import AcrossWorkers, CrossDeviceOps, Workers, predicted_cost
 from unisono.sharing import LiveSet
 from unisono.strategies.counting import Counting
-from unisono.strategies.runner import Runner
+from unisono.strategies.runner import Runner, Step
 from unisono.tracing import span
-from unisono.variables import (
-    Leaves,
-    Mirrors,
-    merge,
-    undone,
-    watch_torch,
-)
+from unisono.variables import Leaves, Mirrors, merge, undone, watch_torch
 from unisono.variables.leaves import hide_cleared
 
 if TYPE_CHECKING:
@@ -132,13 +117,12 @@ class WorkerReplicas:
         is_moving = self.elastic is not None
         self.counting = Counting(devices, self.workers, is_moving=is_moving)
         places = _memories(devices)[1]
-        self._captures = Captures(places, self.mirrors, self._runner.generators, self._run)
+        self._captures = Captures(places, self._runner.generators, self, self._runner.call_each)
 
     def _new_runner(self) -> Runner:
         return Runner(self._devices, self.workers, self._num_intraop, is_serial=self._is_serial)
 
     def _reducer(self) -> GradientReducer:
-        """Makes what reduces gradients."""
         ops, hook, cost = self.cross_device_ops, self.hook, None
         if hook is None:
             cost = predicted_cost(self._local_ops, self._devices, self._tuning)
@@ -212,11 +196,17 @@ class WorkerReplicas:
     def _call(self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         running = running_replica()
         if running is not None:
-            results = self._runner.run_again(running, fn, args, kwargs)
+            if runs_once():
+                raise ContextError(
+                    "`run()` was called in `unisono.once(fn)`, after which the replicas get the "
+                    "modules of the program again, and lose what this run writes to their own. "
+                    "Call it outside the step, or in a `merge_call`."
+                )
+            results = self._runner.run_again(running, Step(fn, args, kwargs))
             return self.counting.regrouped(results)
         # One run at a time: leaves, gradients and weights are those of the run under way.
         with self._run_lock:
-            before = CallerThread()
+            before = ThreadState()
             try:
                 with entered(CrossReplicaContext(self)):
                     if self.elastic is not None:
@@ -233,11 +223,11 @@ class WorkerReplicas:
             self.current_weights = weights
             if isinstance(fn, Function):
                 if self.elastic is not None:
-                    return self._run(fn.fn, args, kwargs, weights)
+                    return self.run_eagerly(fn.fn, args, kwargs, weights)
                 return self._captures.run(fn, args, kwargs, weights)
-            return self._run(fn, args, kwargs, weights)
+            return self.run_eagerly(fn, args, kwargs, weights)
 
-    def _run(
+    def run_eagerly(
         self,
         fn: Callable[..., Any],
         args: Sequence[Any],
@@ -245,6 +235,7 @@ class WorkerReplicas:
         weights: Sequence[float],
         recorder: Any = None,
     ) -> Any:
+        """Runs a step on all replicas, and returns what they return."""
         if recorder is None and self.mirrors.is_single and self.mirrors.generation == 0:
             # No leaf, and nothing to bring to other replicas.
             return self.counting.regrouped((self._runner.run_single(self, fn, args, kwargs),))
@@ -252,7 +243,8 @@ class WorkerReplicas:
             # No graph of one memory can bring something to others.
             self.mirrors.refresh()
         self.gradients.begin(weights, () if recorder is None else recorder.streams)
-        run = functools.partial(self._runner.run, self, fn, args, kwargs, weights, recorder)
+        step = Step(fn, args, kwargs)
+        run = functools.partial(self._runner.run, self, step, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
             return self.counting.regrouped(results)
@@ -262,7 +254,7 @@ class WorkerReplicas:
                 results = self.mirrors.call_in_use(fn, run)
             self.mirrors.watch.check()
             self.mirrors.parts.check()
-            self.mirrors.groups.settle(len(self._devices))
+            self.mirrors.groups.settle(len(self._devices), recorder)
             hide_cleared(self.mirrors.all_leaves)
         finally:
             self.mirrors.groups.forget()
@@ -270,6 +262,11 @@ class WorkerReplicas:
         self.mirrors.buffers.end(weights, recorder)
         self.mirrors.metrics.end(weights)
         return self.counting.regrouped(results)
+
+    def replaying(self, weights: Sequence[float]) -> AbstractContextManager[None]:
+        """In the block, a step is replayed, in which replicas have these weights."""
+        self.gradients.weighting.weights = weights
+        return self._runner.replaying()
 
     def _undo_drawing(self) -> None:
         """After a run that is undone: random generators of the program are what they were."""
@@ -363,18 +360,15 @@ class WorkerReplicas:
         if self.hook is not None:
             # No checkpoint holds what it keeps any more.
             _hooks.discard(self.hook)
-        # First, because it ends what the threads may wait for.
+        # Graphs may hold work of the communicator, which ends what threads may wait for.
+        self._captures.close()
         self.workers.communicator.close()
         self.gradients.close()
-        self._captures.close()
         self._runner.threads.close()
         self.cross_device_ops.close()
 
 
-def _memories(
-    devices: tuple[Device, ...],
-) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
-    """Returns the memory and the torch device of each replica."""
+def _memories(devices: tuple[Device, ...]) -> tuple[tuple[Hashable, ...], tuple[torch.device, ...]]:
     machine = this_machine()
     memories = tuple(machine.memory(device) for device in devices)
     return memories, tuple(machine.torch_device(device) for device in devices)

@@ -20,12 +20,12 @@ from unisono.values.tensor_like import as_tensor
 def factors_of(op: ReduceOp, counts: Sequence[int]) -> tuple[float, ...]:
     """Returns the factor of each replica's value; 0 means the neutral element.
 
+    The counts differ, so a replica has samples.
+
     >>> factors_of(ReduceOp.MEAN, (2, 1, 1)), factors_of(ReduceOp.SUM, (2, 1, 0))
     ((1.5, 0.75, 0.75), (1.0, 1.0, 0.0))
     """
     total = sum(counts)
-    if total == 0:
-        return (1.0,) * len(counts)
     if op is ReduceOp.MEAN:
         return tuple(count * len(counts) / total for count in counts)
     return tuple(1.0 if count else 0.0 for count in counts)

@@ -141,7 +141,7 @@ class PerReplica(TensorLike, DistributedValues):
         self, generation: int, of_all: tuple[Any, ...] | None, step: Any = None
     ) -> None:
         """Notes where the value comes from, as it is now. See `Origin`."""
-        self.origin = Origin(generation, tuple(map(_writes_to, self._values)), of_all, step)
+        self.origin = Origin(generation, tuple(map(version_of, self._values)), of_all, step)
 
     @property
     def known_everywhere(self) -> tuple[Any, ...] | None:
@@ -154,7 +154,7 @@ class PerReplica(TensorLike, DistributedValues):
         origin = self.origin
         if origin is None or (origin.of_all is None and origin.step is None):
             return False
-        return origin.versions == tuple(map(_writes_to, self._values))
+        return origin.versions == tuple(map(version_of, self._values))
 
     def value(self) -> Any:
         """Returns the component of the current replica.
@@ -168,6 +168,11 @@ class PerReplica(TensorLike, DistributedValues):
         return self.select(replica_id)
 
     def _missing(self, name: str) -> AttributeError:
+        if replica_seen() is None and name == "backward":
+            return UnsupportedAttributeError(
+                "`backward()` of a PerReplica was called outside `run`. Call `loss.backward()` of "
+                "each replica's loss, and `optimizer.step()`, in the function that you `run`."
+            )
         if replica_seen() is None and not name.startswith("_") and hasattr(Tensor, name):
             return UnsupportedAttributeError(self._not_one(f"was asked for `{name}`"))
         return super()._missing(name)
@@ -198,9 +203,14 @@ class Mirrored(TensorLike, DistributedValues):
         return self.select(replica_seen() or 0)
 
 
-def _writes_to(component: Any) -> int:
-    is_counted = isinstance(component, Tensor) and not component.is_inference()
-    return component._version if is_counted else 0
+def components_of(value: Any) -> tuple[Any, ...]:
+    """Returns the components of a distributed value. Any other value is its only component."""
+    return value.values if isinstance(value, DistributedValues) else (value,)
+
+
+def version_of(value: Any) -> int:
+    """Returns how often a tensor has been written to, as far as torch counts it."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _checked(devices: Sequence[DeviceLike], num_values: int) -> tuple[Device, ...]:

@@ -21,6 +21,11 @@ def is_sparse(tensor: Tensor) -> bool:
     return tensor.layout is torch.sparse_coo
 
 
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """Returns the dense tensors that a tensor consists of."""
+    return [tensor._indices(), tensor._values()] if is_sparse(tensor) else [tensor]
+
+
 def concatenate(op: ReduceOp, tensors: Sequence[Tensor]) -> Tensor:
     """Returns the sum or mean of sparse tensors that are in one memory.
 

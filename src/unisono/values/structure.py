@@ -295,3 +295,16 @@ def tensors_of(structure: Any) -> list[Tensor]:
         elif isinstance(leaf, Tensor):
             found.append(leaf)
     return found
+
+
+def map_tensors(fn: Callable[[Tensor], Any], structure: Any) -> Any:
+    """Applies `fn` to every tensor in a structure, including those of distributed values."""
+
+    def mapped(leaf: Any) -> Any:
+        if isinstance(leaf, PerReplica):
+            return PerReplica.placed(tuple(map(mapped, leaf.values)), leaf.devices, leaf.counts)
+        if isinstance(leaf, DistributedValues):
+            return type(leaf).placed(tuple(map(mapped, leaf.values)), leaf.devices)
+        return fn(leaf) if isinstance(leaf, Tensor) else leaf
+
+    return map_leaves(mapped, structure)

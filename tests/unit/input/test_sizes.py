@@ -5,12 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from unisono.input.split.splitter import (
-    even_sizes,
     filled_slices,
     rotated_sizes,
     slices_of,
     tensorflow_sizes,
 )
+from unisono.reductions import dealt
 
 numbers = st.integers(0, 100)
 counts = st.integers(1, 7)
@@ -41,7 +41,7 @@ def test_the_rounded_up_share_is_given_until_nothing_is_left(
 def test_even_sizes_differ_by_at_most_one(
     num_samples: int, num_replicas: int, sizes: tuple[int, ...]
 ) -> None:
-    assert even_sizes(num_samples, num_replicas) == sizes
+    assert dealt(num_samples, num_replicas) == sizes
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_sizes_rotate_from_worker_to_worker(
     assert found == by_worker
 
 
-@pytest.mark.parametrize("sizes", [even_sizes, tensorflow_sizes])
+@pytest.mark.parametrize("sizes", [dealt, tensorflow_sizes])
 @given(num_samples=numbers, num_replicas=counts)
 def test_shares_hold_each_sample_once(sizes: Any, num_samples: int, num_replicas: int) -> None:
     shares = slices_of(sizes(num_samples, num_replicas))

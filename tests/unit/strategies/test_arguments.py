@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica
 from torch import Tensor
 
 import unisono as uo
@@ -99,12 +100,6 @@ CALLS: dict[str, tuple[Callable[[Any], Any], str]] = {
 
 def batches(strategy: uo.Strategy) -> uo.DistributedIterator:
     return iter(strategy.experimental_distribute_dataset([torch.ones(4)]))
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
 
 
 def rows() -> uo.PerReplica:

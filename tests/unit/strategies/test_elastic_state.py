@@ -208,7 +208,7 @@ def test_state_is_that_of_an_undisturbed_job_when_workers_are_lost(make: Statefu
                     relayout(strategy, 4)
                     # As before workers leave.
                     assert strategy.extended.elastic is not None
-                    strategy.extended.elastic._share_hooks()
+                    assert strategy.extended.elastic._all_know()
                 seen.append([one.tolist() for one in state()])
                 losing.num_runs += 1
             found.append(seen)

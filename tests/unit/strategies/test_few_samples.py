@@ -45,6 +45,27 @@ def test_the_mean_of_losses_is_the_mean_over_samples(
 
 
 @each_division
+@pytest.mark.parametrize("split", ["even", "tensorflow"])
+def test_a_step_that_weights_its_values_has_the_mean_over_samples(
+    mirrored: Make, split: str, num_samples: int, num_replicas: int
+) -> None:
+    strategy = mirrored(num_replicas)
+    (x,) = distributed(strategy, numbers(num_samples), split=split)
+
+    def step(x: Tensor) -> Tensor:
+        context = uo.get_replica_context()
+        assert context is not None
+        own = x.mean() if context.counts else x.new_tensor(1000.0)
+        mean: Tensor = context.all_reduce("MEAN", own * context.weight)
+        return mean
+
+    means = strategy.experimental_local_results(strategy.run(step, args=(x,)))
+
+    for mean in means:
+        torch.testing.assert_close(mean, numbers(num_samples).mean())
+
+
+@each_division
 def test_the_mean_of_counts_of_a_kind_without_fractions(
     mirrored: Make, num_samples: int, num_replicas: int
 ) -> None:

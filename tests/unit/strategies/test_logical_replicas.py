@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica as context
 from torch import Tensor, nn
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from worker_threads import on_strategies
@@ -38,12 +39,6 @@ class Model(nn.Module):
         scores: Tensor = self.last(self.narrow(hidden.bfloat16()).float())
         is_last = context().replica_id_in_sync_group + 1 == context().num_replicas_in_sync
         return scores * self.seldom if is_last else scores
-
-
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
 
 
 @cache

@@ -8,18 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica
 from thread_ranks import ThreadCommunicator
 from worker_threads import on_strategies
 
 import unisono as uo
 from unisono.errors import ReplicaMismatchError, UnequalCallsError, WorkerTimeoutError
 from unisono.experimental import CommunicationOptions
-
-
-def replica() -> uo.ReplicaContext:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context
 
 
 def raised_by(strategy: uo.Strategy, step: Callable[[], Any], kind: type[Exception]) -> str:

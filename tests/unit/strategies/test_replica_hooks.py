@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica as context
 from torch import Tensor, distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from worker_threads import on_strategies, one_at_a_time
@@ -15,7 +16,7 @@ from worker_threads import on_strategies, one_at_a_time
 import unisono as uo
 from unisono.errors import UnisonoError, UnsupportedError
 from unisono.reductions import dealt
-from unit.strategies.test_logical_replicas import Chain, context
+from unit.strategies.test_logical_replicas import Chain
 
 
 @dataclass

@@ -4,18 +4,13 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica_id
 from torch import Tensor, nn
 
 import unisono as uo
 from unisono.errors import DeviceError, ReplicaMismatchError, UnsupportedError
 
 Make = Callable[..., uo.MirroredStrategy]
-
-
-def replica_id() -> int:
-    context = uo.get_replica_context()
-    assert context is not None
-    return context.replica_id_in_sync_group
 
 
 def test_run_gives_one_value_a_replica(mirrored: Make) -> None:

@@ -107,7 +107,6 @@ USES: dict[str, Callable[[Any], Any]] = {
     "bool": bool,
     "format": lambda v: f"{v:.3f}",
     "percent": lambda v: "%.3f" % v,  # noqa: UP031
-    "backward": lambda v: v.backward(),
     "detach": lambda v: v.detach(),
     "cpu": lambda v: v.cpu(),
     "numpy": lambda v: v.numpy(),

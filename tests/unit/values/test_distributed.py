@@ -1,10 +1,11 @@
 import pickle
+from typing import Any
 
 import pytest
 import torch
 
 from unisono.devices import Device, cpu_slots, pretend
-from unisono.errors import DeviceError, ReplicaMismatchError
+from unisono.errors import DeviceError, ReplicaMismatchError, UnsupportedError
 from unisono.values import DistributedValues, Mirrored, PerReplica
 
 each_class = pytest.mark.parametrize("container", [DistributedValues, PerReplica, Mirrored])
@@ -88,3 +89,11 @@ def test_a_cuda_tensor_sits_on_its_own_device() -> None:
     value = PerReplica([torch.ones(1, device="cuda:0"), torch.ones(1)])
 
     assert value.devices == (Device("cuda", 0), Device("cpu", 1))
+
+
+def test_backward_outside_a_run_belongs_into_the_step() -> None:
+    losses: Any = PerReplica((torch.ones(()), torch.ones(())))
+
+    with pytest.raises(UnsupportedError, match=r"in the function that you `run`"):
+        losses.backward()
+    assert not hasattr(losses, "backward")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,41 +20,10 @@ from unisono.input.source.random_state import (
     set_random_state,
 )
 from unisono.input.source.sources import Source
-from unisono.reductions import ReplicaLayout, Workers
+from unisono.reductions import Workers
 
-T = TypeVar("T")
-
-
-class Moving(Protocol):
-    """An elastic job, in which this worker may get other replicas."""
-
-    generation: int
-    is_arriving: bool
-
-    @property
-    def layout(self) -> ReplicaLayout:
-        """Which replicas each worker has."""
-
-    @property
-    def owners(self) -> tuple[int, ...]:
-        """The number of the worker that each replica has. A worker keeps its number."""
-
-    def tell(
-        self, own: Callable[[], Sequence[int]], undo: Callable[[], None]
-    ) -> tuple[int, tuple[int, ...]]:
-        """All workers tell each other the numbers that `own` returns; see `transact`.
-
-        Returns the generation of the workers that have told, and all their numbers by rank.
-        """
-
-    def at_boundary(self, given: Any) -> None:
-        """Before the next batch of an input is taken: lets workers leave and join."""
-
-    def transact(self, work: Callable[[], T], undo: Callable[[], None]) -> T:
-        """Does what all workers do together; if a worker is lost, undoes it and does it again."""
-
-    def add_input(self, given: Any) -> None:
-        """Lets an input know when this worker gets other replicas."""
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 
 class Readers:
@@ -64,7 +32,7 @@ class Readers:
     Then each reads its own data. No `workers` means one that is alone.
     """
 
-    def __init__(self, workers: Workers | None, job: Moving | None, *, own_data: bool) -> None:
+    def __init__(self, workers: Workers | None, job: ElasticJob | None, *, own_data: bool) -> None:
         self.workers = workers or Workers(IdentityCommunicator())
         self._job = job
         self.are_apart = own_data and (job is not None or self.workers.are_many)
@@ -73,18 +41,18 @@ class Readers:
         """Makes all workers that read the same shuffle alike, with the chief's generators."""
         if self.are_apart:
             return
-        take_over = functools.partial(self._take_over, generators)
+
+        def take_over() -> None:
+            if self.workers.are_many:
+                of_chief = self.workers.gather_objects(random_state(generators))[0]
+                set_random_state(of_chief, generators)
+
         if self._job is None:
             take_over()
         elif not self._job.is_arriving:
             # One that arrives has got the generators of the others, in the middle of an epoch.
             before = random_state(generators)
             self._job.transact(take_over, lambda: set_random_state(before, generators))
-
-    def _take_over(self, generators: Sequence[torch.Generator]) -> None:
-        if self.workers.are_many:
-            of_chief = self.workers.gather_objects(random_state(generators))[0]
-            set_random_state(of_chief, generators)
 
     def states(self, generators: Sequence[torch.Generator]) -> tuple[RandomState, ...]:
         """Returns the random generators of all workers, as far as they may differ.

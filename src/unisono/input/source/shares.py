@@ -170,5 +170,4 @@ def _described(sampler: DistributedSampler[Any]) -> str:
 
 @computed_once
 def _tell(what: str) -> None:
-    """Says something once."""
     _logger.warning(what)

@@ -303,8 +303,6 @@ class _Rest(Sampler[Any]):
 
 def as_source(batches: Any) -> Source:
     """Says how to draw batches from what a user gave."""
-    if isinstance(batches, Source):
-        return batches
     if isinstance(batches, DataLoader):
         return LoaderSource(batches)
     kind = type(batches).__name__

@@ -14,14 +14,14 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.place import Placement, arrived
-from unisono.input.source.epoch import Epoch, Moving
+from unisono.input.source.epoch import Epoch
 from unisono.input.split.splitter import (
     MISSING,
     SplitBatch,
@@ -34,6 +34,9 @@ from unisono.input.split.splitter import (
 )
 from unisono.reductions import ReplicaLayout
 from unisono.values import Tree, map_leaves
+
+if TYPE_CHECKING:
+    from unisono.strategies.elastic_job import ElasticJob
 
 # Draws batches and splits them. Raises `StopIteration` at the end.
 Draw: TypeAlias = Callable[[], SplitBatch]
@@ -236,7 +239,6 @@ class Lockstep(Iterator[SplitBatch]):
             (self._spare,) = shown[0]
 
     def _gathered(self, own: Any) -> list[Any]:
-        """Returns what all workers have as `own`, by rank."""
         return self._workers.gather_objects(own)
 
 
@@ -302,7 +304,7 @@ class MovingLockstep(Lockstep):
         epoch: Epoch,
         splitter: Splitter,
         placement: Placement,
-        job: Moving,
+        job: ElasticJob,
         note_lost: NoteLost,
     ) -> None:
         super().__init__(draw, epoch, splitter, placement)

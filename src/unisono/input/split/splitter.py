@@ -32,22 +32,13 @@ from unisono.input.split.layout import (
     taken_apart,
 )
 from unisono.input.split.reader import Reader
+from unisono.reductions import dealt
 from unisono.values import PerReplica, Tree, map_leaves
 
 Slices: TypeAlias = Callable[[int], Sequence[slice]]
 
 # The batch of a replica for which there is none.
 MISSING: Any = object()
-
-
-def even_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
-    """Returns sizes that differ by at most one; the first replicas get the larger parts.
-
-    >>> even_sizes(13, 4), even_sizes(4, 3), even_sizes(2, 3)
-    ((4, 3, 3, 3), (2, 1, 1), (1, 1, 0))
-    """
-    share, num_larger = divmod(num_samples, num_replicas)
-    return tuple(share + (i < num_larger) for i in range(num_replicas))
 
 
 def tensorflow_sizes(num_samples: int, num_replicas: int) -> tuple[int, ...]:
@@ -69,7 +60,7 @@ def rotated_sizes(batch_size: int, num_replicas: int, first: int) -> tuple[int, 
     >>> rotated_sizes(7, 4, 0), rotated_sizes(7, 4, 2)
     ((2, 2, 2, 1), (2, 1, 2, 2))
     """
-    sizes = even_sizes(batch_size, num_replicas)
+    sizes = dealt(batch_size, num_replicas)
     return sizes[first:] + sizes[:first]
 
 
@@ -159,7 +150,7 @@ class Splitter:
         self._given = options.split if callable(options.split) else None
         self._count_samples = options.count_samples
         self.leaves_empty = options.split == "tensorflow"
-        self._sizes = tensorflow_sizes if self.leaves_empty else even_sizes
+        self._sizes = tensorflow_sizes if self.leaves_empty else dealt
         self._batch_dim = options.batch_dim
         self._reader = reader or Reader(options.batch_dim)
 

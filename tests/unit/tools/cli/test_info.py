@@ -154,7 +154,7 @@ def test_a_recording_says_what_its_engines_allow(tmp_path: Path) -> None:
     [
         ("dgx_1", "one process per GPU", "`unisono.function`"),
         ("one_gpu", "one process", "one GPU has one replica"),
-        ({"num_cores": 16}, "workers", "`unisono launch -n R`"),
+        ({"num_cores": 16}, "one process", "`unisono.function`"),
         ({"num_cores": 2}, "one process", "two CPU replicas"),
         ({"num_cores": 16, "is_free": True}, "one process", "free-threaded"),
     ],

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import socket
 import threading
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 from processes.ports import free_port
 
-from unisono.cluster import Address
+from unisono.cluster import Address, ClusterSpec, Membership, SimpleClusterResolver
 from unisono.cluster.elastic import doors, finding
 from unisono.cluster.elastic.doors import Contact, call_door
 from unisono.cluster.elastic.generation import Generation
 from unisono.communicators.sockets import listening
-from unisono.errors import ClusterError
+from unisono.errors import ClusterError, CommunicationError
 from unisono_tools.launching import board
 from unisono_tools.launching.board import Board, running_workers
 
@@ -134,3 +134,44 @@ def test_a_worker_counts_as_ended_in_the_generation_that_the_launcher_knows_to_b
     finding.publish(second, "dead")
     assert finding.ended_in(first) == []
     assert finding.ended_in(second) == ["dead"]
+
+
+def test_a_worker_in_the_place_of_another_does_not_begin_a_job_that_others_have_gone_on_with(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Launchers that came later have started these others, which may even have finished."""
+    monkeypatch.setattr(finding, "_TELL_SECONDS", 60.0)
+    monkeypatch.setattr(finding, "_JOIN_SECONDS", 0.0)
+    alone = Membership.of(SimpleClusterResolver(ClusterSpec({})))
+    own, near, late = (
+        Contact("127.0.0.1", free_port(), name, "", 1, "", launch)
+        for name, launch in (("own", "first"), ("near", "first"), ("late", "second"))
+    )
+    started = Board([])
+    monkeypatch.setenv(finding.LAUNCHER, started.address)
+    started.begin()
+    for number, workers in enumerate(([own, near], [own, near, late], [own])):
+        contacts = dict(enumerate(workers))
+        positions = dict.fromkeys(contacts, ())
+        finding.publish(Generation(number, contacts, positions, 3, {}), "own")
+        if late in workers:
+            with pytest.raises(CommunicationError, match="does not begin the job again"):
+                finding.running_job(alone)
+        else:
+            assert finding.running_job(alone) is None
+
+
+def test_a_launcher_that_accepts_no_connections_any_more_is_not_taken_for_none() -> None:
+    with socket.socket() as paused:
+        paused.bind(("127.0.0.1", 0))
+        paused.listen(0)
+        address = paused.getsockname()
+        with ExitStack() as callers:
+            for _ in range(2):
+                caller = callers.enter_context(socket.socket())
+                caller.setblocking(False)
+                caller.connect_ex(address)
+            assert doors.may_answer(*address, is_here=True)
+            # A host that is down does not answer, either.
+            assert not doors.may_answer(*address)
+    assert not doors.may_answer(*address, is_here=True)
