@@ -161,7 +161,8 @@ def test_training_steps(rows_of: Any) -> None:
         ("MLP 256", "2 x 32"),
         ("Embedding", "2 x 64"),
     ]
-    assert all(set(row["ratios"]) == {"workers", "DDP", "DDP uo", "limit"} for row in rows)
+    peers = {"captured", "workers", "DDP", "DDP uo", "limit"}
+    assert all(set(row["ratios"]) == peers for row in rows)
 
 
 @pytest.mark.parametrize(

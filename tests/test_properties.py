@@ -1,6 +1,6 @@
 """What holds for any batch, packed in any way, on any number of replicas and any memories."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -65,12 +65,16 @@ def all_ops(draw: st.DrawFn) -> uo.CrossDeviceOps:
 
 
 options = st.builds(CommunicationOptions, bytes_per_pack=st.integers(0, 200))
-reduce_ops = st.sampled_from([SUM, MEAN])
 
 
-@pytest.mark.usefixtures("path", "memories")
-@same_stage
-@given(batches(), all_ops(), reduce_ops, options)
+def any_batch(further: st.SearchStrategy[Any]) -> Callable[[Callable[..., None]], Any]:
+    """Calls a test with batches, operations, and `further` values, on stages of all kinds."""
+    on_all_stages = pytest.mark.usefixtures("path", "memories")
+    examples = given(batches(), all_ops(), st.sampled_from([SUM, MEAN]), further)
+    return lambda test: on_all_stages(same_stage(examples(test)))
+
+
+@any_batch(options)
 def test_a_result_has_the_bits_of_the_tree_on_every_replica(
     batch: Batch, ops: uo.CrossDeviceOps, op: uo.ReduceOp, options: CommunicationOptions
 ) -> None:
@@ -83,9 +87,7 @@ def test_a_result_has_the_bits_of_the_tree_on_every_replica(
             assert_same_bits(part, expected)
 
 
-@pytest.mark.usefixtures("path", "memories")
-@same_stage
-@given(batches(), all_ops(), reduce_ops, options)
+@any_batch(options)
 def test_a_result_is_that_of_double_precision(
     batch: Batch, ops: uo.CrossDeviceOps, op: uo.ReduceOp, options: CommunicationOptions
 ) -> None:
@@ -104,9 +106,7 @@ def test_a_result_is_that_of_double_precision(
         assert error.numel() == 0 or error.max().item() <= allowed
 
 
-@pytest.mark.usefixtures("path", "memories")
-@same_stage
-@given(batches(), all_ops(), reduce_ops, options)
+@any_batch(options)
 def test_what_is_given_is_left_alone_and_results_share_no_memory(
     batch: Batch, ops: uo.CrossDeviceOps, op: uo.ReduceOp, options: CommunicationOptions
 ) -> None:
@@ -125,9 +125,7 @@ def test_what_is_given_is_left_alone_and_results_share_no_memory(
     assert len(set(memories)) == len(memories)
 
 
-@pytest.mark.usefixtures("path", "memories")
-@same_stage
-@given(batches(), all_ops(), reduce_ops, st.randoms(use_true_random=False))
+@any_batch(st.randoms(use_true_random=False))
 def test_destinations_of_any_kind_get_the_same_bits(
     batch: Batch, ops: uo.CrossDeviceOps, op: uo.ReduceOp, random: Any
 ) -> None:

@@ -38,6 +38,8 @@ LEFT_OUT = {
     "bind": _CALLED_BY_US,
     "bring_in": _CALLED_BY_US,
     "merge_call": _CALLED_BY_US,
+    "replaying": _CALLED_BY_US,
+    "run_eagerly": _CALLED_BY_US,
     # Of cross-device operations: what a subclass overrides, or the library asks of it.
     "reduce_implementation": _CALLED_BY_US,
     "batch_reduce_implementation": _CALLED_BY_US,

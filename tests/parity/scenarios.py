@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from on_replica import replica_id as rid
 from torch import Tensor
 
 import unisono as uo
@@ -76,16 +77,6 @@ def shown(value: Any) -> Any:
 
 def per_replica(*values: Any) -> uo.PerReplica:
     return uo.PerReplica(torch.tensor(value) for value in values)
-
-
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
-
-
-def rid() -> int:
-    return context().replica_id_in_sync_group
 
 
 def x() -> Tensor:

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scenarios import PR, Scenario, check, context, each, per_replica, rid
+from on_replica import replica as context
+from on_replica import replica_id as rid
+from scenarios import PR, Scenario, check, each, per_replica
 from torch import Tensor
 
 import unisono as uo

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from scenarios import PR, Scenario, check, each, per_replica, rid, x
+from on_replica import replica_id as rid
+from scenarios import PR, Scenario, check, each, per_replica, x
 from torch import Tensor
 
 import unisono as uo

@@ -102,6 +102,17 @@ def word_language_model_by_hand(strategy: Any) -> Learned:
     return train_word_language_model(strategy, update)
 
 
+def train_classes(strategy: Any, model: nn.Module, optimizer: Any, x: Tensor, y: Tensor) -> None:
+    def step(x: Tensor, y: Tensor) -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    for batch in strategy.experimental_distribute_dataset(loader):
+        strategy.run(step, args=batch)
+
+
 class LoRALinear(nn.Module):
     """A frozen layer and a low-rank change of it, after microsoft/LoRA."""
 
@@ -128,14 +139,7 @@ def lora(strategy: Any) -> Learned:
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = strategy.mirror(torch.optim.AdamW(trained, lr=1e-2, weight_decay=0.1))
 
-    def step(context: Tensor, target: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(context), target).backward()
-        optimizer.step()
-
-    dataset = TensorDataset(words(10, 3), words(10, seed=4))
-    for batch in strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4)):
-        strategy.run(step, args=batch)
+    train_classes(strategy, model, optimizer, words(10, 3), words(10, seed=4))
     merged = {
         f"{name}.merged": module.base.weight + module.lora_b @ module.lora_a * 4.0
         for name, module in model.named_modules()
@@ -171,12 +175,5 @@ def mixture_of_experts(strategy: Any) -> Learned:
         model = MixtureOfExperts()
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
 
-    def step(x: Tensor, y: Tensor) -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-
-    dataset = TensorDataset(numbers(10, 6), words(10, high=2))
-    for batch in strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4)):
-        strategy.run(step, args=batch)
+    train_classes(strategy, model, optimizer, numbers(10, 6), words(10, high=2))
     return model.state_dict()

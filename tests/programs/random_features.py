@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from failing import Failing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
@@ -27,18 +28,6 @@ FREEZING = ("none", "none", "in turns", "in turns from the start", "gradually", 
 UPDATES = ("none", "none", "clamped", "average", "target", "restored")
 SCHEDULES = ("none", "in turn", "chained", "plateau", "average")
 BETWEEN = ("none", "evaluation", "loaded", "error", "new group", "other optimizer")
-
-
-class Failing(torch.autograd.Function):
-    """Ends a backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 1
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise ValueError("not this time")
 
 
 @dataclass(frozen=True)
@@ -123,6 +112,8 @@ def mean_of_all(value: Tensor) -> Tensor:
 class FeatureTraining:
     """A program under way: without a strategy, as torch runs it."""
 
+    num_epochs = NUM_EPOCHS
+
     def __init__(self, program: FeatureProgram, strategy: uo.Strategy | None) -> None:
         self._program, self._strategy = program, strategy
         torch.manual_seed(program.seed)
@@ -187,7 +178,7 @@ class FeatureTraining:
     def train(self) -> dict[str, Tensor]:
         """Returns everything that a program can see at the end."""
         seen: list[float] = []
-        for epoch in range(NUM_EPOCHS):
+        for epoch in range(self.num_epochs):
             if epoch > 0:
                 seen += self._between()
             for number, batch in enumerate(self._batches()):

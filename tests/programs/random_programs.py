@@ -136,8 +136,12 @@ class RandomProgram:
 class Training:
     """A program under way: without a strategy, as torch runs it."""
 
+    num_epochs = NUM_EPOCHS
+
     def __init__(self, program: RandomProgram, strategy: uo.Strategy | None) -> None:
         self._program, self._strategy = program, strategy
+        # Not a branch of the step, whose code would then name the rate.
+        self._change_rates = self._lower_rates if program.changes_rates else None
         torch.manual_seed(program.seed)
         scope: AbstractContextManager[Any] = nullcontext() if strategy is None else strategy.scope()
         with scope:
@@ -182,7 +186,7 @@ class Training:
             torch.randn(size, WIDTH, generator=generator),
             torch.randint(NUM_CLASSES, (size,), generator=generator),
         )
-        for _ in range(NUM_EPOCHS):
+        for _ in range(self.num_epochs):
             yield from zip(*(one.split(BATCH_SIZE) for one in data), strict=True)
 
     def _run(self, batch: tuple[Tensor, ...], number: int) -> list[Tensor]:
@@ -238,9 +242,8 @@ class Training:
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         logged = [torch.stack([grad.norm() for grad in grads]).sum()] if program.has_logs else []
         self._clip(grads)
-        if program.changes_rates:
-            for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * 0.9
+        if self._change_rates is not None:
+            self._change_rates()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if program.clearing == "after the update":
@@ -252,6 +255,10 @@ class Training:
         elif isinstance(self.average, AveragedModel):
             self.average.update_parameters(self.model)
         return logged
+
+    def _lower_rates(self) -> None:
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["lr"] * 0.9
 
     def _clip(self, grads: list[Tensor]) -> None:
         clip: dict[str, Callable[[], object]] = {

@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+from on_replica import replica as context
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
@@ -15,12 +16,6 @@ import unisono as uo
 from programs.generative import numbers, prefixed
 from programs.language import words
 from programs.running import Learned, program, refused
-
-
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
 
 
 class SiameseNetwork(nn.Module):

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_replica import replica_id as own_id
 from torch.utils.data import ConcatDataset, DataLoader, TensorDataset
 from worker_threads import on_strategies
 
 import unisono as uo
 from tensorflow_rows.table import (
     kept,
-    own_id,
     pair,
     plain,
     pr,

@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from on_replica import replica as context
+from on_replica import replica_id as own_id
 from worker_threads import on_strategies
 
 import unisono as uo
@@ -15,11 +17,9 @@ from tensorflow_rows.table import (
     OLD_SUM,
     ON_READ,
     SUM,
-    context,
     is_mirrored,
     names,
     num_records,
-    own_id,
     pair,
     plain,
     pr,

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from on_replica import replica as context
+from on_replica import replica_id as own_id
 from torch.utils.data import DataLoader, TensorDataset
 
 import unisono as uo
@@ -19,13 +21,11 @@ from tensorflow_rows.table import (
     SUM,
     Own,
     collective,
-    context,
     is_mirrored,
     kept,
     names,
     num_records,
     older,
-    own_id,
     pair,
     plain,
     pr,

@@ -63,16 +63,6 @@ def is_mirrored(value: Any, *numbers: Any) -> bool:
     return type(value) is uo.Mirrored and plain(value) == list(numbers)
 
 
-def context() -> uo.ReplicaContext:
-    found = uo.get_replica_context()
-    assert found is not None
-    return found
-
-
-def own_id() -> int:
-    return context().replica_id_in_sync_group
-
-
 def names(thing: Any) -> list[str]:
     return [name for name in inspect.signature(thing).parameters if name != "self"]
 
