@@ -1,6 +1,6 @@
 """A training step with several replicas on one GPU, against plain torch.
 
-    python benchmarks/gpu_training_step.py                 # both tables
+    python benchmarks/gpu_training_step.py                 # all tables
     python benchmarks/gpu_training_step.py --tables host --short    # about a minute
 
 Replicas on virtual GPUs share the real one. All competitors of one process are taken in turn and
@@ -19,6 +19,14 @@ returns         how long the host is in `run` for a captured step
 drift           by how much captured steps lead elsewhere than uncaptured ones; 0 if all kernels are
                 the same, and anything otherwise: with so small batches, rounding changes gradients
 
+The third table, `workers`, has the same batches in R processes that share this GPU, and exchange
+gradients. The GPU runs one process at a time, so all of them are slower than on R GPUs:
+
+ddp             DistributedDataParallel over NCCL
+unisono         `MultiWorkerMirroredStrategy` over NCCL
+one graph       the same through `unisono.function`, with NCCL in the graph
+many graphs     through host memory, between the graphs of a step
+
 On R real GPUs a step of one process cannot be shorter than the time of its host, which the second
 table measures. Before the first one is timed, a step from the same weights must leave the weights
 that plain torch has after the mean gradient. `apart` is the difference, as a part of the change.
@@ -30,6 +38,7 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -48,6 +57,7 @@ from torch import Tensor, nn
 
 import unisono as uo
 from unisono_tools.benchmarks.rows import machine
+from unisono_tools.processes import free_ports
 
 Batch = tuple[Tensor, Tensor]
 
@@ -128,9 +138,16 @@ class Plain:
 class Unisono:
     """R replicas on virtual GPUs."""
 
-    def __init__(self, case: Case, batches: Sequence[Batch], *, is_captured: bool = False) -> None:
+    def __init__(
+        self,
+        case: Case,
+        batches: Sequence[Batch],
+        strategy: uo.Strategy | None = None,
+        *,
+        is_captured: bool = False,
+    ) -> None:
         devices = [f"cuda:{i}" for i in range(len(batches))]
-        self.strategy = uo.MirroredStrategy(devices)
+        self.strategy = strategy or uo.MirroredStrategy(devices)
         torch.manual_seed(0)
         with self.strategy.scope():
             self.model = case.make_model()
@@ -248,11 +265,16 @@ def host_milliseconds(step: Work, count: int) -> float:
 
 def apart_milliseconds(name: str, replicas: int, count: int) -> float:
     """Returns the time of a step in processes of plain torch that run at the same time."""
+    return in_processes(step_apart, name, replicas, count)
+
+
+def in_processes(target: Callable[..., None], name: str, replicas: int, *args: Any) -> float:
+    """Returns the median of what processes answer that run at the same time."""
     context = multiprocessing.get_context("spawn")
     start, answers = context.Barrier(replicas), context.Queue()
     crew = [
-        context.Process(target=step_apart, args=(name, count, start, answers), daemon=True)
-        for _ in range(replicas)
+        context.Process(target=target, args=(name, *args, start, answers, rank), daemon=True)
+        for rank in range(replicas)
     ]
     for process in crew:
         process.start()
@@ -262,22 +284,68 @@ def apart_milliseconds(name: str, replicas: int, count: int) -> float:
     return statistics.median(found)
 
 
-def step_apart(name: str, count: int, start: Barrier, answers: Any) -> None:
+def step_apart(name: str, count: int, start: Barrier, answers: Any, _: int) -> None:
     """In its own process: takes steps, and answers with the milliseconds of one."""
     case = HOST[name]
-    plain = Plain(case, make_batches(case, 1))
-    for _ in range(5):
-        plain.step()
+    answers.put(milliseconds(Plain(case, make_batches(case, 1)).step, count, start))
+
+
+def milliseconds(step: Work, count: int, start: Barrier) -> float:
+    """Returns how long a step takes, from when all processes have warmed up."""
+    for _ in range(NUM_COMPARED):
+        step()
     torch.cuda.synchronize()
     start.wait(DEADLINE_S)
     begin = time.perf_counter()
     for _ in range(count):
-        plain.step()
+        step()
     torch.cuda.synchronize()
-    answers.put(1e3 * (time.perf_counter() - begin) / count)
+    return 1e3 * (time.perf_counter() - begin) / count
 
 
-ROWS = {"compute": compute_row, "host": host_row}
+def workers_row(name: str, replicas: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Measures processes that exchange gradients."""
+    row: dict[str, Any] = {"model": name, "workers": replicas}
+    for kind in ("ddp", "unisono", "one graph", "many graphs"):
+        ports = free_ports(replicas)
+        count = options.rounds * options.steps
+        row[kind] = in_processes(step_of_worker, name, replicas, kind, ports, count)
+    row["ddp / one graph"] = row["ddp"] / row["one graph"]
+    return row
+
+
+def step_of_worker(
+    name: str, kind: str, ports: list[int], count: int, start: Barrier, answers: Any, rank: int
+) -> None:
+    """In its own process: takes steps with the others, and answers with the milliseconds of one."""
+    # NCCL refuses ranks that share a GPU, unless each seems to be on its own host.
+    os.environ["NCCL_HOSTID"] = f"host-{rank}"
+    case = HOST[name]
+    batches = make_batches(case, 1)
+    if kind == "ddp":
+        address = f"tcp://127.0.0.1:{ports[0]}"
+        torch.distributed.init_process_group("nccl", address, rank=rank, world_size=len(ports))
+        plain = Plain(case, batches)
+        plain.model = nn.parallel.DistributedDataParallel(plain.model)
+        answers.put(milliseconds(plain.step, count, start))
+        torch.distributed.destroy_process_group()
+        return
+    cluster = {"worker": [f"127.0.0.1:{port}" for port in ports]}
+    resolver = uo.cluster_resolver.SimpleClusterResolver(cluster, task_type="worker", task_id=rank)
+    engine = "RING" if kind == "many graphs" else "NCCL"
+    strategy = uo.MultiWorkerMirroredStrategy(
+        resolver,
+        uo.experimental.CommunicationOptions(
+            implementation=uo.experimental.CommunicationImplementation(engine)
+        ),
+        devices=["cuda:0"],
+    )
+    ours = Unisono(case, batches, strategy, is_captured=kind != "unisono")
+    answers.put(milliseconds(ours.step, count, start))
+    strategy.close()
+
+
+ROWS = {"compute": compute_row, "host": host_row, "workers": workers_row}
 
 
 def main() -> None:
@@ -296,6 +364,8 @@ def main() -> None:
     content: dict[str, Any] = {"machine": machine(), "gpu": torch.cuda.get_device_name()}
     for table in options.tables:
         replicas = options.replicas or ([1, 8] if options.short else [1, 2, 4, 8])
+        if table == "workers":
+            replicas = options.replicas or [2]
         todo = [(name, number) for name in options.models for number in replicas]
         rows = []
         with Progress(transient=True) as progress:

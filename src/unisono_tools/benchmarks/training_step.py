@@ -4,6 +4,7 @@ All competitors take turns of a few steps each until the time is up, so that a b
 them alike. Ratios are those of medians: how many times the time of Unisono, one process under
 `MirroredStrategy`, the competitor needs.
 
+captured    the same with `unisono.function`
 workers     MultiWorkerMirroredStrategy, one process per replica, all on one host
 DDP         DistributedDataParallel over Gloo, one process per replica
 DDP uo      the same program over the backend "unisono"
@@ -120,10 +121,13 @@ class StepSweep:
         case = CASES[model]
         with (
             closing(Mirrored(case, num_replicas, SEED)) as mirrored,
+            closing(Mirrored(case, num_replicas, SEED, is_captured=True)) as captured,
             closing(Apart(case, num_replicas)) as apart,
         ):
             losses = mirrored.losses(NUM_COMPARED)
+            check_losses(model, losses, "captured steps", captured.losses(NUM_COMPARED))
             takers: dict[str, Callable[[int], object]] = {"unisono": mirrored.steps}
+            takers["captured"] = captured.steps
             for name, crew in crews.items():
                 check_losses(model, losses, name, crew.prepare(model, SEED, NUM_COMPARED))
                 takers[name] = crew.steps

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from unisono_tools.cli.extras import Unavailable, quiet_torch, require
-from unisono_tools.cli.parameters import ListCommand, OutputPath, parse_bytes
+from unisono_tools.cli.parameters import (
+    ListCommand,
+    OutputPath,
+    parse_bytes,
+    plot_option,
+    quick_option,
+)
 
 if TYPE_CHECKING:
     from unisono_tools.benchmarks import Sweep
@@ -39,7 +45,7 @@ def bench() -> None:
 def _reports(make_sweep: Callable[..., Sweep]) -> Callable[..., None]:
     """Turns a function that makes a sweep into a command, with the options of all sweeps."""
 
-    @click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs.")
+    @quick_option
     @click.option(
         "--json",
         "json_file",
@@ -47,12 +53,7 @@ def _reports(make_sweep: Callable[..., Sweep]) -> Callable[..., None]:
         type=OutputPath(allow_dash=True),
         help="Write the numbers to FILE, or to the standard output for -.",
     )
-    @click.option(
-        "--plot",
-        metavar="FILE",
-        type=OutputPath(".png", ".svg", ".pdf"),
-        help="Draw a picture into FILE, such as out.png.",
-    )
+    @plot_option()
     @wraps(make_sweep)
     def command(*, json_file: Path | None, plot: Path | None, **options: Any) -> None:
         require("bench", "rich", *(["matplotlib"] if plot else []))

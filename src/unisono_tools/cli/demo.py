@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from unisono_tools.cli.extras import require
-from unisono_tools.cli.parameters import ListCommand, OutputPath
+from unisono_tools.cli.parameters import ListCommand, plot_option
 
 if TYPE_CHECKING:
     from unisono_tools.demo import Training
@@ -42,14 +42,7 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Train in several workers instead, which are killed and started meanwhile.",
 )
-@click.option(
-    "--plot",
-    metavar="FILE",
-    type=OutputPath(".png", ".svg", ".pdf"),
-    default="digits.png",
-    show_default=True,
-    help="Draw the curves into FILE.",
-)
+@plot_option(default="digits.png", show_default=True, help="Draw the curves into FILE.")
 def demo(
     *, replicas: tuple[int, ...], all_devices: bool, epochs: int | None, elastic: bool, plot: Path
 ) -> list[Training] | Elastic:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
+
+F = TypeVar("F", bound=Callable[..., Any] | click.Command)
 
 _BYTES = re.compile(r"(\d+(?:\.\d+)?(?:e\d\d?)?)([KMGT]?)(i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -45,6 +47,16 @@ class OutputPath(click.Path):
         if self._suffixes and path.suffix not in self._suffixes:
             self.fail(f"{str(path)!r} must end in {' or '.join(self._suffixes)}.", param, ctx)
         return path
+
+
+def plot_option(name: str = "plot", **settings: Any) -> Callable[[F], F]:
+    """Returns the option `--plot FILE`, whose value a command gets as its argument `name`."""
+    settings = {"help": "Draw a picture into FILE, such as out.png."} | settings
+    path = OutputPath(".png", ".svg", ".pdf")
+    return click.option("--plot", name, metavar="FILE", type=path, **settings)
+
+
+quick_option = click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs.")
 
 
 class ListCommand(click.Command):

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from unisono_tools.cli.extras import quiet_torch, require
-from unisono_tools.cli.parameters import OutputPath, parse_bytes
+from unisono_tools.cli.parameters import F, parse_bytes, plot_option
+
+
+def _latency_option(name: str, where: str) -> Callable[[F], F]:
+    seconds, text = click.FloatRange(min=0), f"Latency {where}, in seconds."
+    return click.option(name, metavar="S", type=seconds, help=text)
+
+
+def _bandwidth_option(name: str, text: str) -> Callable[[F], F]:
+    return click.option(name, metavar="B/S", type=click.FloatRange(min=1), help=text)
 
 
 @click.command(short_help="Predicts how long a step's communication takes.")
@@ -35,43 +45,12 @@ from unisono_tools.cli.parameters import OutputPath, parse_bytes
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
     help="A file of `unisono tune`. Default: the one of this machine, if it was tuned.",
 )
-@click.option(
-    "--latency",
-    metavar="S",
-    type=click.FloatRange(min=0),
-    help="Latency between hosts, in seconds.",
-)
-@click.option(
-    "--bandwidth",
-    metavar="B/S",
-    type=click.FloatRange(min=1),
-    help="Bandwidth of a host, in bytes/s.",
-)
-@click.option(
-    "--inside-latency",
-    metavar="S",
-    type=click.FloatRange(min=0),
-    help="Latency inside a host, in seconds.",
-)
-@click.option(
-    "--inside-bandwidth",
-    metavar="B/S",
-    type=click.FloatRange(min=1),
-    help="Bandwidth of a GPU inside its host, in bytes/s.",
-)
-@click.option(
-    "--memory-rate",
-    metavar="B/S",
-    type=click.FloatRange(min=1),
-    help="Speed of a sum on a GPU, in bytes/s read and written.",
-)
-@click.option(
-    "--plot",
-    "picture",
-    metavar="FILE",
-    type=OutputPath(".png", ".svg", ".pdf"),
-    help="Draw time over size into FILE, such as out.png.",
-)
+@_latency_option("--latency", "between hosts")
+@_bandwidth_option("--bandwidth", "Bandwidth of a host, in bytes/s.")
+@_latency_option("--inside-latency", "inside a host")
+@_bandwidth_option("--inside-bandwidth", "Bandwidth of a GPU inside its host, in bytes/s.")
+@_bandwidth_option("--memory-rate", "Speed of a sum on a GPU, in bytes/s read and written.")
+@plot_option("picture", help="Draw time over size into FILE, such as out.png.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option(
     "--measure/--no-measure",

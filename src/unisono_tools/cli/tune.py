@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from unisono_tools.cli.extras import quiet_torch
+from unisono_tools.cli.parameters import quick_option
 
 
 @click.command(short_help="Measures the links of this host or cluster.")
@@ -22,7 +23,7 @@ from unisono_tools.cli.extras import quiet_torch
     type=click.Path(dir_okay=False, path_type=Path),
     help="File to write. Default: a file in the user's cache, which later runs read.",
 )
-@click.option("--quick", is_flag=True, help="Fewer sizes and shorter runs.")
+@quick_option
 def tune(
     num_ranks: int | None,
     output: Path | None,

@@ -195,9 +195,9 @@ def _processes(num_gpus: int, num_cores: int | None, *, is_free: bool) -> Chosen
         return Chosen("one process", "one GPU has one replica")
     if num_cores is not None and num_cores > 2:
         return Chosen(
-            "workers",
-            "CPU replicas of one process share one interpreter: `unisono launch -n R`; if a step "
-            "takes tens of milliseconds, one process is as fast",
+            "one process",
+            "`unisono.function` captures its step, which then needs no interpreter; for short "
+            "steps that cannot be captured, `unisono launch -n R` is faster",
         )
     return Chosen("one process", "no more than two CPU replicas can run at the same time")
 

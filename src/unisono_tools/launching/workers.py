@@ -37,6 +37,8 @@ from unisono_tools.launching.worker_output import WorkerOutput, in_words
 _LAST_LINES = 20
 # This logger reports each worker that ends, and so does `_report`, in fewer words.
 _LOG_OF_ENDS = "torch.distributed.elastic.multiprocessing.api"
+# This one warns every five seconds that the host of the rendezvous is lost. An elastic job goes on.
+_LOG_OF_HOSTS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
 
 class Job(NamedTuple):
@@ -67,7 +69,8 @@ def run_workers(job: Job, command: Sequence[str]) -> int:
             raise ClusterError("TF_CONFIG already names the hosts: leave out --nnodes.")
         if job.is_elastic and job.num_hosts[1] > 1 and (doors := running_workers(_endpoints(job))):
             print(f"Joining the elastic job with workers at {doors}.", file=sys.stderr)
-            job = job._replace(num_hosts=(1, 1), host_rank=None, doors=doors)
+            # Its agent meets no other hosts.
+            job = job._replace(num_hosts=(1, 1), host_rank=None, rendezvous={}, doors=doors)
         num_workers = len(tasks) or job.num_workers or num_gpu_workers()
         config = _config(num_workers, job)
     except ClusterError as error:
@@ -165,6 +168,8 @@ def _run(config: LaunchConfig, command: Sequence[str], tasks: Sequence[LocalTask
         variables["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     if "TORCH_LOGS" not in os.environ:
         logging.getLogger(_LOG_OF_ENDS).setLevel(logging.CRITICAL)
+        if job.is_elastic:
+            logging.getLogger(_LOG_OF_HOSTS).setLevel(logging.ERROR)
     names = [task.name for task in tasks]
     with (
         _ctrl_c_heard_while_waiting_for_hosts(),

@@ -15,9 +15,11 @@ from unisono_tools.benchmarks.peers.models import Case, train_step
 
 
 class Mirrored:
-    """A case under `MirroredStrategy`."""
+    """A case under `MirroredStrategy`; its step may be captured."""
 
-    def __init__(self, case: Case, num_replicas: int, seed: int) -> None:
+    def __init__(
+        self, case: Case, num_replicas: int, seed: int, *, is_captured: bool = False
+    ) -> None:
         self._strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
         torch.manual_seed(seed)
         with self._strategy.scope():
@@ -25,9 +27,11 @@ class Mirrored:
             optimizer = case.optimizer(model)
         batches = [case.batch(i) for i in range(num_replicas)]
         self._batch = tuple(uo.PerReplica(parts) for parts in zip(*batches, strict=True))
-        self._step: Callable[..., Tensor] = lambda inputs, labels: train_step(
-            model, optimizer, (inputs, labels)
-        )
+
+        def step(inputs: Tensor, labels: Tensor) -> Tensor:
+            return train_step(model, optimizer, (inputs, labels))
+
+        self._step: Callable[..., Tensor] = uo.function(step) if is_captured else step
 
     def losses(self, num_steps: int) -> list[float]:
         """Takes steps, and returns the mean loss of the replicas at each."""
