@@ -345,6 +345,11 @@ def _() -> None:
     iterator = strategy.make_input_fn_iterator(lambda _: [torch.ones(1, 1)] * 2)
     found = strategy.extended.call_for_each_replica(lambda row: row.sum(), iterator.get_next())
     assert plain(found) == [1, 1]
+    # As on the page: one replica, so `get_next()` gives a tensor.
+    alone = collective()
+    iterator = alone.make_input_fn_iterator(lambda _: [torch.ones(1, 1)])
+    found = alone.extended.call_for_each_replica(lambda row: row.sum(), iterator.get_next())
+    assert found.item() == 1
 
 
 @row(COLLECTIVE, "`tf.distribute.get_replica_context()`")

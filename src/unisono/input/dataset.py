@@ -228,7 +228,7 @@ def _source(made: Any) -> Source:
     try:
         return as_source(made)
     except UnsupportedError as error:
-        raise UnsupportedError(f"`dataset_fn` did not return batches. {error}") from error
+        raise UnsupportedError(f"The input function did not return batches. {error}") from error
 
 
 def values_from_function(

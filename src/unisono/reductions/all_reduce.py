@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from unisono.algorithms import Schedule, one_device, run, two_level
+from unisono.arguments import check_int
 from unisono.devices import Device, near_groups
 from unisono.errors import UnsupportedError
 from unisono.kernels import in_memory_order
@@ -102,9 +103,9 @@ def is_all_reduce(ends: Ends) -> bool:
 
 def packing_of(num_packs: int | PackingRule) -> PackingRule:
     """Returns the rule for a number of packs, 0 for none; a rule is returned as it is."""
-    if not isinstance(num_packs, int):
+    if hasattr(num_packs, "layout"):
         return num_packs
-    if num_packs < 0:
+    if check_int("num_packs", num_packs) < 0:
         raise UnsupportedError(
             f"`num_packs` must be 0 (no packing) or the number of packs to make, got {num_packs}."
         )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
-from unisono.errors import BatchError, ReplicaMismatchError
+from unisono.errors import BatchError, ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_layout, check_replicas, tree_reduce
 from unisono.options import CommunicationOptions, ReduceOp, check_options
 from unisono.reductions.destinations import Destinations, destinations_of
@@ -351,7 +351,7 @@ def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     """Returns a batch as a list, if it is an iterable of pairs."""
     try:
         iterator = iter(pairs)
-    except (TypeError, RuntimeError) as error:
+    except (TypeError, RuntimeError, UnsupportedError) as error:
         raise BatchError(
             f"A batch is an iterable of (value, destinations) tuples, got {in_words(pairs)}. Write "
             "`[(value, value)]` for one value."
@@ -359,10 +359,10 @@ def listed_pairs(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, Any]]:
     given = list(iterator)
     for index, pair in enumerate(given):
         if not isinstance(pair, tuple) or len(pair) != 2:
+            length = f" of length {len(pair)}" if isinstance(pair, tuple) else ""
             raise BatchError(
-                "A batch is an iterable of (value, destinations) tuples, got "
-                f"{in_words(pair)} of type {type(pair).__name__} as number {index}. Write "
-                "`[(value, value)]` for one value."
+                f"A batch is an iterable of (value, destinations) tuples, but its entry {index} is "
+                f"of type {type(pair).__name__}{length}. Write `[(value, value)]` for one value."
             )
     return given
 

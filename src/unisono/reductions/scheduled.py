@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from unisono.algorithms import Plan, Schedule, make_plan, one_device, run
+from unisono.arguments import check_callable, check_instance
 from unisono.costs import Line, Link, schedule_line
 from unisono.devices import Device, DeviceLike, Machine, resolve, this_machine
 from unisono.errors import UnsupportedError
@@ -226,6 +227,8 @@ class ReductionToOneDevice(ScheduledOps):
     ) -> None:
         super().__init__()
         self._reduce_to = None if reduce_to_device is None else resolve(reduce_to_device)
+        if accumulation_fn is not None:
+            check_callable("accumulation_fn", accumulation_fn)
         self._accumulate = accumulation_fn
 
     @property
@@ -256,6 +259,7 @@ class ReductionToOneDevice(ScheduledOps):
             )
         route = self.route(ends)
         total = accumulate([tensor.detach().to(route.root) for tensor in tensors])
+        check_instance("accumulation_fn(tensors)", total, Tensor, "a tensor")
         if op is ReduceOp.MEAN:
             total = divide(total, len(tensors), total.dtype)
         return tuple(total.detach().to(output, copy=True) for output in route.outputs)

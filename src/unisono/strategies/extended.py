@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from torch import Tensor
+
 from unisono.arguments import (
     check_bool,
     check_call,
@@ -61,11 +63,11 @@ class StrategyExtended(WorkerReplicas):
     ) -> Any:
         """Calls `fn(*args, **kwargs)` on every replica; see `Strategy.run`.
 
-        If `args` is one distributed value, each replica unpacks its own component, as TensorFlow
-        does: a tensor, along its first dimension.
+        If `args` is one distributed value or tensor, as an iterator gives, each replica unpacks
+        its own component, as TensorFlow does: a tensor, along its first dimension.
         """
         self.strategy._check_cross_replica("call_for_each_replica()")
-        is_unpacked = isinstance(args, DistributedValues)
+        is_unpacked = isinstance(args, (DistributedValues, Tensor))
         check_call("fn", fn, () if is_unpacked else args, kwargs)
         if is_unpacked:
             fn, args = functools.partial(_unpack, fn), (args,)

@@ -182,7 +182,7 @@ def test_a_single_replica_gets_bare_batches() -> None:
 
 @pytest.mark.parametrize("wrong", [None, 3, TensorDataset(torch.arange(2))], ids=type)
 def test_a_function_that_makes_no_batches_is_refused_at_once(wrong: Any) -> None:
-    with pytest.raises(UnsupportedError, match="`dataset_fn` did not return batches"):
+    with pytest.raises(UnsupportedError, match="The input function did not return batches"):
         distributed(lambda _: wrong)
 
 

@@ -137,3 +137,10 @@ def test_a_number_of_packs_means_a_rule_and_a_rule_itself() -> None:
 def test_a_negative_number_of_packs_is_refused(make: Any) -> None:
     with pytest.raises(UnsupportedError, match=r"0 \(no packing\) .*got -1"):
         make(num_packs=-1)
+
+
+@pytest.mark.parametrize("make", [AllReduce, uo.NcclAllReduce, uo.HierarchicalCopyAllReduce])
+@pytest.mark.parametrize("wrong", ["2", 1.5, True, None])
+def test_a_number_of_packs_is_an_int(make: Any, wrong: Any) -> None:
+    with pytest.raises(UnsupportedError, match="`num_packs` must be an int"):
+        make(num_packs=wrong)

@@ -191,9 +191,10 @@ def test_the_operation_is_always_checked(op: Any) -> None:
     [
         (None, "got None"),
         (7, "got 7"),
-        ([[1.0, "/cpu:0"]], "of type list as number 0"),
-        ([(1.0, "/cpu:0"), (1.0, "/cpu:0", "x")], "of type tuple as number 1"),
-        ([1.0], "of type float as number 0"),
+        (uo.PerReplica([1.0, 2.0]), "got PerReplica"),
+        ([[1.0, "/cpu:0"]], "entry 0 is of type list"),
+        ([(1.0, "/cpu:0"), (1.0, "/cpu:0", "x")], "entry 1 is of type tuple of length 3"),
+        ([1.0], "entry 0 is of type float"),
     ],
     ids=repr,
 )

@@ -126,6 +126,14 @@ def test_an_accumulation_function_has_a_sum_and_a_mean_only(op: uo.ReduceOp) -> 
         ops.reduce(op, per_replica(1.0, 2.0), "/cpu:0")
 
 
+def test_what_is_no_accumulation_function_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="`accumulation_fn` must be a function"):
+        uo.ReductionToOneDevice(accumulation_fn=3)  # type: ignore[arg-type]
+    ops = uo.ReductionToOneDevice(accumulation_fn=lambda parts: None)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UnsupportedError, match=r"`accumulation_fn\(tensors\)` must be a tensor"):
+        ops.reduce(SUM, per_replica(1.0, 2.0), "/cpu:0")
+
+
 def test_sparse_values_are_never_accumulated() -> None:
     ops = uo.ReductionToOneDevice(accumulation_fn=largest)
     value = uo.PerReplica([torch.eye(2).to_sparse(), torch.ones(2, 2).to_sparse()])

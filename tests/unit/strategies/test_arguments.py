@@ -210,7 +210,7 @@ def test_an_argument_that_cannot_be_used_is_named(call: Callable[[], Any], name:
 def test_gradients_are_reduced_in_pairs() -> None:
     value = uo.PerReplica([torch.ones(2), torch.ones(2)])
 
-    with pytest.raises(BatchError, match="as number 0"):
+    with pytest.raises(BatchError, match="entry 0 is of type PerReplica"):
         OPS.reduce_gradients("sum", [value])  # type: ignore[list-item]
     assert OPS.reduce_gradients("sum", [(value, "cpu:0")])[0].tolist() == [2, 2]
 
