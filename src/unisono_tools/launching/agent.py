@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
+from torch.distributed.elastic import multiprocessing
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import SignalException, SubprocessContext
+from torch.distributed.elastic.multiprocessing import SubprocessContext
+from torch.distributed.elastic.multiprocessing.api import _terminate_process_handler
 from torch.distributed.launcher import api
 
 from unisono_tools.launching.replacements import Replacements
@@ -66,16 +68,20 @@ class Departure:
             def _shutdown(
                 self, death_sig: signal.Signals = signal.SIGTERM, *args: Any, **kwargs: Any
             ) -> None:
-                if isinstance(sys.exc_info()[1], SignalException):
-                    # A second SIGTERM must not end the launcher, and with it workers that save.
-                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 if self._pcontext is not None:
                     departure.end(self._pcontext, death_sig)
                 super()._shutdown(death_sig, *args, **kwargs)
 
-        # `elastic_launch` makes the class that it finds under this name.
+        def leave(number: int, frame: FrameType | None) -> None:
+            # At once: a second SIGTERM must not end the launcher, and with it workers that save.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            _terminate_process_handler(number, frame)
+
+        # torch uses the class and the handler that it finds under these names.
         vars(api)["LocalElasticAgent"] = Agent
+        vars(multiprocessing.api)["_terminate_process_handler"] = leave
         try:
             yield
         finally:
             vars(api)["LocalElasticAgent"] = LocalElasticAgent
+            vars(multiprocessing.api)["_terminate_process_handler"] = _terminate_process_handler
