@@ -41,7 +41,7 @@ LAYERS = [
 ]
 # The packages of `unisono_tools`, in the same way. They all see `unisono`.
 TOOL_LAYERS = [
-    ["tables", "traces", "namespaces", "processes", "pricing"],
+    ["tables", "traces", "namespaces", "frozen", "processes", "pricing"],
     ["benchmarks", "demo", "launching"],
     ["hosts", "tuning", "elastic_demo"],
     ["planning"],

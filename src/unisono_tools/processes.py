@@ -25,7 +25,8 @@ def quick_processes(*modules: str) -> Any:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(modules))
+    # What it freezes is what was imported before.
+    context.set_forkserver_preload([*modules, "unisono_tools.frozen"])
     _end_fork_server_at_exit()
     return context
 

@@ -24,8 +24,16 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 from unisono_tools.processes import quick_processes
 
-# Optimizers load the compiler of torch, which takes seconds, too.
-PROCESSES = quick_processes("torch._dynamo", "unisono.strategies")
+# Optimizers load the compiler of torch, which takes seconds, too. Modules of tests import pytest.
+PROCESSES = quick_processes(
+    "torch._dynamo",
+    "torch.distributed.algorithms.ddp_comm_hooks",
+    "unisono.strategies",
+    "unisono.experimental",
+    "unisono_tools.launching.board",
+    "unisono_tools.namespaces",
+    "pytest",
+)
 
 
 class ForkedProgram:
@@ -171,8 +179,9 @@ def _go_on_as(path: str, words: Sequence[str], environ: dict[str, str] | None = 
 def _become_python(words: list[str], environ: dict[str, str]) -> None:
     """Does what `python words...` does."""
     for number, name in enumerate(("stdout", "stderr"), start=1):
-        raw = io.FileIO(number, "w", closefd=False)
-        setattr(sys, name, io.TextIOWrapper(raw, write_through=True))
+        # Each line is one write, as several workers may write to one pipe.
+        raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+        setattr(sys, name, io.TextIOWrapper(raw, line_buffering=True))
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.environ.clear()
     os.environ.update(environ)
