@@ -20,7 +20,6 @@ from unisono.sharing import computed_once, in_place_of
 from unisono.values import weighed_tensor
 from unisono.variables import Leaves, Mark
 from unisono.variables.for_all import for_all
-from unisono.variables.leaves import needs_grad
 
 
 def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Callable[[], None]:
@@ -28,16 +27,24 @@ def before_accumulation(leaf: nn.Parameter, hook: Callable[[Any], Any]) -> Calla
 
     The hook is called after the hooks of the tensor, whenever these were registered, and only in a
     backward pass: `torch.autograd.grad` does not get that far. The node of autograd, which nobody
-    else keeps alive between passes, lives as long as what is returned.
+    else keeps alive between passes, lives as long as what is returned. A frozen leaf has one, too,
+    for when a step unfreezes it.
     """
     with torch.inference_mode(mode=False):
-        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+        is_trained = leaf.requires_grad
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf.requires_grad_()).node
+        leaf.requires_grad_(is_trained)
     handle = node.register_prehook(hook)
 
     def remove(_: Any = node) -> None:
         handle.remove()
 
     return remove
+
+
+def can_be_trained(leaf: nn.Parameter) -> bool:
+    """Whether torch could compute gradients of a leaf, also if it is frozen now."""
+    return (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_inference()
 
 
 class Weighting:
@@ -50,8 +57,6 @@ class Weighting:
         self._op = op
         self.weights: Sequence[float] = ()
         self.removals: list[Callable[[], None]] = []
-        # By replica, leaves that are frozen, so that they cannot be hooked yet.
-        self._frozen: dict[int, list[nn.Parameter]] = {}
         # Of leaves that were added to without a reduction: their gradient, which has its weight.
         self._alone: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
@@ -62,7 +67,6 @@ class Weighting:
         streams: Sequence[torch.cuda.Stream] = (),
     ) -> None:
         """Before a run: hooks the leaves of replicas that do not count as one."""
-        self._frozen = {}
         if not (self.removals or self._alone) and set(weights) == {1.0}:
             self.weights = weights
             return
@@ -74,21 +78,10 @@ class Weighting:
             del self._alone[leaf]
         for replica_id, weight in enumerate(weights):
             if weight != 1.0:
-                leaves = [one.leaves[replica_id] for one in owners]
-                self._frozen[replica_id] = [leaf for leaf in leaves if not leaf.requires_grad]
+                hook = functools.partial(self._weigh_all, weight)
+                leaves = filter(can_be_trained, [one.leaves[replica_id] for one in owners])
                 with torch.cuda.stream(streams[replica_id]) if streams else nullcontext():
-                    self._hook(weight, [leaf for leaf in leaves if leaf.requires_grad])
-
-    def _hook(self, weight: float, leaves: Iterable[nn.Parameter]) -> None:
-        hook = functools.partial(self._weigh_all, weight)
-        self.removals += [before_accumulation(leaf, hook) for leaf in leaves]
-
-    def hook_unfrozen(self, replica_id: int) -> None:
-        """Before a pass of a replica: hooks leaves that its step has unfrozen."""
-        frozen = self._frozen.get(replica_id)
-        if frozen and True in map(needs_grad, frozen):
-            self._frozen[replica_id] = [leaf for leaf in frozen if not leaf.requires_grad]
-            self._hook(self.weights[replica_id], [leaf for leaf in frozen if leaf.requires_grad])
+                    self.removals += [before_accumulation(leaf, hook) for leaf in leaves]
 
     def weigh(self, weight: float, grad: Tensor) -> Tensor:
         """Returns a gradient times what its replica counts for."""
@@ -228,6 +221,7 @@ class Aside:
         return [
             before_accumulation(leaf, functools.partial(before, replica_id))
             for replica_id, leaf in enumerate(one.leaves)
+            if can_be_trained(leaf)
         ]
 
     def put(self, owners: Iterable[Leaves]) -> None:

@@ -44,14 +44,10 @@ class OwnPass:
     counts a write to it. So nothing has to be told when each gradient comes.
     """
 
-    __slots__ = ("_before", "_filled", "_versions", "leaves", "of_all", "unfrozen")
+    __slots__ = ("_before", "_filled", "_versions", "leaves", "of_all")
 
-    def __init__(
-        self, leaves: Sequence[nn.Parameter], of_all: Pass, unfrozen: Sequence[int] = ()
-    ) -> None:
+    def __init__(self, leaves: Sequence[nn.Parameter], of_all: Pass) -> None:
         self.of_all = of_all
-        # Which of the frozen parameters the last leaves are.
-        self.unfrozen = unfrozen
         self.leaves = leaves
         self._before: list[Tensor | None] = [leaf.grad for leaf in leaves]
         self._versions = [0 if grad is None else grad._version for grad in self._before]

@@ -88,7 +88,7 @@ class GradientReducer:
         self._removals: list[Callable[[], None]] = []
         self.weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
-        self._frozen = Frozen(self._reduction, self._aside)
+        self._frozen = Frozen(self._reduction, self._aside, len(devices))
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
@@ -147,7 +147,6 @@ class GradientReducer:
             for one in (*self._owners, *self._frozen.owners):
                 for leaf in one.leaves:
                     seal(leaf)
-            for one in self._owners:
                 self._removals += self._aside.hook(one)
             for pack in range(self._num_early):
                 self._hook_pack(pack, self._hooked_at[pack])
@@ -203,11 +202,10 @@ class GradientReducer:
                 if notes.num_passes not in self._passes:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
-            self.weighting.hook_unfrozen(replica_id := context.local_id)
-            unfrozen, leaves = self._frozen.unfrozen(replica_id), self._leaves[replica_id]
-            if unfrozen:
-                leaves = [*leaves, *unfrozen.values()]
-            own = OwnPass(leaves, current, [*unfrozen])
+            leaves = self._leaves[context.local_id]
+            if frozen := self._frozen.reached_by(context.local_id):
+                leaves = [*leaves, *frozen]
+            own = OwnPass(leaves, current)
         notes.current_pass = own
         if own.adds:  # Never set back, because another replica may set it at the same time.
             self.has_added = True
@@ -317,9 +315,6 @@ class GradientReducer:
         context.notes.num_passes += 1
         with no_torch_function():
             new = own.new()
-            if own.unfrozen:
-                last = (num_owners + own.unfrozen[i - num_owners] for i in new if i >= num_owners)
-                new = [*(i for i in new if i < num_owners), *last]
             if self._has_waiting:
                 # Also those that this pass has not added to.
                 all_owners = enumerate((*self._owners, *self._frozen.owners))
