@@ -57,8 +57,10 @@ class Mirrors:
         self._tables = Contents()
         # What has another class in a run: modules, parameters, and objects that do work once.
         self.fronts = Fronts()
-        self._leaves: dict[int, Leaves] = {}
-        # Of these, what belongs to no module.
+        # The leaves of all that is trained: what belongs to no module, such as variables, then
+        # modules in the order of making. Replaced as a whole.
+        self.all_leaves: list[Leaves] = []
+        # Of these, the first ones.
         self._free: list[Leaves] = []
         # Of the others, the primaries, and the leaves of the first replica.
         self._compared: tuple[list[nn.Parameter], list[nn.Parameter]] = [], []
@@ -72,9 +74,8 @@ class Mirrors:
         self.is_single = len(places) == 1 and not workers.are_many
         # By identity, the modules of a single replica.
         self.singles: dict[int, weakref.ref[nn.Module]] = {}
-        # Changes whenever there are other leaves than before, and which there were then.
+        # Changes whenever there are other leaves than before.
         self.generation = 0
-        self._of_generation: list[Leaves] = []
         # Reduces the gradients that replicas have written themselves. Set by the reducer.
         self.reduce_rest: Callable[[Iterable[Leaves]], None] = lambda _: None
         # Called before a run writes to the program's own objects. Set by a `Snapshot`.
@@ -107,20 +108,20 @@ class Mirrors:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
         for mirror in list(self.mirrors.values()):
             self._attributes.check_given(mirror.replicas, mirror.given)
-        hidden = next((one for one in self._leaves.values() if one.is_hidden()), None)
+        hidden = next((one for one in self.all_leaves if one.is_hidden()), None)
         if hidden is not None:
             raise UnsupportedError(
                 f"A gradient of {self.name_of(hidden.primary)} was not reduced in its run, so no "
                 "other worker can take over the replica that has it. Leave `no_sync()` before the "
                 "last backward pass of a run."
             )
-        for one in self._leaves.values():
+        for one in self.all_leaves:
             # It may lie in memory of the workers that were.
             if one.primary.grad is not None:
                 one.primary.grad = one.primary.grad.detach().clone()
                 if one.is_shown:
                     self.showing.add(id(one.primary))
-        self._leaves, self._of_generation, self._free = {}, [], []
+        self.all_leaves, self._free = [], []
         for mirror in list(self.mirrors.values()):
             mirror.replicas, mirror.given = [], {}
         self._lay_out(memories, places)
@@ -162,15 +163,16 @@ class Mirrors:
 
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
         """Returns the leaves of a primary parameter, if it has any."""
-        return self._leaves.get(id(parameter))
+        owner = self.owners.get(id(parameter))
+        return owner if owner is not None and owner.primary is parameter else None
 
     def add(self, leaves: Leaves) -> None:
         """Adds the leaves of what belongs to no module; they stay as long as they are current."""
-        self._free.append(leaves)
-        self._leaves[id(leaves.primary)] = leaves
-        self.owners.update(_identities(leaves))
-        self._of_generation.append(leaves)
+        place = len(self._free)
         self.generation += 1
+        self._free = [*self._free, leaves]
+        self.all_leaves = [*self.all_leaves[:place], leaves, *self.all_leaves[place:]]
+        self.owners.update(_identities(leaves))
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether `parameter` is one of a primary module, or belongs to none but is shared."""
@@ -199,11 +201,6 @@ class Mirrors:
                     return f"`{name}` of {type(module).__name__}"
         return f"a parameter of shape {tuple(parameter.shape)}"
 
-    @property
-    def all_leaves(self) -> list[Leaves]:
-        """The leaves of all that is trained: variables, then modules in the order of making."""
-        return list(self._leaves.values())
-
     def refresh(self) -> None:
         """Before a run: updates the clones from their primaries."""
         if not self.are_as_given() or not self._are_current():
@@ -213,8 +210,8 @@ class Mirrors:
                 self._rebuild()
         self.hooks.refresh()
         if self.is_spread:
-            spread([one for one in self._leaves.values() if one.is_behind()])
-        catch_up(self._leaves.values())
+            spread([one for one in self.all_leaves if one.is_behind()])
+        catch_up(self.all_leaves)
         self.buffers.give()
         self.metrics.begin()
         self.watch.stamp()
@@ -241,7 +238,7 @@ class Mirrors:
         try:
             try:
                 self.fronts.put_up()
-                self.fronts.capture(self._leaves.values())
+                self.fronts.capture(self.all_leaves)
                 result = run()
             finally:
                 self._take_down()
@@ -300,17 +297,21 @@ class Mirrors:
         # Until all is done, because Ctrl-C may come between.
         self.is_stale = True
         primaries = self.primaries()
-        known = self._leaves
-        self._free = [one for one in self._free if one.is_current()]
-        self._leaves = {id(one.primary): one for one in self._free}
+        free = [one for one in self._free if one.is_current()]
+        found = {id(one.primary): one for one in free}
         for module in primaries:
             self.move(module)
             for parameter in raw(module)["_parameters"].values():
-                if parameter is not None and id(parameter) not in self._leaves:
-                    self._leaves[id(parameter)] = self._leaves_for(module, parameter, known)
-        of_modules = list(self._leaves.values())[len(self._free) :]
-        firsts = [one.leaves[0] for one in of_modules]
-        self._compared = [one.primary for one in of_modules], firsts
+                if parameter is not None and id(parameter) not in found:
+                    found[id(parameter)] = self._leaves_for(module, parameter)
+        leaves = list(found.values())
+        if leaves != self.all_leaves:
+            # Not for `model.eval()`, which one worker may call alone: packs are made together.
+            self.generation, self._checked = self.generation + 1, {}
+        self.all_leaves, self._free = leaves, free
+        self.owners = _identities(*leaves)
+        of_modules = leaves[len(free) :]
+        self._compared = [one.primary for one in of_modules], [one.leaves[0] for one in of_modules]
         for module in primaries:
             mirror = self.mirrors[id(module)]
             cls = plain_class(type(module))
@@ -327,14 +328,9 @@ class Mirrors:
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        if self._of_generation != self.all_leaves:
-            # Not for `model.eval()`, which one worker may call alone: packs are made together.
-            self.generation, self._checked = self.generation + 1, {}
-            self._of_generation = self.all_leaves
-        self.owners = _identities(*self._leaves.values())
         self.parts.note()
         self.hooks.forget()
-        self.fronts.capture(self._leaves.values())
+        self.fronts.capture(self.all_leaves)
         self.is_stale = False
 
     def move(self, module: nn.Module) -> None:
@@ -343,16 +339,14 @@ class Mirrors:
         if place.type != "cpu":
             nn.Module._apply(module, lambda tensor: tensor.to(place), recurse=False)
 
-    def _leaves_for(
-        self, module: nn.Module, parameter: nn.Parameter, known: dict[int, Leaves]
-    ) -> Leaves:
+    def _leaves_for(self, module: nn.Module, parameter: nn.Parameter) -> Leaves:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise UnsupportedError(
                 f"{type(module).__name__} has parameters without a shape yet. Call the model once "
                 "with a batch, before `run`, so that all replicas start from the same values."
             )
-        before = known.get(id(parameter))
-        if before is not None and before.primary is parameter and before.is_current():
+        before = self.leaves_of(parameter)
+        if before is not None and before.is_current():
             return before
         made = Leaves.made_for(parameter, self.memories, self.places)
         if id(parameter) in self.showing:
@@ -370,13 +364,13 @@ class Mirrors:
             if mirror is None:
                 return value
             return types.MethodType(value.__func__, mirror.replicas[replica_id])
-        leaves = self._leaves.get(id(value))
+        leaves = self.leaves_of(value)
         return value if leaves is None else leaves.leaves[replica_id]
 
     def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
         """Clears the gradients that the replicas have of some parameters."""
         for parameter in parameters:
-            leaves = self._leaves.get(id(parameter))
+            leaves = self.leaves_of(parameter)
             for leaf in leaves.leaves if leaves is not None else ():
                 clear(leaf, set_to_none=set_to_none)
 

@@ -83,13 +83,11 @@ class Watch:
 
     def settle(self) -> None:
         """After something was done for all replicas: every memory gets what it has written."""
-        before, self._versions = self._versions, [tensor._version for tensor in self._tensors]
-        if self._is_spread and before != self._versions:
-            changes = zip(self._owners, before, self._versions, strict=True)
-            changed = dict.fromkeys(owner for owner, old, new in changes if old != new)
+        if self._is_spread:
             # An optimizer has copied what it wrote already.
-            spread([one for one in changed if isinstance(one, Leaves) and one.is_behind()])
-            self.stamp()
+            owners = (one for one in self._owners if isinstance(one, Leaves))
+            spread([one for one in dict.fromkeys(owners) if one.is_behind()])
+        self._versions = [tensor._version for tensor in self._tensors]
 
     def add_copy(self, parameter: nn.Parameter, copy: Tensor) -> None:
         """Watches a copy of a parameter, if that is one of this strategy."""
