@@ -17,6 +17,7 @@ from unisono.communicators.communicator import gather_texts
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.kernels import check_gather
 from unisono.options import ReduceOp
+from unisono.packing import PackLayout, Spec
 from unisono.reductions.wire import num_bytes, read, write
 from unisono.values import is_sparse
 
@@ -167,15 +168,12 @@ class Workers:
         """Overwrites the tensors of all workers with those of the chief."""
         if not self.are_many:
             return
-        by_kind: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        for group in by_kind.values():
-            pack = torch.cat([tensor.detach().reshape(-1) for tensor in group]).to(_HOST)
+        here = [tensor.detach().to(_HOST) for tensor in tensors]
+        layout = PackLayout.of_groups(list(map(Spec.of, here)), [range(len(here))])
+        packs = layout.pack(here)
+        for pack in packs:
             self.communicator.broadcast(pack)
-            sizes = [tensor.numel() for tensor in group]
-            for tensor, part in zip(group, pack.split(sizes), strict=True):
-                tensor.detach().copy_(part.view(tensor.shape))
+        layout.write(packs, [tensor.detach() for tensor in tensors])
 
     def of_chief(self, tensor: Tensor) -> Tensor:
         """Returns the chief's value of `tensor`."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unisono.arguments import check_bool, check_int
+from unisono.arguments import check_bool, check_int, check_optional
 from unisono.cluster import ClusterResolver, ClusterSpec, Membership, SimpleClusterResolver, detect
 from unisono.cluster.elastic import ElasticMembers
 from unisono.devices import Device, DeviceLike, replica_devices, spread
@@ -158,12 +158,9 @@ class MultiWorkerMirroredStrategy(Strategy):
                 "`cluster_resolver` must be one of `unisono.cluster_resolver`, got "
                 f"{cluster_resolver!r}."
             )
-        options = DEFAULT_OPTIONS if communication_options is None else communication_options
-        if not isinstance(options, CommunicationOptions):
-            raise UnsupportedError(
-                "`communication_options` must be `unisono.experimental.CommunicationOptions`, got "
-                f"{communication_options!r}."
-            )
+        given, wanted = communication_options, "a `unisono.experimental.CommunicationOptions`"
+        check_optional("communication_options", given, CommunicationOptions, wanted)
+        options = given or DEFAULT_OPTIONS
         chosen = None if devices is None else replica_devices(devices)
         check_ops(cross_device_ops)
         if num_replicas is not None:
@@ -239,11 +236,8 @@ class MultiWorkerMirroredStrategy(Strategy):
             ClusterError: If the cluster cannot be used, or something was made in the scope before.
             CommunicationError: If the workers do not come together.
         """
-        config = ConfigProto() if session_config is None else session_config
-        if not isinstance(config, ConfigProto):
-            raise UnsupportedError(
-                f"`session_config` must be a `ConfigProto`, got {type(config).__name__}."
-            )
+        check_optional("session_config", session_config, ConfigProto, "a `ConfigProto` or None")
+        config: Any = session_config or ConfigProto()
         if cluster_spec is not None:
             self._join(ClusterSpec(cluster_spec), task_type, task_id, config)
         changed = self.update_config_proto(config)

@@ -23,7 +23,7 @@ from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once
 from unisono.variables.optimizer_tables import parameters_of
-from unisono.variables.outsiders import check_metric, note_maker, refuse_outsiders
+from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
 from unisono.variables.owners import owner_of
 from unisono.variables.policy import HasPolicy
 from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
@@ -113,7 +113,7 @@ def _watch_attributes() -> None:
         if name == UPDATES and is_clone(raw(self)):
             note_updates(self, value)
         elif name == UPDATES and is_metric(raw(self)):
-            check_metric(self)
+            check_call(self, "update")
         set_attribute(self, name, value)
 
     @in_place_of(nn.Module, "__delattr__")

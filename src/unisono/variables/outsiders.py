@@ -70,14 +70,16 @@ def note_maker(made: Any) -> None:
         _made_outside.add(made)
 
 
-def check_metric(metric: nn.Module) -> None:
-    """Refuses an update, on a replica, of a metric that all replicas would write at once."""
+def check_call(target: Any, name: str) -> None:
+    """Refuses a call, on a replica, that changes an object which all replicas share."""
     context = _one_of_several()
-    if context is not None and _makers.get(metric) != context.local_id:
+    if context is None or owner_of(target) is context.replicas.mirrors:
+        return
+    if _makers.get(target) != context.local_id:
         raise ContextError(
-            f"{type(metric).__name__} was updated on a replica, but does not belong to "
-            f"{context.strategy!r}: all replicas would write its states at once. Make it in "
-            "`strategy.scope()`, or bring it in with `strategy.mirror(metric)`."
+            f"{type(target).__name__}.{name}() was called on a replica, but the object does not "
+            f"belong to {context.strategy!r}: every replica would change it. Make it in "
+            "`strategy.scope()`, or bring it in with `strategy.mirror()`."
         )
 
 
@@ -292,12 +294,5 @@ def _check_before(cls: Any, name: str) -> None:
 
     @in_place_of(cls, name)
     def checked(self: Any, *args: Any, **kwargs: Any) -> Any:
-        context = _one_of_several()
-        is_own = context is None or owner_of(self) is context.replicas.mirrors
-        if context is not None and not is_own and self not in _makers:
-            raise ContextError(
-                f"{type(self).__name__}.{name}() was called on a replica, but the object does not "
-                f"belong to {context.strategy!r}: every replica would change it. Make it in "
-                "`strategy.scope()`, or bring it in with `strategy.mirror()`."
-            )
+        check_call(self, name)
         return method(self, *args, **kwargs)

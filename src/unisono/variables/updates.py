@@ -271,9 +271,7 @@ class GroupCopies:
     def _check(self, optimizer: Any, changes: list[dict[tuple[int, str], Any]]) -> None:
         for number, key in dict.fromkeys(place for own in changes for place in own):
             values = [own.get((number, key), "as it was") for own in changes]
-            values += _of_other_workers(self._workers, values[0])
-            if not all(_is_same(value, values[0]) for value in values[1:]):
-                listed = ", ".join(map(str, values))
+            if listed := _differing(values, self._workers):
                 raise ReplicaMismatchError(
                     f"The replicas set `param_groups[{number}][{key!r}]` of "
                     f"{type(optimizer).__name__} to different values: {listed}. Set the same value "
@@ -292,16 +290,21 @@ def sets_groups(optimizer: Any, key: str) -> str:
 def check_same(what: str, given: Sequence[Sequence[Any]], workers: Workers) -> None:
     """Raises if replicas, of this worker or of others, have given different arguments."""
     for values in map(list, zip(*given, strict=True)):
-        values += _of_other_workers(workers, values[0])
-        if not all(_is_same(value, values[0]) for value in values[1:]):
-            numbers = (one.tolist() if isinstance(one, Tensor) else one for one in values)
-            listed = ", ".join(map(str, numbers))
+        if listed := _differing(values, workers):
             raise ReplicaMismatchError(
                 f"{what} happens once for all replicas, but they gave it different values: "
                 f"{listed}. Reduce the value first: with `context = unisono.get_replica_context()`,"
                 ' a mean is `context.all_reduce("MEAN", value * context.weight)`. Or make the call '
                 "outside `run`."
             )
+
+
+def _differing(values: list[Any], workers: Workers) -> str:
+    """Lists what the replicas of this worker have, or all workers; nothing if it is the same."""
+    values = values + _of_other_workers(workers, values[0])
+    if all(_is_same(value, values[0]) for value in values[1:]):
+        return ""
+    return ", ".join(str(one.tolist() if isinstance(one, Tensor) else one) for one in values)
 
 
 def _of_other_workers(workers: Workers, value: Any) -> list[Any]:
