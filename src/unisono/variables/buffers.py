@@ -27,7 +27,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
-from unisono.variables.attributes import are_same, raw
+from unisono.variables.attributes import Contents, are_same, raw
 from unisono.variables.leaves import fit_for_training
 from unisono.variables.statistics import (
     Flat,
@@ -70,7 +70,8 @@ class Buffers:
         self._primaries: list[Named] = []
         self._clones: list[list[Named]] = [[] for _ in places]
         # What the primaries had when the layout was made, and the replicas have in its place.
-        self._names: list[str] = []
+        self._noted = Contents()
+        self._held = [Contents() for _ in places]
         self._tensors: list[Tensor | None] = []
         self._addresses: list[int] = []
         self._shapes: list[torch.Size] = []
@@ -225,12 +226,10 @@ class Buffers:
 
     def _is_current(self) -> bool:
         """Whether the primaries still have the buffers that the layout was made for."""
-        tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
         return (
             self._is_laid_out
-            and are_same(tensors, self._tensors)
-            and list(chain.from_iterable(self._primaries)) == self._names
-            and [tensor.data_ptr() for tensor in _tensors(tensors)] == self._addresses
+            and self._noted.are_same()
+            and [tensor.data_ptr() for tensor in _tensors(self._tensors)] == self._addresses
             and all(one.module() is not None for one in self._tracked)
         )
 
@@ -241,7 +240,7 @@ class Buffers:
             [one.clones[i]["_buffers"] for one in self._tracked] for i in range(len(self._places))
         ]
         self._tensors = list(chain.from_iterable(map(dict.values, self._primaries)))
-        self._names = list(chain.from_iterable(self._primaries))
+        self._noted.note(self._primaries)
         self._addresses = [tensor.data_ptr() for tensor in _tensors(self._tensors)]
         self._shapes = [tensor.shape for tensor in _tensors(self._tensors)]
         # A buffer that several modules have is one for each replica, too.
@@ -289,6 +288,7 @@ class Buffers:
             for clone, primary in zip(clones, self._primaries, strict=True):
                 clone.clear()
                 clone.update((name, next(given)) for name in primary)
+            self._held[i].note(clones)
 
     def _part(self, primary: Tensor, replica_id: int) -> Tensor:
         loose = self._loose.get(id(primary))
@@ -301,11 +301,9 @@ class Buffers:
         """Returns the buffers that replicas have replaced; see `Written`."""
         replaced: list[tuple[Tensor, Tensor]] = []
         others: set[tuple[int, str]] = set()
-        for i, clones in enumerate(self._clones):
-            found = list(chain.from_iterable(map(dict.values, clones)))
-            shapes = [one.shape for one in _tensors(found)]
-            is_same = are_same(found, self._given[i]) and shapes == self._shapes
-            if not is_same or list(chain.from_iterable(clones)) != self._names:
+        for i, held in enumerate(self._held):
+            shapes = [one.shape for one in _tensors(self._given[i])]
+            if not held.are_same() or shapes != self._shapes:
                 others.update(self._take_replaced(i, replaced))
         return replaced, sorted(others)
 
@@ -356,8 +354,8 @@ class Buffers:
         return [[tensor._version for tensor in own] for own in self._small]
 
     def _name_of(self, buffer: Tensor) -> str:
-        names = zip(self._names, self._tensors, strict=True)
-        return next((name for name, tensor in names if tensor is buffer), "a buffer")
+        named = (item for own in self._primaries for item in own.items())
+        return next((name for name, tensor in named if tensor is buffer), "a buffer")
 
 
 def _resizes_buffers(module: nn.Module | None) -> bool:
