@@ -13,6 +13,7 @@ from unisono.errors import CaptureError
 from unisono.torch_private import copy_each, no_torch_function_of_subclasses
 from unisono.values import is_sparse
 from unisono.variables import Leaves, Mark, Mirrors
+from unisono.variables.leaves import catch_up
 
 _gradient = operator.attrgetter("grad")
 _version = operator.attrgetter("_version")
@@ -149,8 +150,7 @@ class StartingGradients:
     def fill(self) -> None:
         """Before a replay: copies the gradients of now to where the graphs read them."""
         if self._used:
-            for one in self._mirrors.all_leaves:
-                one.catch_up()
+            catch_up(self._mirrors.all_leaves)
         for tensor, grad in self._used:
             if tensor.grad is not grad:
                 assert tensor.grad is not None

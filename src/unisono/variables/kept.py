@@ -16,7 +16,7 @@ from torch import Tensor
 from unisono.devices import this_machine
 from unisono.errors import UnsupportedError
 from unisono.reductions import ReplicaLayout
-from unisono.variables.leaves import VariableLeaves, fit_for_training, remember
+from unisono.variables.leaves import VariableLeaves, fit_for_training, remember, with_own_gradients
 from unisono.variables.writes import Write
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class KeptVariables:
                     "So no other worker can take over their components. Write to it in a run."
                 )
             leaves = variable._replicas.mirrors.leaves_of(variable.values[0])
-            if has_unreduced and leaves is not None and leaves.has_own_gradients():
+            if has_unreduced and leaves is not None and with_own_gradients([leaves]):
                 raise UnsupportedError(
                     f"A gradient of {variable.name!r} was not reduced in its run, so no other "
                     "worker can take over the replica that has it. Leave `no_sync()` before the "

@@ -117,14 +117,6 @@ class Leaves:
             and first.shape == primary.shape
         )
 
-    def catch_up(self) -> None:
-        """Before a run: takes over what has been done to the primary since the last one."""
-        self.take_over()
-        if self.is_shown:
-            grad, mark = self.primary.grad, self.reduced[0]
-            if grad is None or (mark is not None and not mark.fits(grad) and not self.is_hidden()):
-                self.give_gradient()
-
     def is_behind(self) -> bool:
         """Whether something was written to the primary that other memories do not have."""
         return self.is_spread and self.version != version_of(self.primary)
@@ -156,15 +148,10 @@ class Leaves:
         """Remembers the gradients of the leaves as reduced: they are equal."""
         self.reduced = [Mark.of(leaf.grad) for leaf in self.leaves]
 
-    def has_own_gradients(self) -> bool:
-        """Whether a replica has a gradient that is not the one that was reduced last."""
-        return bool(with_own_gradients((self,)))
-
     def is_hidden(self) -> bool:
         """Whether replicas have gradients of their own that the primary does not show."""
-        if self.leaves[0].grad is self.primary.grad:
-            return any(map(self.is_own, range(1, len(self.leaves))))
-        return self.has_own_gradients()
+        is_first_shown = self.leaves[0].grad is self.primary.grad
+        return any(map(self.is_own, range(is_first_shown, len(self.leaves))))
 
     def is_own(self, replica_id: int) -> bool:
         """Whether a replica has a gradient that is not the one that was reduced last."""
@@ -173,9 +160,7 @@ class Leaves:
 
     def take_from_primary(self) -> None:
         """After something was done for all replicas: they get what became of the gradient."""
-        grad, mark = self.primary.grad, self.reduced[0]
-        is_written = grad is not None and (mark is None or not mark.fits(grad))
-        if is_written or grad is not self.leaves[0].grad:
+        if self.primary.grad is not self.leaves[0].grad or self.is_own(0):
             self.give_gradient()
 
     def give_gradient(self) -> None:
@@ -271,7 +256,7 @@ def show_current_gradients(owners: Iterable[Leaves]) -> None:
 
 
 def with_own_gradients(owners: Iterable[Leaves]) -> list[Leaves]:
-    """Returns those for which `has_own_gradients` is true."""
+    """Returns those of which a replica has a gradient that is not the one reduced last."""
     found = []
     for one in owners:
         for grad, mark in zip(map(gradient_of, one.leaves), one.reduced, strict=True):
@@ -315,15 +300,16 @@ def catch_up(owners: Iterable[Leaves]) -> None:
     for one in owners:
         primary = one.primary
         has_more = primary.__dict__ or one.attributes or primary._backward_hooks is not None
-        is_same = not (one.is_spread or has_more)
-        if is_same and one.is_shown:
-            # The gradient is the one that was reduced last.
+        if one.is_spread or has_more:
+            one.take_over()
+        if one.is_shown:
             grad, mark = primary.grad, one.reduced[0]
-            is_same = grad is not None and (
-                mark is None or (mark[0]() is grad and mark[1] == grad._version)
-            )
-        if not is_same:
-            one.catch_up()
+            if grad is None or (
+                mark is not None
+                and (mark[0]() is not grad or mark[1] != grad._version)
+                and not one.is_hidden()
+            ):
+                one.give_gradient()
 
 
 def spread(owners: Sequence[Leaves]) -> None:

@@ -162,16 +162,12 @@ def _wrap_clipping(module: Any, name: str, clip: Any) -> None:
         replica_id = context.local_id
         known = context.replicas.mirrors.owners
         owners = [known[id(one)] for one in listed if id(one) in known]
-        reduced = [
-            one
-            for one in owners
-            if (grad := one.leaves[replica_id].grad) is not None
-            and (mark := one.reduced[replica_id]) is not None
-            and mark.fits(grad)
-        ]
+        are_reduced = not any(
+            one.leaves[replica_id].grad is None or one.is_own(replica_id) for one in owners
+        )
         result = clip(listed, *args, **kwargs)
-        if len(reduced) == len(owners):
+        if are_reduced:
             # The factor is computed from all of them, so it is equal on all replicas.
-            for one in reduced:
+            for one in owners:
                 one.reduced[replica_id] = Mark.of(one.leaves[replica_id].grad)
         return result

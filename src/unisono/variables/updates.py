@@ -24,7 +24,7 @@ from unisono.errors import ContextError, ReplicaMismatchError
 from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import Contents, are_same
 from unisono.variables.front import plain_class
-from unisono.variables.leaves import Leaves
+from unisono.variables.leaves import Leaves, with_own_gradients
 from unisono.variables.optimizer_tables import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class Settings:
 
         Before it, gradients that replicas have written themselves are compared and exchanged.
         """
-        if any(one.has_own_gradients() for one in self._owners) or self._has_hooks:
+        if with_own_gradients(self._owners) or self._has_hooks:
             return False
         cls = plain_class(type(self.optimizer))
         kinds = {tensor.device.type for tensor in self._tensors}
