@@ -79,7 +79,7 @@ class GradientReducer:
         self._owners: list[Leaves] = []
         self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
         # For each pack, the numbers of its members among `_owners`, and the one that is hooked.
-        self._numbers: list[list[int]] = []
+        self._numbers: list[range] = []
         self._hooked_at: list[int] = []
         # Where the hook of a pack is to be instead, because gradients came after that one.
         self._moves: dict[int, int] = {}
@@ -160,14 +160,12 @@ class GradientReducer:
     def _make_packs(self) -> None:
         trained = self._frozen.split(self._mirrors.all_leaves[::-1])
         self._packs, sparse = self._parting.packs(trained)
-        ends = list(itertools.accumulate(len(pack.members) for pack in self._packs))
-        self._numbers = [
-            list(range(end - len(pack.members), end))
-            for pack, end in zip(self._packs, ends, strict=True)
-        ]
-        self._hooked_at = [end - 1 for end in ends]
+        ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
+        self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
+        self._hooked_at = [numbers[-1] for numbers in self._numbers]
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        self._num_early = 0 if self._reduction.ops.wants_all_gradients else max(0, len(ends) - 1)
+        wants_all = self._reduction.ops.wants_all_gradients
+        self._num_early = 0 if wants_all else max(0, len(self._packs) - 1)
         self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
         self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
