@@ -242,12 +242,9 @@ class AllReduceCrossDeviceOps(DelegatingOps):
             raise UnsupportedError(
                 f"`all_reduce_alg` must be {known}, got {in_words(all_reduce_alg)}."
             )
-        for name, value in (
-            ("num_packs", num_packs),
-            ("agg_small_grads_max_bytes", agg_small_grads_max_bytes),
-            ("agg_small_grads_max_group", agg_small_grads_max_group),
-        ):
-            check_int(name, value)
+        check_int("num_packs", num_packs)
+        check_int("agg_small_grads_max_bytes", agg_small_grads_max_bytes)
+        check_int("agg_small_grads_max_group", agg_small_grads_max_group)
         rule: int | PackingRule = num_packs
         if num_packs == 0 and agg_small_grads_max_bytes > 0 and agg_small_grads_max_group > 0:
             rule = SmallGroups(agg_small_grads_max_bytes, agg_small_grads_max_group)

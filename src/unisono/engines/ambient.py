@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import filterfalse
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -76,19 +77,13 @@ if _ask is None:
     _note_hooks()
 
 
-def default_device() -> torch.device | None:
-    """Returns the innermost device that is set for new tensors; None if none is."""
-    modes = reversed(_get_current_function_mode_stack())
-    return next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
-
-
 @dataclass(frozen=True)
 class CallerModes:
     """Modes and hooks that the caller of `run` is under, and that see what all replicas do.
 
-    torch keeps them for each thread. `FlopCounterMode` is a mode for operators,
-    `saved_tensors_hooks` and `save_on_cpu` are hooks. What a mode counts, threads must not count at
-    the same time, so a mode for operators sees one operator at a time.
+    torch keeps them for each thread. `FlopCounterMode` is a mode for operators, a default device is
+    one for functions, `saved_tensors_hooks` and `save_on_cpu` are hooks. What a mode counts must
+    not be counted by threads at the same time, so a mode for operators sees one at a time.
     """
 
     thread: int
@@ -102,9 +97,7 @@ class CallerModes:
         functions: tuple[TorchFunctionMode, ...] = ()
         operators: tuple[TorchDispatchMode, ...] = ()
         if num_function_modes() > 0:
-            # The default device is looked after by itself.
-            entered = _get_current_function_mode_stack()
-            functions = tuple(mode for mode in entered if not isinstance(mode, DeviceContext))
+            functions = tuple(filterfalse(_is_of_cpu, _get_current_function_mode_stack()))
         if num_dispatch_modes() > 0:
             lock = threading.RLock()
             found = _get_current_dispatch_mode_stack()
@@ -134,6 +127,11 @@ class CallerModes:
                 torch._C._autograd._push_saved_tensors_default_hooks(*self.hooks)
                 stack.callback(torch._C._autograd._pop_saved_tensors_default_hooks)
             yield
+
+
+def _is_of_cpu(mode: TorchFunctionMode) -> bool:
+    """Whether a mode only says what is so without it: that new tensors are on the CPU."""
+    return isinstance(mode, DeviceContext) and mode.device == _CPU
 
 
 def modes_need_turns(*, more: bool) -> bool:
@@ -205,12 +203,11 @@ def _entered_modes() -> tuple[list[TorchFunctionMode], list[TorchDispatchMode]]:
 
 @dataclass(eq=False)
 class Ambient:
-    """The modes, hooks, default device, context variables and CUDA streams of a thread."""
+    """The modes, hooks, context variables and CUDA streams of a thread."""
 
     is_grad_enabled: bool
     is_inference: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
-    default_device: torch.device | None
     variables: contextvars.Context
     streams: dict[torch.device, torch.cuda.Stream]
     # Modes for operators and functions, such as `FlopCounterMode`, and hooks for saved tensors.
@@ -224,14 +221,10 @@ class Ambient:
             if torch.is_autocast_enabled(kind):
                 is_cached = torch.is_autocast_cache_enabled()
                 autocasts += ((kind, torch.get_autocast_dtype(kind), is_cached),)
-        # A default device is a mode for all torch functions, and takes long to ask for.
-        has_modes = num_function_modes() > 0
-        device = default_device() if has_modes else None
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
             autocasts,
-            device if device != _CPU else None,
             contextvars.copy_context(),
             {place: torch.cuda.current_stream(place) for place in places if place.type == "cuda"},
             CallerModes.of_this_thread(),
@@ -264,7 +257,7 @@ class Ambient:
 
     @property
     def _is_plain(self) -> bool:
-        return not (self.is_inference or self.autocasts or self.default_device or self.modes)
+        return not (self.is_inference or self.autocasts or self.modes)
 
     def _others(self, place: torch.device) -> list[torch.cuda.Stream]:
         others = (stream for gpu, stream in self.streams.items() if gpu != place)
@@ -286,8 +279,6 @@ class Ambient:
                 set_grad_enabled(self.is_grad_enabled)
             for kind, dtype, is_cached in self.autocasts:
                 enter(torch.autocast(kind, dtype, cache_enabled=is_cached))
-            if self.default_device is not None:
-                enter(self.default_device)
             if self.modes is not None:
                 enter(self.modes.entered())
             yield

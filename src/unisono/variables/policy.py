@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.arguments import in_words
+from unisono.arguments import check_instance, in_words
 from unisono.devices import Device, this_machine
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp, VariableAggregation
@@ -69,11 +69,8 @@ class VariablePolicy:
                 f"`synchronization` must be one of {_listed(known)}, got "
                 f"{in_words(self.synchronization)}."
             )
-        if not isinstance(self.aggregation, VariableAggregation):
-            raise UnsupportedError(
-                f"`aggregation` must be one of {_listed(VariableAggregation)}, got "
-                f"{in_words(self.aggregation)}."
-            )
+        wanted = f"one of {_listed(VariableAggregation)}"
+        check_instance("aggregation", self.aggregation, VariableAggregation, wanted)
         is_real = self.dtype.is_floating_point or self.dtype.is_complex
         if self.aggregation is VariableAggregation.MEAN and not is_real:
             raise UnsupportedError(
