@@ -23,6 +23,7 @@ class Frozen:
     Attributes:
         owners: The parameters.
         leaves: By replica, their leaves.
+        are_new: Whether a step has trained one of them, so that it belongs into a pack.
     """
 
     def __init__(self, reduction: Reduction, aside: Aside, num_replicas: int) -> None:
@@ -30,8 +31,8 @@ class Frozen:
         self._aside = aside
         self.owners: list[Leaves] = []
         self.leaves: list[list[nn.Parameter]] = [[] for _ in range(num_replicas)]
-        self._primaries: list[nn.Parameter] = []
-        # Those that a step has trained.
+        self.are_new = False
+        # All that steps have trained so.
         self._trained: set[Leaves] = set()
 
     def split(self, owners: Sequence[Leaves]) -> list[Leaves]:
@@ -42,15 +43,9 @@ class Frozen:
         for one in owners:
             is_trained = one.primary.requires_grad or one in self._trained
             (packed if is_trained else self.owners).append(one)
-        self._primaries = [one.primary for one in self.owners]
+        self.are_new = False
         self.leaves = [[one.leaves[i] for one in self.owners] for i in range(len(self.leaves))]
         return packed
-
-    @property
-    def are_new(self) -> bool:
-        """Whether one of them is trained now, so that it belongs into a pack."""
-        are_trained = not self._trained.isdisjoint(self.owners)
-        return are_trained or True in map(needs_grad, self._primaries)
 
     def reached_by(self, replica_id: int) -> Sequence[nn.Parameter]:
         """Before a pass of a replica: returns all leaves if it may reach one of them, or none."""
@@ -61,6 +56,7 @@ class Frozen:
         """After a pass of all replicas: reduces those that have a new gradient."""
         found = [self.owners[number] for number in numbers]
         if found:
+            self.are_new = True
             self._trained.update(found)
             self._aside.put(found)
             self._reduction.reduce(found)
