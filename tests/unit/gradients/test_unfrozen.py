@@ -122,3 +122,31 @@ def test_sums_of_what_is_unfrozen(mirrored: Make, *, is_new: bool) -> None:
         found += [part.item() for part in parts.values]
 
     assert found == [10.0] * 6
+
+
+@pytest.mark.parametrize("op", ["MEAN", "SUM"])
+def test_what_cannot_be_trained_is_left_alone(mirrored: Make, op: str) -> None:
+    class Quantized(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(1, 1, bias=False)
+            self.scale = nn.Parameter(torch.tensor([2], dtype=torch.int8), requires_grad=False)
+            with torch.inference_mode():
+                self.offset = nn.Parameter(torch.ones(1), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.scale
+
+    strategy = mirrored(2, reduce_gradients=op)
+    with strategy.scope():
+        model = Quantized()
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        model(x).mean().backward()
+        assert model.weight.grad is not None
+        return model.weight.grad.clone()
+
+    (parts,) = strategy.experimental_distribute_dataset([torch.tensor([[1.0], [2.0], [6.0]])])
+    found = [part.item() for part in strategy.run(step, args=(parts,)).values]
+
+    assert found == pytest.approx([6.0] * 2 if op == "MEAN" else [15.0] * 2)
