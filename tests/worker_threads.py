@@ -95,4 +95,4 @@ def end_replica_threads() -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name.startswith("unisono-replica"):
-            thread.join(timeout=10)
+            thread.join(timeout=60)

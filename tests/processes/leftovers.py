@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import threading
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 # Connections and threads of libraries end a moment after the code that used them.
-_PATIENCE_SECONDS = 5.0
+_PATIENCE_SECONDS = 15.0
 # On a busy machine a single look may take as long, and what it frees may hold something else.
 _LEAST_LOOKS = 5
 
@@ -72,3 +73,16 @@ def settled(limit: Holdings) -> Holdings:
         gc.collect()
         now = Holdings.now()
     return now
+
+
+def extra_threads(before: int, *, but: str = "") -> int:
+    """Waits for threads that end by themselves, and returns how many more than `before` are left.
+
+    One with the name `but` may stay.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while (extra := sum(one.name != but for one in threading.enumerate()) - before) > 0:
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.02)
+    return extra

@@ -89,7 +89,7 @@ def test_workers_join_and_leave_with_the_same_bits() -> None:
 
 def test_a_paused_worker_is_given_up_and_joins_again() -> None:
     fates = {0: {3: "stop"}}
-    settings = {"timeout_seconds": 6.0}
+    settings = {"timeout_seconds": 10.0}
     with job(3, fates, settings=settings, wait_for={6: 3}) as (started, _):
         assert started[1].hear("met")[0] == (0, 1, 2)
         assert started[1].hear("met")[0] == (1, 2)
@@ -102,7 +102,7 @@ def test_a_paused_worker_is_given_up_and_joins_again() -> None:
 
 
 def test_a_paused_worker_does_not_go_on_after_those_who_went_on_without_it_have_ended() -> None:
-    settings = {"timeout_seconds": 6.0}
+    settings = {"timeout_seconds": 10.0}
     with job(4, {2: {3: "stop"}, 3: {3: "stop"}}, settings=settings) as (started, _):
         for one in started[:2]:
             assert one.hear("done") == (undisturbed(STEPS), (0, 1))
@@ -118,7 +118,7 @@ def test_a_paused_worker_does_not_go_on_after_those_who_went_on_without_it_have_
 def test_a_worker_that_is_paused_while_a_job_begins_does_not_begin_it_alone() -> None:
     """The others know it by then, and go on without it. It wakes up when they have ended."""
     stops = {1: ("unisono.strategies.joining:gather_texts", 2)}
-    with job(3, {}, stops=stops, settings={"timeout_seconds": 6.0}) as (started, _):
+    with job(3, {}, stops=stops, settings={"timeout_seconds": 10.0}) as (started, _):
         for one in (started[0], started[2]):
             assert one.hear("done") == (undisturbed(STEPS), (0, 2))
             one.process.join(60)
@@ -183,7 +183,7 @@ def launcher_on(pipe: Connection, namespace: str | None, endpoint: str) -> None:
 
 def test_a_worker_does_not_go_on_alone_while_its_launcher_is_paused() -> None:
     """If it ended before its launcher went on, the next one would say that it had not gone on."""
-    more: dict[str, Any] = {"settings": {"timeout_seconds": 6.0}, "wait_for": {2: 9}}
+    more: dict[str, Any] = {"settings": {"timeout_seconds": 10.0}, "wait_for": {2: 9}}
     with job_on_hosts([0, 1], {}, begins=False, **more) as (started, tasks, hosts):
         pipe, theirs = PROCESSES.Pipe()
         given = (theirs, hosts.names[0], f"{hosts.address(0)}:5000")
@@ -208,7 +208,7 @@ def test_a_worker_does_not_go_on_alone_while_its_launcher_is_paused() -> None:
 def test_a_worker_trains_with_those_of_other_launchers_only_if_its_own_knows_of_them() -> None:
     """If it were lost, the one in its place would begin the job again while these go on."""
     address, joins = (f"127.0.0.1:{port}" for port in free_ports(2))
-    more: dict[str, Any] = {"settings": {"timeout_seconds": 6.0}, "wait_for": {2: 2}}
+    more: dict[str, Any] = {"settings": {"timeout_seconds": 10.0}, "wait_for": {2: 2}}
     pipe, theirs = PROCESSES.Pipe()
     given = (theirs, None, f"127.0.0.1:{free_ports(1)[0]}")
     launcher = PROCESSES.Process(target=launcher_on, args=given, daemon=True)
@@ -232,7 +232,7 @@ def test_a_worker_trains_with_those_of_other_launchers_only_if_its_own_knows_of_
 
 def test_only_one_side_of_a_cut_goes_on() -> None:
     """The host of rank 0 has one worker of three, so the other host goes on."""
-    more: dict[str, Any] = {"wait_for": {2: 9}, "settings": {"timeout_seconds": 6.0}}
+    more: dict[str, Any] = {"wait_for": {2: 9}, "settings": {"timeout_seconds": 10.0}}
     with job_on_hosts([0, 1, 1], {}, **more) as (started, _, hosts):
         alone, *others = started
         for one in started:

@@ -26,6 +26,8 @@ from unisono.options import ReduceOp
 
 SUM, MEAN = ReduceOp.SUM, ReduceOp.MEAN
 TIMEOUT = 150.0
+# Where it passes, all others must have come before, also on a busy machine.
+SHORT = 12.0
 # What a busy machine may take where nobody has to wait for the end of a timeout.
 SECONDS_TO_NOTICE = 50.0
 
@@ -183,7 +185,7 @@ def survive(
 def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(
     sign: signal.Signals, backend: str
 ) -> None:
-    timeout = TIMEOUT if sign is signal.SIGKILL else 5.0
+    timeout = TIMEOUT if sign is signal.SIGKILL else SHORT
     with Ranks(3, survive, timeout, backend) as ranks:
         ranks.store.wait([f"ready/{rank}" for rank in range(3)], timedelta(seconds=60))
         os.kill(ranks.processes[1].pid or 0, sign)
@@ -200,7 +202,7 @@ def test_a_dead_or_stopped_worker_is_named_and_the_others_go_on(
         assert total == 11.0
 
 
-PAUSE_SECONDS = 4.0
+PAUSE_SECONDS = 11.0
 
 
 def pause_and_hold(
@@ -269,7 +271,7 @@ def wait_in_vain(store: Store, rank: int, size: int) -> list[Outcome]:
     """Rank 1 never makes the second call, though it lives."""
     with make(store, rank, size, "first") as communicator:
         summed(communicator)
-        communicator.set_timeout(3.0)
+        communicator.set_timeout(SHORT)
         if rank == 1:
             store.wait(["0 has failed", "2 has failed"], timedelta(seconds=60))
         raised = outcome(lambda: summed(communicator))
@@ -281,13 +283,13 @@ def test_a_worker_that_does_not_call_is_named_with_what_each_was_doing() -> None
     for ((kind, message, ranks, seconds),) in run_ranks(3, wait_in_vain):
         assert kind == "WorkerTimeoutError"
         assert ranks == (1,)
-        assert "waited 3 s in all_reduce number 2: sum of 1 float32 tensor" in message
+        assert "waited 12 s in all_reduce number 2: sum of 1 float32 tensor" in message
         assert "rank 1: between collectives, after number 1" in message
-        assert seconds < 3 + SECONDS_TO_NOTICE
+        assert seconds < SHORT + SECONDS_TO_NOTICE
 
 
 def never_come(store: Store, rank: int, size: int) -> Outcome:
-    return outcome(lambda: make(store, rank, size, "first", joining=3.0))
+    return outcome(lambda: make(store, rank, size, "first", joining=SHORT))
 
 
 def test_a_worker_that_never_came_is_named() -> None:
@@ -297,7 +299,7 @@ def test_a_worker_that_never_came_is_named() -> None:
     for kind, message, at_fault, seconds in results.values():
         assert (kind, at_fault) == ("WorkerTimeoutError", (1,))
         assert "for rank 1 of 3 to start" in message
-        assert seconds < 3 + SECONDS_TO_NOTICE
+        assert seconds < SHORT + SECONDS_TO_NOTICE
 
 
 def leave_early(store: Store, rank: int, size: int) -> Outcome | None:
@@ -368,7 +370,7 @@ def test_health_is_answered_without_a_collective() -> None:
 
 
 def come_twice(store: Store, rank: int, size: int) -> Outcome:
-    return outcome(lambda: make(store, 0, 2 + rank, "first", joining=2.0))
+    return outcome(lambda: make(store, 0, 2 + rank, "first", joining=SHORT))
 
 
 def test_a_rank_that_comes_twice_is_told() -> None:
@@ -378,7 +380,7 @@ def test_a_rank_that_comes_twice_is_told() -> None:
 
 
 def count_differently(store: Store, rank: int, size: int) -> Outcome:
-    return outcome(lambda: make(store, rank, size + rank, "first", joining=4.0))
+    return outcome(lambda: make(store, rank, size + rank, "first", joining=SHORT))
 
 
 def test_ranks_that_count_differently_are_told() -> None:

@@ -17,6 +17,7 @@ from conformance.communicator_cases import failed_cases
 from torch._C._distributed_c10d import Store, TCPStore
 
 from processes.harness import Ranks, run_ranks
+from processes.leftovers import extra_threads
 from processes.namespaces import Hosts, enter, make_hosts
 from unisono.communicators import gloo
 from unisono.communicators.communicator import Communicator
@@ -93,7 +94,7 @@ def lose_the_network(
     implementation: CommunicationImplementation,
 ) -> tuple[str, tuple[int, ...], float, float, int]:
     threads = threading.active_count()
-    communicator = join(rank, size, names, implementation, timeout=8.0)
+    communicator = join(rank, size, names, implementation, timeout=12.0)
     total = torch.ones(5)
     communicator.all_reduce(ReduceOp.SUM, [total])
     store.set(f"ready/{rank}", "")
@@ -107,7 +108,7 @@ def lose_the_network(
     start = time.monotonic()
     communicator.close()
     seconds_to_close = time.monotonic() - start
-    left = threading.active_count() - threads
+    left = extra_threads(threads)
     # The coordinator ends last, so that the others hear what happened.
     store.set(f"closed/{rank}", "")
     store.wait([f"closed/{other}" for other in range(size)], timedelta(seconds=60))
@@ -127,17 +128,17 @@ def test_a_cut_cable_is_told_on_both_sides(
     for rank, (raised, at_fault, seconds, seconds_to_close, left) in results.items():
         assert raised.startswith(("WorkerLostError", "WorkerTimeoutError"))
         assert at_fault == ((2, 3) if rank < 2 else (0,)), raised
-        assert seconds < 8 + SECONDS_TO_NOTICE
+        assert seconds < 12 + SECONDS_TO_NOTICE
         assert seconds_to_close < SECONDS_TO_NOTICE
         assert left == 0
 
 
-PAUSE_SECONDS = 5.0
+PAUSE_SECONDS = 11.0
 
 
 def hold_on(store: Store, rank: int, size: int, names: list[str]) -> list[float]:
     """Rank 0, beside the coordinator, is stopped from outside; then rank 3 holds the lock."""
-    communicator = join(rank, size, names, AUTO, timeout=1.6 * PAUSE_SECONDS)
+    communicator = join(rank, size, names, AUTO, timeout=1.9 * PAUSE_SECONDS)
     totals = []
     for phase in range(2):
         store.set(f"ready/{phase}/{rank}", "")
@@ -170,7 +171,7 @@ def test_a_coordinator_that_is_paused_and_a_rank_that_holds_the_lock_end_no_job(
 
 
 def lose_a_link(store: Store, rank: int, size: int, names: list[str]) -> tuple[str, float]:
-    communicator = join(rank, size, names, AUTO, timeout=4.0)
+    communicator = join(rank, size, names, AUTO, timeout=12.0)
     communicator.barrier()
     store.set(f"ready/{rank}", "")
     store.wait(["cut"], timedelta(seconds=60))
@@ -196,7 +197,7 @@ def test_a_cut_between_two_hosts_that_rank_0_still_reaches_names_its_ends() -> N
 
     assert len({raised for raised, _ in results.values()}) == 1
     assert results[0][0].startswith(("(1,)", "(2,)", "(1, 2)"))
-    assert all(seconds < 4 + SECONDS_TO_NOTICE for _, seconds in results.values())
+    assert all(seconds < 12 + SECONDS_TO_NOTICE for _, seconds in results.values())
 
 
 class Announcement(logging.Handler):

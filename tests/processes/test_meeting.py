@@ -241,7 +241,7 @@ def test_another_token_is_refused(worker: Path) -> None:
     waiting, refused = together(
         worker,
         [
-            tf_config(2, index, port, UNISONO_JOB_TOKEN=token, TEST_TIMEOUT="3")
+            tf_config(2, index, port, UNISONO_JOB_TOKEN=token, TEST_TIMEOUT="12")
             for index, token in enumerate(tokens)
         ],
     )
@@ -254,7 +254,7 @@ def test_another_token_is_refused(worker: Path) -> None:
 def test_a_rank_that_does_not_come_is_named(worker: Path) -> None:
     (port,) = free_ports(1)
 
-    found = together(worker, [tf_config(3, index, port, TEST_TIMEOUT="2") for index in range(2)])
+    found = together(worker, [tf_config(3, index, port, TEST_TIMEOUT="12") for index in range(2)])
 
     assert [name for name, _ in found] == ["WorkerTimeoutError"] * 2
     assert all("rank 2 has not connected" in message for _, message in found)

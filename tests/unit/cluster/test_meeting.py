@@ -114,7 +114,7 @@ def test_a_rank_that_is_taken_already_is_told_to_all_who_still_wait() -> None:
 def test_ranks_that_do_not_come_are_named() -> None:
     workers = cards(5)
 
-    errors = outcomes([workers[0], workers[2], workers[3]], timeout_seconds=1.5)
+    errors = outcomes([workers[0], workers[2], workers[3]], timeout_seconds=10)
 
     for error in errors:
         assert isinstance(error, WorkerTimeoutError)
@@ -125,7 +125,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
 def test_if_rank_0_does_not_come_it_is_named() -> None:
     _, second, third = cards(3)
 
-    errors = outcomes([second, third], timeout_seconds=1.5)
+    errors = outcomes([second, third], timeout_seconds=10)
 
     for error in errors:
         assert isinstance(error, WorkerTimeoutError)
@@ -142,7 +142,7 @@ def test_when_one_gives_up_all_do() -> None:
         # Or the first one finds that the second has not connected either.
         store.wait(["claim/1"], timedelta(seconds=60))
         with pytest.raises(WorkerTimeoutError, match="rank 2 has not connected"):
-            meet(store, first, 0.3)
+            meet(store, first, 10)
         with pytest.raises(WorkerTimeoutError, match="rank 2 has not connected"):
             patient.result(100)
 

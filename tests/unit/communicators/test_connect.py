@@ -78,7 +78,7 @@ def connect_but_for_one(store: Store, rank: int, size: int) -> tuple[str, tuple[
         return "", (), ""
     store.wait(["published"], timedelta(seconds=60))
     try:
-        make_gloo_group(store, rank, size, timeout_seconds=60, joining_seconds=4)
+        make_gloo_group(store, rank, size, timeout_seconds=60, joining_seconds=12)
     except CommunicationError as error:
         return type(error).__name__, error.ranks, str(error)
     return "nothing", (), ""

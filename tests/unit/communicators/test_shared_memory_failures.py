@@ -156,7 +156,7 @@ def test_a_rank_killed_in_a_collective_is_noticed(size: int, num_elements: int) 
 
 
 def wait_for_stopped_rank(store: Store, rank: int, size: int) -> Report:
-    communicator = join(store, rank, size, timeout_seconds=2.5, joining_seconds=TIMEOUT)
+    communicator = join(store, rank, size, timeout_seconds=12, joining_seconds=TIMEOUT)
     if rank == 1:
         store.set("ready", "")
         time.sleep(600)
@@ -176,8 +176,8 @@ def test_a_stopped_rank_is_named_after_the_timeout() -> None:
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (1,)
         assert "stopped by a signal" in result.text
-        assert "waited 2.5 s for rank 1" in result.text
-        assert 2 < result.seconds < 2.5 + SECONDS_TO_NOTICE
+        assert "waited 12 s for rank 1" in result.text
+        assert 11 < result.seconds < 12 + SECONDS_TO_NOTICE
 
 
 def fail_while_leading(store: Store, rank: int, size: int) -> Report:
@@ -283,7 +283,7 @@ def close_beside_a_collective(store: Store, rank: int, size: int) -> Report:
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(report, broadcast)
             has_begun.wait(TIMEOUT)
-            time.sleep(0.2)
+            time.sleep(1.0)
             communicator.close()
             store.set("closed", "")
             return waiting.result()
@@ -300,7 +300,7 @@ def test_what_a_rank_that_closed_was_in_is_told() -> None:
 
 
 def start(store: Store, rank: int, size: int) -> Report:
-    return report(lambda: join(store, rank, size, timeout_seconds=5))
+    return report(lambda: join(store, rank, size, timeout_seconds=12))
 
 
 @pytest.mark.parametrize("missing", [0, 2])
@@ -312,7 +312,7 @@ def test_a_rank_that_never_starts_is_named(missing: int) -> None:
         assert result.kind is WorkerTimeoutError
         assert result.ranks == (missing,)
         assert f"rank {missing}" in result.text
-        assert result.seconds < 5 + SECONDS_TO_NOTICE
+        assert result.seconds < 12 + SECONDS_TO_NOTICE
 
 
 def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
@@ -333,7 +333,7 @@ def wait_for_interrupt(store: Store, rank: int, size: int) -> Report:
 def test_ctrl_c_ends_the_wait_and_the_others_hear_of_it() -> None:
     with Ranks(2, wait_for_interrupt) as ranks:
         ranks.store.wait(["ready"])
-        time.sleep(0.3)
+        time.sleep(1.0)
         kill(ranks, 0, signal.SIGINT)
         results = ranks.results()
 
