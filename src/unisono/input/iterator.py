@@ -74,8 +74,10 @@ class DistributedIterator(Iterator[Any]):
             self._steps = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
             return
         size = dataset.options.experimental_per_replica_buffer_size
-        # Drawing ahead must change no random number, unless the options insist.
-        is_ahead = size > 1 or all(source.is_alone for source in epoch.sources)
+        # Drawing ahead must change no random number, unless the options insist. Workers that read
+        # the same would draw other numbers each, and so lose samples.
+        insists = size > 1 and not epoch.readers.draw_alike
+        is_ahead = insists or all(source.is_alone for source in epoch.sources)
         draw = _placed(dataset.steps(epoch, splitter), placement)
         self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
         if epoch.readers.are_apart:

@@ -113,7 +113,8 @@ class InputOptions:
             nothing ahead. 1 fetches ahead where that cannot change a random number: from a
             `DataLoader` with workers, whose samples are made in other processes. 2 or more fetches
             ahead from any source: what the source draws from the global random generators is then
-            drawn on another thread, at no certain time.
+            drawn on another thread, at no certain time. Workers that read the same data must draw
+            the same numbers, so they fetch ahead only as with 1.
         auto_shard_policy: How workers share what `experimental_distribute_dataset` is given.
         split: How a batch is split over the replicas of all workers. "even": sizes differ by at
             most one, so that 4 samples over 3 replicas are 2, 1, 1; if there are fewer samples than

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -137,6 +138,30 @@ def test_a_worker_that_is_done_gets_batches_of_its_own_kind_that_count_nothing(
         assert element["name"].values == (["a"][:num_lent],)
         assert element["scale"].values == (4,)
         assert counts_of(element) == (0, 1)
+
+
+@pytest.mark.parametrize(("options", "is_read_ahead"), [(InputOptions(), False), (OFF, True)])
+def test_workers_that_read_the_same_draw_at_the_same_point_of_the_program(
+    options: InputOptions, is_read_ahead: bool
+) -> None:
+    """On another thread they would draw other random numbers each, and so shuffle differently."""
+    options = dataclasses.replace(options, experimental_per_replica_buffer_size=2)
+
+    class Drawn:
+        def __init__(self) -> None:
+            self.threads: set[int] = set()
+
+        def __iter__(self) -> Iterator[Tensor]:
+            for _ in range(4):
+                self.threads.add(threading.get_ident())
+                yield torch.arange(4)
+
+    def draws_elsewhere(workers: Workers) -> bool:
+        source = Drawn()
+        list(distributed(workers, source, options=options))
+        return source.threads != {threading.get_ident()}
+
+    assert on_workers(2, draws_elsewhere) == [is_read_ahead] * 2
 
 
 def test_a_worker_that_never_had_a_batch_is_shown_one() -> None:

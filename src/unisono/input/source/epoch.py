@@ -30,12 +30,17 @@ class Readers:
     """Workers that all read the same batches, each to keep its part, or that `are_apart`.
 
     Then each reads its own data. No `workers` means one that is alone.
+
+    Attributes:
+        draw_alike: Whether others read the same, so that all must draw the same random numbers.
     """
 
     def __init__(self, workers: Workers | None, job: ElasticJob | None, *, own_data: bool) -> None:
         self.workers = workers or Workers(IdentityCommunicator())
         self._job = job
-        self.are_apart = own_data and (job is not None or self.workers.are_many)
+        are_many = job is not None or self.workers.are_many
+        self.are_apart = are_many and own_data
+        self.draw_alike = are_many and not own_data
 
     def prepare(self, generators: Sequence[torch.Generator]) -> None:
         """Makes all workers that read the same shuffle alike, with the chief's generators."""
