@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +26,8 @@ from unisono.strategies.joining import elastic_job, newest_workers
 from unisono.strategies.worker import newest_hook
 from unisono.values import flatten, map_leaves
 from unisono.variables import Variable
+
+T = TypeVar("T")
 
 # How the names of files end that are being written.
 UNFINISHED = ".unfinished"
@@ -82,11 +85,11 @@ class Checkpoint:
             FileExistsError: If another process has saved this file meanwhile. That file stays.
             CommunicationError: If the workers cannot go on together, or the chief could not write.
         """
-        workers = these_workers()
-        state = self.state(workers)
-        with told_to_all(workers, f"save {path}") as is_chief:
-            if is_chief:
-                write_file(state, Path(path))
+
+        def prepare(workers: Workers) -> Callable[[], None]:
+            return functools.partial(write_file, self.state(workers), Path(path))
+
+        save_together(prepare, f"save {path}")
         return os.fspath(path)
 
     def restore(self, path: str | os.PathLike[str]) -> None:
@@ -162,17 +165,37 @@ class Checkpoint:
         return any(own is one or getattr(own, "_dataset", None) is one for own in held)
 
 
-@contextlib.contextmanager
-def told_to_all(workers: Workers, what: str) -> Iterator[bool]:
-    """A block in which the chief does something. If it fails there, all workers raise an error."""
-    try:
-        yield workers.communicator.rank == 0
-    except Exception as error:
-        if workers.are_many:
-            workers.gather_objects(f"{type(error).__name__}: {error}")
-        raise
-    if workers.are_many and (told := workers.gather_objects("")[0]):
-        raise CommunicationError(f"The chief could not {what}. {told}", [0])
+def together(work: Callable[[Workers], T]) -> T:
+    """Does what all workers do together: again, if an elastic job loses one of them meanwhile."""
+    if (job := elastic_job()) is not None:
+        return job.transact(lambda: work(job.workers), lambda: None)
+    return work(these_workers())
+
+
+def save_together(prepare: Callable[[Workers], Callable[[], None]], what: str) -> None:
+    """All workers prepare a save, and the chief then makes it.
+
+    Raises:
+        CommunicationError: If the chief could not make it. The chief raises the error itself.
+    """
+    failures: list[Exception] = []
+
+    def attempt(workers: Workers) -> list[str]:
+        save = prepare(workers)
+        if workers.communicator.rank == 0 and not failures:
+            try:
+                save()
+            except Exception as error:
+                failures.append(error)
+        said = [f"{type(error).__name__}: {error}" for error in failures]
+        found: list[list[str]] = workers.gather_objects(said)
+        return found[0]
+
+    told = together(attempt)
+    if failures:
+        raise failures[0]
+    if told:
+        raise CommunicationError(f"The chief could not {what}. {told[0]}", [0])
 
 
 def these_workers() -> Workers:

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from unisono.checkpoints.checkpoint import (
     UNFINISHED,
     Checkpoint,
     copied_to_host,
-    these_workers,
-    told_to_all,
+    save_together,
+    together,
     write_file,
 )
 from unisono.errors import UnsupportedError
+from unisono.reductions import Workers
+from unisono.strategies.joining import elastic_job
 
 _log = logging.getLogger("unisono")
 
@@ -105,25 +108,20 @@ class CheckpointManager:
         if checkpoint_number is not None:
             check_int("checkpoint_number", checkpoint_number, least=0)
         self.wait()
-        start = time.monotonic()
-        workers = these_workers()
-        state = self._checkpoint.state(workers)
-        # The chief's folder counts.
-        found = self._found()
-        if checkpoint_number is None:
-            checkpoint_number = found[-1][0] + 1 if found else 1
-        number = workers.gather_objects(checkpoint_number)[0]
-        path = self._folder / f"{self._name}-{number}.pt"
-        with told_to_all(workers, f"save {path}") as is_chief:
-            if is_chief and background:
-                # Python waits for the thread at exit.
-                writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
-                written = writer.submit(self._write, copied_to_host(state), path, start)
-                self._pending = writer, written
-                writer.shutdown(wait=False)
-            elif is_chief:
-                self._write(state, path, start)
-        return str(path)
+        start, number = time.monotonic(), checkpoint_number
+
+        def prepare(workers: Workers) -> Callable[[], None]:
+            nonlocal number
+            state = self._checkpoint.state(workers)
+            if number is None:
+                # The chief's folder counts.
+                found = self._found()
+                number = found[-1][0] + 1 if found else 1
+            number = workers.gather_objects(number)[0]
+            return lambda: self._save(state, self._path(number), start, background=background)
+
+        save_together(prepare, f"save a checkpoint in {self._folder}")
+        return str(self._path(number))
 
     def wait(self) -> None:
         """Waits for the save in the background. All workers call it.
@@ -132,30 +130,28 @@ class CheckpointManager:
             CommunicationError: If the chief could not write the file. The chief raises the error
                 itself.
         """
-        pending, self._pending = self._pending, None
-        with told_to_all(these_workers(), "save in the background"):
-            if pending is not None:
-                writer, written = pending
-                # Its thread has ended, too, when this returns.
-                writer.shutdown()
-                written.result()
+        save_together(lambda _: self._finish, "save in the background")
 
     def restore_or_initialize(self) -> str | None:
         """Restores the newest checkpoint, if there is one. All workers call it.
 
         Returns:
-            The file that was restored; None if there was none.
+            The file that was restored; None if there was none, or if this worker has joined an
+            elastic job, whose other workers give it their state.
 
         Raises:
             UnsupportedError: If this worker does not see the file that the chief has found, or the
                 file does not fit; see `Checkpoint.restore`.
         """
+        if (job := elastic_job()) is not None and job.is_arriving:
+            return None
         self.wait()
         found = self._found()
-        number = these_workers().gather_objects(found[-1][0] if found else None)[0]
+        newest = found[-1][0] if found else None
+        number = together(lambda workers: workers.gather_objects(newest)[0])
         if number is None:
             return None
-        path = self._folder / f"{self._name}-{number}.pt"
+        path = self._path(number)
         if not path.exists():
             raise UnsupportedError(
                 f"The chief has found {path}, but this worker does not see that file. Use a folder "
@@ -163,6 +159,30 @@ class CheckpointManager:
             )
         self._checkpoint.restore(path)
         return str(path)
+
+    def _save(self, state: Any, path: Path, start: float, *, background: bool) -> None:
+        # There is one if a worker was lost during this save.
+        self._finish()
+        if not background:
+            self._write(state, path, start)
+            return
+        # Python waits for the thread at exit.
+        writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
+        written = writer.submit(self._write, copied_to_host(state), path, start)
+        self._pending = writer, written
+        writer.shutdown(wait=False)
+
+    def _finish(self) -> None:
+        """Waits for the save in the background, if there is one."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            writer, written = pending
+            # Its thread has ended, too, when this returns.
+            writer.shutdown()
+            written.result()
+
+    def _path(self, number: int | None) -> Path:
+        return self._folder / f"{self._name}-{number}.pt"
 
     def _found(self) -> list[tuple[int, Path]]:
         name = re.compile(rf"{re.escape(self._name)}-(\d+)\.pt")

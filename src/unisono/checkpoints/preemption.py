@@ -79,8 +79,7 @@ class PreemptionCheckpointHandler:
         self._notice = Notice(self._config)
         try:
             # All workers take part, so all of them watch their signals when the first one goes on.
-            if job is None or not job.is_arriving:
-                self._manager.restore_or_initialize()
+            self._manager.restore_or_initialize()
             if job is not None:
                 job.admit(self._manager.checkpoint)
         except BaseException:

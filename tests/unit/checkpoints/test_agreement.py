@@ -10,8 +10,8 @@ from collections.abc import Callable
 import pytest
 from worker_threads import on_workers
 
+from unisono.checkpoints import checkpoint
 from unisono.checkpoints.agreement import Agreement, Notice, TerminationConfig
-from unisono.checkpoints.checkpoint import told_to_all
 from unisono.communicators import TracedCommunicator
 from unisono.communicators.job_store import local_store
 from unisono.errors import CommunicationError
@@ -105,12 +105,17 @@ def test_a_failed_step_does_not_count() -> None:
     assert len(set(on_agreements(2, train))) == 1
 
 
-def test_an_error_of_the_chief_is_raised_by_all() -> None:
+def test_an_error_of_the_chief_is_raised_by_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    local = threading.local()
+    monkeypatch.setattr(checkpoint, "these_workers", lambda: local.workers)
+
+    def write() -> None:
+        raise OSError("the disk is full")
+
     def save(workers: Workers) -> str:
+        local.workers = workers
         try:
-            with told_to_all(workers, "save one.pt") as is_chief:
-                if is_chief:
-                    raise OSError("the disk is full")
+            checkpoint.save_together(lambda _: write, "save one.pt")
         except (OSError, CommunicationError) as error:
             return f"{type(error).__name__}: {error}"
         return ""
