@@ -185,15 +185,20 @@ class CheckpointManager:
         return self._folder / f"{self._name}-{number}.pt"
 
     def _found(self) -> list[tuple[int, Path]]:
-        name = re.compile(rf"{re.escape(self._name)}-(\d+)\.pt")
+        files = self._files(rf"{re.escape(self._name)}-(\d+)\.pt")
+        return sorted((int(fits[1]), path) for fits, path in files)
+
+    def _files(self, pattern: str) -> list[tuple[re.Match[str], Path]]:
+        # Other managers may save to this folder, too.
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
-        return sorted((int(fits[1]), path) for path in paths if (fits := name.fullmatch(path.name)))
+        return [(fits, path) for path in paths if (fits := re.fullmatch(pattern, path.name))]
 
     def _write(self, state: Any, path: Path, start: float) -> None:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             # Of processes that were killed, or paused for so long that this one took over.
-            unfinished = list(self._folder.glob(f".{self._name}-*{UNFINISHED}"))
+            own = rf"\.{re.escape(self._name)}-\d+\.pt\.\w+{re.escape(UNFINISHED)}"
+            unfinished = [path for _, path in self._files(own)]
             write_file(state, path)
             old = [] if self._max_to_keep is None else self._found()[: -self._max_to_keep]
             for one in (*unfinished, *(file for _, file in old if file != path)):

@@ -290,6 +290,18 @@ def test_a_background_save_writes_the_state_of_the_call(
     assert torch.equal(model.weight, before)
 
 
+def test_a_manager_deletes_the_unfinished_files_of_its_own_name_only(tmp_path: Path) -> None:
+    """Another manager may write one in the background."""
+    own, other = (tmp_path / f".{name}-1.pt.0f.unfinished" for name in ("ckpt", "ckpt-best"))
+    own.touch()
+    other.touch()
+
+    CheckpointManager(Checkpoint(one=Saved(1)), tmp_path, max_to_keep=1).save()
+
+    assert not own.exists()
+    assert other.exists()
+
+
 def test_the_error_of_a_background_save_is_raised_at_the_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("no folder")
     manager = CheckpointManager(Checkpoint(one=Saved(1)), tmp_path / "file", max_to_keep=1)
