@@ -160,8 +160,8 @@ def again(
         function = _written(tape, targets)
         if not _gives_same_bits(function, tape, targets):
             raise UnscriptableError(
-                "something that torch does not show takes part in it, such as compiled code or a "
-                "seed that is set: its operators alone give other results"
+                "something that torch does not show takes part in it, such as compiled code or "
+                "`torch.set_rng_state`: its operators alone give other results"
             )
     return function
 

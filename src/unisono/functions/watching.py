@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from unisono.engines import names_in
 from unisono.functions.lines import is_in_libraries, is_ours, line_here
@@ -32,6 +34,53 @@ _OF_PYTHON = frozenset(
 )
 # In C++, these may read where a tensor is to be divided.
 _DIVIDING = frozenset({"_pad_packed_sequence", "tensor_split"})
+# In C++, these read the values of tensors inside lists, which no mode for operators sees.
+_MAKING = frozenset({"as_tensor", "asarray", "new", "new_tensor", "tensor"})
+# No operator shows these, and bits need not show them: the seed may be the one that is set already.
+_SEEDING = frozenset({"manual_seed", "seed"})
+
+
+class _Arguments(TorchFunctionMode):
+    """While C++ makes a tensor: says whether it is given tensors inside lists."""
+
+    def __init__(self, refuse: Callable[[types.FrameType | None], None]) -> None:
+        self._refuse = refuse
+        self._making: str | None = None
+        self.is_making = False
+
+    def begin(self, name: str) -> None:
+        """Before a function is called."""
+        self._making = name
+        self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, name: str) -> None:
+        """After a function was called, which may be another."""
+        if name == self._making:
+            self._making = None
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """Calls the function."""
+        kwargs = kwargs or {}
+        if any(map(_holds_tensors, (*args, *kwargs.values()))):
+            self._refuse(sys._getframe(1))
+        self.is_making = True
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.is_making = False
+
+
+def _is_of_torch(function: Any) -> bool:
+    return function.__module__ == "torch" or isinstance(function.__self__, Tensor)
+
+
+def _holds_tensors(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(one, Tensor) or _holds_tensors(one) for one in value
+    )
 
 
 class Watching:
@@ -50,6 +99,7 @@ class Watching:
         self._is_on = is_on
         self._named = named
         self._seen: set[types.CodeType] = set()
+        self._arguments = _Arguments(self._note_reading)
 
     def __enter__(self) -> None:
         sys.setprofile(self._note)
@@ -58,6 +108,8 @@ class Watching:
         sys.setprofile(None)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if self._arguments.is_making:
+            return
         if event == "call":
             code = frame.f_code
             if code in _OF_PYTHON:
@@ -71,11 +123,21 @@ class Watching:
             is_reading = name in _READING and isinstance(arg.__self__, Tensor)
             if is_reading or name in _DIVIDING:
                 self._note_reading(frame, name)
-            elif arg.__module__ == "time" and self._is_on() and not is_in_libraries(frame):
-                self._refuse(f"it reads the clock at {line_here()}")
+            elif name in _MAKING and self._is_on() and _is_of_torch(arg):
+                self._arguments.begin(name)
+            elif name in _SEEDING and isinstance(arg.__self__, torch.Generator):
+                self._refuse_here("seeds a random generator", frame)
+            elif arg.__module__ == "time" and not is_in_libraries(frame):
+                self._refuse_here("reads the clock", frame)
+        elif event != "return":
+            self._arguments.end(arg.__name__)
 
     def _note_reading(self, frame: types.FrameType | None, name: str = "") -> None:
-        if frame is None or is_ours(frame) or not self._is_on():
+        if frame is None:
             return
         if name not in _ADDRESSES or not frame.f_globals.get("__name__", "").startswith("torch."):
-            self._refuse(f"it reads the values of a tensor at {line_here()}")
+            self._refuse_here("reads the values of a tensor", frame)
+
+    def _refuse_here(self, what: str, frame: types.FrameType) -> None:
+        if not is_ours(frame) and self._is_on():
+            self._refuse(f"it {what} at {line_here()}")

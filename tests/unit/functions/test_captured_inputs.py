@@ -40,6 +40,15 @@ def making_a_tensor_of_numbers(x: Tensor) -> Any:
 _numbers = [1]
 
 
+def making_a_tensor_of_tensors(x: Tensor) -> Any:
+    return x * torch.tensor([x[0], 2.0])
+
+
+def seeding(x: Tensor) -> Any:
+    torch.manual_seed(7)
+    return x * 2
+
+
 @pytest.mark.parametrize("num_replicas", [1, 2])
 @pytest.mark.parametrize(
     ("body", "reason"),
@@ -48,6 +57,8 @@ _numbers = [1]
         (writing_past_autograd, "writes to an argument"),
         (reading_the_clock, "reads the clock"),
         (making_a_tensor_of_numbers, "changes `_numbers`"),
+        (making_a_tensor_of_tensors, "reads the values of a tensor"),
+        (seeding, "seeds a random generator"),
     ],
 )
 def test_what_a_replay_would_leave_out_on_cpus_is_refused(

@@ -286,10 +286,11 @@ def test_a_torch_without_torchscript_is_a_reason(
 def test_a_run_that_is_refused_ends_as_if_nobody_had_looked() -> None:
     x = torch.ones(3)
     state = torch.get_rng_state()
+    other = torch.Generator().manual_seed(5).get_state()
 
     def fn() -> Tensor:
         x.mul_(2)
-        torch.manual_seed(5)
+        torch.set_rng_state(other)
         return x + torch.rand(3)
 
     graphs = CpuGraphs([None], call_each)
