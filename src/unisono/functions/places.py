@@ -150,11 +150,13 @@ class Places:
             yield from self._of_object(label, value)
 
     def _of_function(self, label: str, fn: types.FunctionType) -> Iterator[tuple[str, Any]]:
-        names = names_in(fn.__code__)
+        # A wrapper has the `__module__` of what it wraps, but the variables of its own module.
+        is_wrapper = _is_known(fn.__globals__.get("__name__"))
+        names = frozenset[str]() if is_wrapper else names_in(fn.__code__)
         self._named |= names
         cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
         places = [(name, functools.partial(_content, cell)) for name, cell in cells]
-        for name in sorted(names.intersection(fn.__globals__)):
+        for name in sorted(names & fn.__globals__.keys()):
             places.append((name, functools.partial(fn.__globals__.get, name, _MISSING)))
         self.found += places
         yield from ((name, get()) for name, get in places)
@@ -209,7 +211,7 @@ class Places:
     def _of_optimizer(self, label: str, value: Any) -> Iterator[tuple[str, Any]]:
         # Their own steps happen in Python, so only what the step itself reads counts.
         own = vars(value)
-        yield from self._attributes(label, own, own.keys() - {"param_groups"})
+        yield from self._attributes(label, own, own.keys() - {"param_groups", "step"})
         if "param_groups" in self._named and isinstance(value, Optimizer):
             for place, group in enumerate(groups_of(value)):
                 for key in sorted(self._named.intersection(group) - {"params"}):

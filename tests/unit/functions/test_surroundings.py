@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 
 from unisono.functions.surroundings import Surroundings
 
@@ -359,6 +360,7 @@ class OwnSGD(torch.optim.SGD):
 
 def test_what_optimizers_keep_does_not_count() -> None:
     optimizer = OwnSGD([torch.ones(1, requires_grad=True)], lr=1.0)
+    StepLR(optimizer, 1)  # It puts a wrapper around `step`.
     surroundings = Surroundings(lambda: optimizer.step())
     key = surroundings.key()
     optimizer.param_groups[0]["lr"] = 2.0
