@@ -124,7 +124,6 @@ class CapturedFunction:
             return self._replay_or_tell(capture, args, kwargs, weights, tensors)
         with self._of.on_streams(), without_garbage():
             if step.num_eager < _NUM_EAGER:
-                step.num_eager += 1
                 return self._rehearse(step, args, kwargs, weights, tensors)
             if agreed == CAPTURE:
                 return self._capture(step, args, kwargs, weights, tensors, together)
@@ -240,6 +239,8 @@ class CapturedFunction:
             result = self._of.replicas.run_eagerly(
                 self._function.fn, args, kwargs, weights, rehearsal
             )
+        # One that fails, or that Ctrl-C ends, has called only a part.
+        step.num_eager += 1
         if self._of.have_drawn_elsewhere():
             rehearsal.refuse(HOST_RANDOMNESS)
         step.logs = rehearsal.logs
@@ -336,7 +337,10 @@ class CapturedFunction:
                 f"{self._function!r} cannot be captured: {reason}. Change that, or leave out "
                 "`strict=True`."
             )
-        _logger.warning("%r stays eager: %s.", self._function, reason)
+        line = f"{self._function!r} stays eager: {reason}."
+        if line not in self._of.told:
+            self._of.told.add(line)
+            _logger.warning(line)
 
 
 def _plain_parts(result: Any) -> Iterator[Any]:

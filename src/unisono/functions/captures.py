@@ -46,6 +46,8 @@ class Captures:
         self._replicas = weakref.ref(replicas)
         self.is_on_host = all(place.type == "cpu" for place in places)
         self._functions: dict[Hashable, CapturedFunction] = {}
+        # What the log says already. A function that is made in a loop has the same line every time.
+        self.told: set[str] = set()
         self._lanes: Lanes | None = None
         self._together: Together | None = None
 
@@ -67,15 +69,15 @@ class Captures:
         # Each access to a method makes another one, which equals the last.
         is_method = isinstance(function.fn, types.MethodType)
         key = function.fn if is_method else Same(function.fn)
-        captured = self._functions.get(key)
-        if captured is None:
-            captured = self._functions[key] = CapturedFunction(function, self)
-            if len(self._functions) > _MAX_FUNCTIONS:
-                del self._functions[next(iter(self._functions))]
-                captured.stay_eager(
-                    f"it is one of {_MAX_FUNCTIONS} functions that this strategy was given; make "
-                    "a function once, outside the loop"
-                )
+        # The last in the dict is the one that was used last.
+        captured = self._functions.pop(key, None) or CapturedFunction(function, self)
+        self._functions[key] = captured
+        if len(self._functions) > _MAX_FUNCTIONS:
+            del self._functions[next(iter(self._functions))]
+            captured.stay_eager(
+                f"it is one of {_MAX_FUNCTIONS} functions that this strategy was given; make "
+                "a function once, outside the loop"
+            )
         if not captured.reason and len({place.type for place in self.places}) > 1:
             captured.stay_eager("some replicas are on CPUs and others on GPUs")
         return captured(args, kwargs, weights)
