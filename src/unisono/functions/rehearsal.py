@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,6 +20,7 @@ from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
+from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
 from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
 
@@ -149,6 +151,29 @@ class Rehearsal:
             self._surroundings.take([], self._graphs.named)
 
 
+class _OnThisThread(threading.local):
+    """What an update of an optimizer on this thread is shown to."""
+
+    note: Callable[[Optimizer], None] | None = None
+
+
+_on_this_thread = _OnThisThread()
+
+
+@computed_once
+def _show_updates() -> None:
+    """From now on, `_OnThisThread` is shown updates.
+
+    torch has one table of such hooks for all threads, and others may be going through it.
+    """
+
+    def show(optimizer: Optimizer, *_: Any) -> None:
+        if (note := _on_this_thread.note) is not None:
+            note(optimizer)
+
+    watch_updates(show)
+
+
 @contextmanager
 def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]:
     """Within the block, tells of models and optimizers that a single replica has from outside.
@@ -158,23 +183,26 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
     if not mirrors.is_single:
         yield
         return
-    known = set(map(id, mirrors.modules()))
+    known, this_thread = set(map(id, mirrors.modules())), threading.get_ident()
 
     def on_call(module: nn.Module, _: Any) -> None:
         tensors = (*module._parameters.values(), *module._buffers.values())
-        if id(module) not in known and any(tensor is not None for tensor in tensors):
+        is_outside = id(module) not in known and any(one is not None for one in tensors)
+        if is_outside and threading.get_ident() == this_thread:
             refuse(f"{type(module).__name__} was made outside `strategy.scope()`")
 
-    def on_update(optimizer: Optimizer, *_: Any) -> None:
+    def on_update(optimizer: Optimizer) -> None:
         if plain_class(type(optimizer)) is type(optimizer):
             refuse(f"{type(optimizer).__name__} was made outside `strategy.scope()`")
 
-    hooks = (register_module_forward_pre_hook(on_call), watch_updates(on_update))
+    _show_updates()
+    hook = register_module_forward_pre_hook(on_call)
+    _on_this_thread.note = on_update
     try:
         yield
     finally:
-        for hook in hooks:
-            hook.remove()
+        _on_this_thread.note = None
+        hook.remove()
 
 
 @contextmanager
