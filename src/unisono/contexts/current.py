@@ -323,10 +323,11 @@ def _replica_seen() -> int | None:
 set_replica_seen(_replica_seen)
 
 
-def get_replica_context() -> ReplicaContext | None:
+def get_replica_context() -> ReplicaContext | Any:
     """Returns the current replica's context, or None in a cross-replica context.
 
-    Outside every scope it is the context of the default strategy, which has one replica.
+    Type checkers do not ask steps to compare it with None. Outside every scope it is the context
+    of the default strategy, which has one replica.
     """
     context = current_context()
     return context if isinstance(context, ReplicaContext) else None

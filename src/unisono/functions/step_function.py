@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar, cast, overload
+from typing import Any, Concatenate, Generic, TypeVar, cast, overload
 
 from typing_extensions import ParamSpec
 
 from unisono.arguments import check_bool, check_callable
 
 P = ParamSpec("P")
+Q = ParamSpec("Q")
 T = TypeVar("T")
 
 
@@ -27,6 +28,14 @@ class Function(Generic[P, T]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Calls the step."""
         return self.fn(*args, **kwargs)
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Function[P, T]: ...
+
+    @overload
+    def __get__(
+        self: Function[Concatenate[Any, Q], T], instance: object, owner: type | None = None
+    ) -> Function[Q, T]: ...
 
     def __get__(self, instance: object, owner: type | None = None) -> Any:
         """Returns this, or for an object the step of this object, as a method is."""
