@@ -97,7 +97,7 @@ def train(strategy: uo.Strategy, num_epochs: int) -> float:
             losses = strategy.run(step, args=(window,))
             total += float(strategy.reduce(uo.ReduceOp.SUM, losses, axis=(0, 1)))
         bits = total / windows[:, 1:].numel() / math.log(2)
-        print(f"epoch {epoch + 1}: {bits:.3f} bits a letter")
+        print(f"epoch {epoch + 1}: {bits:.3f} bits per letter")
     model.eval()
     start = torch.tensor([[symbols.index(letter) for letter in "The "]])
     print("".join(symbols[number] for number in model.write(start, 200)[0]))

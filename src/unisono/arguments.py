@@ -67,7 +67,7 @@ def check_callable(name: str, value: Any) -> None:
     if not callable(value):
         raise UnsupportedError(
             f"`{name}` must be a function or another callable, got {in_words(value)} of type "
-            f"{type(value).__name__}."
+            f"{type(value).__name__}. Pass the function itself, and not what it returns."
         )
 
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any, Concatenate, Generic, TypeVar, cast, overload
 
 from typing_extensions import ParamSpec
 
 from unisono.arguments import check_bool, check_callable
+from unisono.contexts import running_replica
+
+_logger = logging.getLogger("unisono")
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -23,10 +27,18 @@ class Function(Generic[P, T]):
         check_bool("strict", strict)
         self.fn: Callable[P, T] = fn.fn if isinstance(fn, Function) else fn
         self.strict = strict
+        self._has_told = False
         functools.update_wrapper(self, self.fn, updated=())
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Calls the step."""
+        """Calls the step. Outside `run`, it says once that nothing is captured."""
+        if not self._has_told and running_replica() is None:
+            self._has_told = True
+            _logger.warning(
+                "%r was called outside `run`, where it is never captured. Pass it to "
+                "`strategy.run(step, args=...)`; if it calls `run` itself, mark the step instead.",
+                self,
+            )
         return self.fn(*args, **kwargs)
 
     @overload

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.devices import Device
+from unisono.errors import ReplicaMismatchError
 from unisono.input import counts_of
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
@@ -68,11 +69,17 @@ class Counting:
         A loss that is a mean over the replica's batch makes the mean over replicas that of all
         samples only if the batches are even, or are weighted so.
         """
-        if self._num_replicas == 1:
+        if self._num_replicas == 1 and not any(isinstance(one, PerReplica) for one in inputs):
             return [1.0]
         if self._is_watching:
             self._watch(inputs)
         counts = counts_of(inputs)
+        if counts is not None and len(counts) > self._num_replicas:
+            raise ReplicaMismatchError(
+                f"`run()` is given a batch for {len(counts)} replicas, but there are "
+                f"{self._num_replicas}, so samples would be lost. Distribute the input with the "
+                "strategy that runs the step."
+            )
         is_known = counts is not None and len(counts) == self._num_replicas
         self.samples = counts if is_known and len(set(counts or ())) > 1 else None
         presence = self.presence if op is ReduceOp.MEAN else None

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from unisono.arguments import warn_of_older
+from unisono.arguments import check_callable, warn_of_older
 from unisono.errors import UnsupportedError
 from unisono.input import DistributedDatasetsFromFunction, DistributedIterator
 from unisono.options import VariableAggregation
@@ -64,6 +64,7 @@ class PerDeviceDataset(DistributedDatasetsFromFunction):
 
 
 def _distribute_dataset(strategy: Strategy, dataset_fn: Callable[[], Any]) -> PerDeviceDataset:
+    check_callable("dataset_fn", dataset_fn)
     return PerDeviceDataset(
         lambda _: dataset_fn(),
         strategy._input_context,

@@ -7,7 +7,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from torch import nn
 
@@ -337,6 +337,12 @@ class Strategy(InputMethods):
 
     def __copy__(self) -> Strategy:
         raise ContextError("A strategy cannot be copied shallowly; use `copy.deepcopy`.")
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "A strategy cannot be pickled, so it cannot be saved or sent to another process. Save "
+            "the `state_dict()` of the model and of the optimizer, and make a new strategy."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Strategy:
         if self._extended.hook is not None:

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
@@ -133,6 +134,11 @@ class Mirrors:
             raise UnsupportedError(
                 f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
                 "the plain module in the scope, and script it after training."
+            )
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be used in a strategy, which splits batches and "
+                "reduces gradients itself. Make the plain model in the scope."
             )
         let_data_be_watched()
         identity = id(module)

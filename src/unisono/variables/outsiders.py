@@ -24,6 +24,7 @@ from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
 from unisono.sharing import computed_once, in_place_of
 from unisono.variables.attributes import raw
+from unisono.variables.front import mirror_of
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import reduce_hidden
@@ -188,6 +189,12 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
             f"{what} uses {parameters} of a model of {context.strategy!r}, but not the "
             "replica's copies: TorchScript modules and custom functions keep the parameters they "
             "were made with. Call the model itself in the step, or pass its parameters there."
+        )
+    if module is not None and mirror_of(module) is not None:
+        return (
+            f"{what} was made under another strategy than {context.strategy!r}, which runs the "
+            "step. Make the model and its optimizer again in the scope of this strategy, or run "
+            "the step with the other one."
         )
     return (
         f"{what} has {parameters} that belong to no model of {context.strategy!r}, so all replicas "

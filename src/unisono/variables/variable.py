@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -382,6 +382,12 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
         self._refuse_change("+=")
 
     __iadd__ = __isub__ = __imul__ = __itruediv__ = __ipow__ = _refuse_operator
+
+    def __reduce__(self) -> NoReturn:
+        raise UnsupportedError(
+            "A Variable cannot be pickled, because it belongs to a strategy. Save "
+            "`variable.state()`, and read it with `variable.load(state)`."
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Variable:
         duplicate: Variable = object.__new__(type(self))

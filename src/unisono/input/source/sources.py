@@ -322,8 +322,8 @@ def as_source(batches: Any) -> Source:
     if isinstance(batches, arrays) or is_tuple_of_arrays:
         raise UnsupportedError(
             f"A strategy distributes batches, got a {kind} of data. Wrap it in "
-            "`DataLoader(numpy_dataset(arrays), batch_size=global_batch_size)`, or make it a list "
-            "if its items are batches."
+            "`DataLoader(TensorDataset(x, y), batch_size=global_batch_size)`, or make it a list if "
+            "its items are batches."
         )
     if isinstance(batches, (str, bytes, Mapping)) or not isinstance(batches, Iterable):
         raise UnsupportedError(
