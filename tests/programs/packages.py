@@ -167,3 +167,30 @@ def peft(strategy: Any) -> Learned:
         return own.get_peft_model(transformers.GPT2LMHeadModel(config), lora)
 
     return train_language_model(strategy, make, loss_with_labels)
+
+
+@program(package="transformers", tolerance=1e-5, dtype=torch.float32)
+def speech(strategy: Any) -> Learned:
+    """The model computes a CTC loss with cuDNN switched off, which CPUs do not have."""
+    transformers: Any = importlib.import_module("transformers")
+    config = transformers.Wav2Vec2Config(
+        vocab_size=VOCABULARY, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=8, conv_dim=(8, 8), conv_stride=(2, 2), conv_kernel=(3, 3),
+        num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, apply_spec_augment=False,
+        hidden_dropout=0.0, attention_dropout=0.0, activation_dropout=0.0, feat_proj_dropout=0.0,
+        final_dropout=0.0, layerdrop=0.0, ctc_loss_reduction="mean",
+    )  # fmt: skip
+    with strategy.scope():
+        model = transformers.Wav2Vec2ForCTC(config).train()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(sounds: Tensor, labels: Tensor) -> None:
+        optimizer.zero_grad()
+        model(input_values=sounds, labels=labels).loss.backward()
+        optimizer.step()
+
+    dataset = TensorDataset(numbers(6, 80), words(6, 4, high=VOCABULARY - 1) + 1)
+    for batch in strategy.experimental_distribute_dataset(DataLoader(dataset, batch_size=4)):
+        strategy.run(step, args=batch)
+    learned: Learned = model.state_dict()
+    return learned

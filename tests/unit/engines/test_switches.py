@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import Any
 
 import pytest
 import torch
@@ -15,9 +17,51 @@ from unisono.errors import UnsupportedError
 
 BLOCKS = [
     lambda: sdpa_kernel(SDPBackend.MATH),
-    lambda: torch.backends.cudnn.flags(enabled=False),
     lambda: torch.backends.mkldnn.flags(enabled=False, allow_tf32=None),
 ]
+# What each sets, and two values of it.
+CALLS: dict[str, tuple[Callable[[Any], object], Callable[[], object], Any, Any]] = {
+    "set_default_dtype": (
+        lambda value: torch.set_default_dtype(value),
+        torch.get_default_dtype,
+        *(torch.float32, torch.float64),
+    ),
+    "set_float32_matmul_precision": (
+        lambda value: torch.set_float32_matmul_precision(value),
+        torch.get_float32_matmul_precision,
+        *("highest", "high"),
+    ),
+    "use_deterministic_algorithms": (
+        lambda value: torch.use_deterministic_algorithms(value),
+        torch.are_deterministic_algorithms_enabled,
+        *(False, True),
+    ),
+    "set_deterministic_debug_mode": (
+        lambda value: torch.set_deterministic_debug_mode(value),
+        lambda: ("default", "warn")[torch.get_deterministic_debug_mode()],
+        *("default", "warn"),
+    ),
+    "set_detect_anomaly": (
+        lambda value: torch.autograd.set_detect_anomaly(value),
+        torch.is_anomaly_enabled,
+        *(False, True),
+    ),
+    "check_sparse_tensor_invariants": (
+        lambda value: torch.sparse.check_sparse_tensor_invariants(enable=value).__enter__(),
+        lambda: torch.sparse.check_sparse_tensor_invariants.is_enabled(),
+        *(False, True),
+    ),
+    "enable_flash_sdp": (
+        lambda value: torch.backends.cuda.enable_flash_sdp(value),
+        torch.backends.cuda.flash_sdp_enabled,
+        *(True, False),
+    ),
+    "set_fastpath_enabled": (
+        lambda value: torch.backends.mha.set_fastpath_enabled(value),
+        torch.backends.mha.get_fastpath_enabled,
+        *(True, False),
+    ),
+}
 Block = Callable[[], AbstractContextManager[object]]
 
 
@@ -56,3 +100,49 @@ def test_a_single_replica_may(block: Block) -> None:
 
     assert strategy.run(functools.partial(step, block)) == inside
     strategy.close()
+
+
+@pytest.mark.parametrize("module", [torch.backends.nnpack, torch.backends.opt_einsum])
+def test_other_blocks_are_refused(module: Any) -> None:
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+    with pytest.raises(UnsupportedError, match=rf"{module.__name__}\.flags"):
+        strategy.run(lambda: module.flags(enabled=False))
+    strategy.close()
+
+
+def test_blocks_for_other_devices_do_nothing_in_a_step() -> None:
+    """As in transformers, whose CTC losses switch cuDNN off."""
+    strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
+    together = threading.Barrier(2)
+    before = switches()
+
+    def step() -> str:
+        with torch.backends.cudnn.flags(enabled=False):
+            together.wait(30)
+            return switches()
+
+    assert strategy.experimental_local_results(strategy.run(step)) == (before, before)
+    assert switches() == before
+    strategy.close()
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_what_holds_for_all_threads_is_set_outside(name: str, num_replicas: int) -> None:
+    set_it, now, first, second = CALLS[name]
+    strategy = uo.MirroredStrategy([f"cpu:{i}" for i in range(num_replicas)])
+    before = now()
+    set_it(first)
+    try:
+        strategy.run(lambda: set_it(first))
+        if num_replicas == 1:
+            strategy.run(lambda: set_it(second))
+        else:
+            with pytest.raises(UnsupportedError, match=rf"{name}\(\)`.*such a setting before"):
+                strategy.run(lambda: set_it(second))
+            assert now() == first
+            strategy.run(lambda: uo.once(set_it, second))
+        assert now() == second
+    finally:
+        set_it(before)
+        strategy.close()
