@@ -282,3 +282,21 @@ def test_under_a_mode_for_operators_replicas_need_the_lock_to_run_at_once(
         strategy.run(step)
 
     assert have_met == [has_lock, has_lock]
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="the CPU cannot flush")
+def test_all_replicas_flush_denormal_numbers(mirrored: Make) -> None:
+    strategy = mirrored(2)
+    smallest = torch.tensor([1e-310], dtype=torch.float64)
+
+    def flushed() -> list[bool]:
+        found = strategy.run(lambda: (smallest * 1).eq(0))
+        return list(map(bool, strategy.experimental_local_results(found)))
+
+    assert flushed() == [False, False]
+    torch.set_flush_denormal(True)
+    try:
+        assert flushed() == [True, True]
+    finally:
+        torch.set_flush_denormal(False)
+    assert flushed() == [False, False]
