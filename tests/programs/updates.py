@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+import unisono as uo
 from programs.generative import numbers
 from programs.language import words
 from programs.running import Learned, program
@@ -142,3 +144,29 @@ def lbfgs(strategy: Any) -> Learned:
         for batch in batches_for(strategy, batch_size=7, num_samples=14)
     ]
     return {**model.state_dict(), "losses": torch.stack(losses)}
+
+
+@program()
+def moved_weights(strategy: Any) -> Learned:
+    """Weights get other memory, and some are frozen, between a backward pass and its update."""
+    with strategy.scope():
+        model = network()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def decay() -> None:
+        vector = nn.utils.parameters_to_vector(model.parameters())
+        nn.utils.vector_to_parameters(vector * 0.9, model.parameters())
+
+    def step(x: Tensor, y: Tensor, *, is_last: bool) -> None:
+        F.cross_entropy(model(x), y).backward()
+        uo.once(decay)
+        if is_last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    for _ in range(2):
+        for number, (x, y) in enumerate(batches_for(strategy)):
+            strategy.run(functools.partial(step, is_last=number == 2), args=(x, y))
+            decay()
+            model[0].requires_grad_(number == 2)
+    return model.state_dict()

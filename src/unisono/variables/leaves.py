@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ _MOST_BYTES_PACKED = 1 << 18
 _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+_set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 gradient_of = operator.attrgetter("grad")
 needs_grad = operator.attrgetter("requires_grad")
 
@@ -96,12 +97,9 @@ class Leaves:
         places: tuple[torch.device, ...],
     ) -> Leaves:
         """Makes a leaf for each replica, which shares the storage of those in its memory."""
-        storages: dict[Hashable, Tensor] = {memories[0]: primary.detach()}
-        for memory, place in zip(memories, places, strict=True):
-            if memory not in storages:
-                storages[memory] = primary.detach().to(place, copy=True)
+        storages = _storages(primary, memories, places)
         needs = primary.requires_grad
-        leaves = [nn.Parameter(storages[memory], requires_grad=needs) for memory in memories]
+        leaves = [nn.Parameter(storage, requires_grad=needs) for storage in storages]
         kind = primary.__class__
         if kind is not nn.Parameter and type(leaves[0]) is nn.Parameter:
             for leaf in leaves:
@@ -116,6 +114,20 @@ class Leaves:
             and first.requires_grad == primary.requires_grad
             and first.shape == primary.shape
         )
+
+    def follow(self, places: tuple[torch.device, ...]) -> None:
+        """Makes the leaves again what the primary is. They keep their gradients and hooks."""
+        primary = self.primary
+        for leaf, storage in zip(
+            self.leaves, _storages(primary, self.memories, places), strict=True
+        ):
+            grad, leaf.grad = leaf.grad, None
+            _set_data(leaf, storage)
+            leaf.requires_grad_(primary.requires_grad)
+            if grad is not None and grad.shape == leaf.shape:
+                # As `model.half()` does, which converts gradients, too.
+                leaf.grad = grad.to(leaf.dtype)
+        self.version = version_of(primary)
 
     def is_behind(self) -> bool:
         """Whether something was written to the primary that other memories do not have."""
@@ -181,6 +193,17 @@ class Leaves:
         return [self.primary, *self.others]
 
 
+def _storages(
+    primary: Tensor, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]
+) -> list[Tensor]:
+    """Returns what the leaf of each replica holds: in the memory of the primary, what that does."""
+    storages: dict[Hashable, Tensor] = {memories[0]: primary.detach()}
+    for memory, place in zip(memories, places, strict=True):
+        if memory not in storages:
+            storages[memory] = primary.detach().to(place, copy=True)
+    return [storages[memory] for memory in memories]
+
+
 class VariableLeaves(Leaves):
     """The components of a variable, which are leaves already; the first is the primary."""
 
@@ -218,17 +241,6 @@ def variable_of(component: object) -> Variable | None:
     """Returns the variable of this component, if there is one."""
     found = _variables.get(component) if isinstance(component, Tensor) else None
     return None if found is None else found()
-
-
-class Found(NamedTuple):
-    """What replicas have of the parameters of an optimizer, in one generation of leaves."""
-
-    generation: int = -1
-    parameters: Sequence[Tensor] = ()
-    leaves: Sequence[Leaves] = ()
-    # Those of variables, which no watch sees.
-    of_variables: Sequence[Leaves] = ()
-    num_bytes: int = 0
 
 
 # A step calls each of the following once for all parameters. So none calls a function of Python for

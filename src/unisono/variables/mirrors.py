@@ -352,7 +352,11 @@ class Mirrors:
                 "with a batch, before `run`, so that all replicas start from the same values."
             )
         before = self.leaves_of(parameter)
-        if before is not None and before.is_current():
+        if before is not None:
+            if not before.is_current():
+                # Packs and captured steps know addresses, shapes and what is trained.
+                self.generation, self._checked = self.generation + 1, {}
+                before.follow(self.places)
             return before
         made = Leaves.made_for(parameter, self.memories, self.places)
         if id(parameter) in self.showing:

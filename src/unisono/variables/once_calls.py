@@ -28,7 +28,6 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
-    Found,
     clear,
     clear_gradients,
     give_gradients,
@@ -37,7 +36,7 @@ from unisono.variables.leaves import (
 )
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
-from unisono.variables.owners import found_of, give_to, mirrors_of, owner_of
+from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
 from unisono.variables.updates import (
     SeenState,
     Settings,

@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor
 
 from unisono.variables.attributes import are_same
-from unisono.variables.leaves import Found, VariableLeaves
+from unisono.variables.leaves import Leaves, VariableLeaves
 from unisono.variables.optimizer_tables import parameters_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
+
+
+class Found(NamedTuple):
+    """What replicas have of the parameters of an optimizer, in one generation of leaves."""
+
+    generation: int = -1
+    parameters: Sequence[Tensor] = ()
+    leaves: Sequence[Leaves] = ()
+    # Those of variables, which no watch sees.
+    of_variables: Sequence[Leaves] = ()
+    num_bytes: int = 0
 
 
 class _Owner:

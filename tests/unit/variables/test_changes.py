@@ -264,3 +264,36 @@ def test_copies_are_plain_modules(
         assert other.state_dict()[name].data_ptr() != tensor.data_ptr()
     other.eval()
     assert model.training
+
+
+def test_what_a_step_has_given_a_parameter_stays_when_the_parameter_moves(
+    strategy: uo.Strategy, model: nn.Linear
+) -> None:
+    def give() -> None:
+        model.weight.register_hook(lambda grad: grad * 3)
+        with strategy.no_sync():
+            model(torch.ones(1, 2)).sum().backward()
+
+    def backward() -> None:
+        model(torch.ones(1, 2)).sum().backward()
+
+    strategy.run(give)
+    model.weight.data = model.weight.data.clone()
+    strategy.run(backward)
+
+    assert model.weight.grad is not None
+    assert model.weight.grad.tolist() == [[6, 6]]
+
+
+def test_gradients_of_a_model_that_is_converted(strategy: uo.Strategy, model: nn.Linear) -> None:
+    def backward() -> None:
+        model(torch.ones(1, 2, dtype=model.weight.dtype)).sum().backward()
+
+    for dtype in (torch.float64, torch.float32):
+        strategy.run(backward)
+        model.to(dtype)
+    strategy.run(backward)
+
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype is torch.float32
+    assert model.weight.grad.tolist() == [[3, 3]]
