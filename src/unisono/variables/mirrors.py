@@ -27,6 +27,7 @@ from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_c
 from unisono.variables.hook_tables import HookTables
 from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
+from unisono.variables.optimizer_state import SeenStates
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.torch_calls import synchronized
@@ -85,6 +86,7 @@ class Mirrors:
         self.watch = Watch(self)
         self.parts = Parts(self)
         self.groups = GroupCopies(workers)
+        self.states = SeenStates()
         self.hooks = HookTables(self)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
@@ -352,7 +354,7 @@ class Mirrors:
                 "with a batch, before `run`, so that all replicas start from the same values."
             )
         before = self.leaves_of(parameter)
-        if before is not None:
+        if type(before) is Leaves:
             if not before.is_current():
                 # Packs and captured steps know addresses, shapes and what is trained.
                 self.generation, self._checked = self.generation + 1, {}

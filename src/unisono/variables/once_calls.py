@@ -38,7 +38,6 @@ from unisono.variables.mirrors import Mirrors
 from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
 from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
 from unisono.variables.updates import (
-    SeenState,
     Settings,
     is_plain,
     update_as,
@@ -141,16 +140,6 @@ class OnceOptimizer(OnceUpdate):
         _check_outside(self, "param_groups")
         set_table(self, "param_groups", groups)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds a group; not on a replica."""
-        _check_outside(self, "add_param_group()")
-        super().add_param_group(param_group)  # type: ignore[misc]
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the state; not on a replica."""
-        _check_outside(self, "load_state_dict()")
-        super().load_state_dict(state_dict)  # type: ignore[misc]
-
     @property
     def state(self) -> dict[Any, Any]:
         """The state, which a replica finds under its own parameters, too."""
@@ -159,15 +148,8 @@ class OnceOptimizer(OnceUpdate):
         state: dict[Any, Any] | None = vars(self).get("state")
         if state is None:
             return super().state  # type: ignore[misc,no-any-return]
-        if isinstance(state, SeenState):
-            return state
         mirrors = mirrors_of(self)
-        with mirrors.groups.lock:
-            # Another replica may have been faster. What is written to its object must be seen here.
-            state = vars(self)["state"]
-            if not isinstance(state, SeenState):
-                state = vars(self)["state"] = SeenState(state, mirrors)
-        return state
+        return mirrors.states.seen(self, mirrors, context)
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
@@ -305,6 +287,22 @@ def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
     """Before an update outside a run: reduces what replicas have written and nothing shows."""
     owners = map(mirrors.leaves_of, parameters_of(optimizer))
     mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
+
+
+def _outside_only(name: str) -> Any:
+    """Returns a method of optimizers that replicas may not call."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _check_outside(self, f"{name}()")
+        return getattr(super(OnceOptimizer, self), name)(*args, **kwargs)
+
+    return method
+
+
+# A hook that every replica registers would be called once for each of them.
+_HOOKS = [name for name in vars(Optimizer) if name.startswith("register_")]
+for _name in ("add_param_group", "load_state_dict", *_HOOKS):
+    setattr(OnceOptimizer, _name, _outside_only(_name))
 
 
 def _check_outside(optimizer: Any, what: str) -> None:

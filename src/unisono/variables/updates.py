@@ -8,9 +8,7 @@ over.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +17,7 @@ from torch import Tensor, optim
 from torch.optim import optimizer as hooks
 from torch.utils.hooks import RemovableHandle
 
-from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
+from unisono.contexts import CrossReplicaContext, ReplicaContext, entered
 from unisono.errors import ContextError, ReplicaMismatchError
 from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import Contents, are_same
@@ -29,7 +27,6 @@ from unisono.variables.optimizer_tables import Groups, groups_of, state_of, tabl
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers
-    from unisono.variables.mirrors import Mirrors
 
 # What these do to a parameter depends on its own gradient and state alone.
 _INDEPENDENT = frozenset(
@@ -223,8 +220,6 @@ class GroupCopies:
 
     def __init__(self, workers: Workers) -> None:
         self._workers = workers
-        # Held while the state of an optimizer is replaced by what replicas see of it.
-        self.lock = threading.Lock()
         # By identity, optimizers and the copies that each replica has.
         self._copies: dict[int, tuple[Any, dict[int, Groups]]] = {}
 
@@ -353,32 +348,3 @@ def _is_same(one: Any, other: Any) -> bool:
         other = other.to(one.device)
         return bool(((one == other) | (one.isnan() & other.isnan())).all())
     return type(one) is type(other) and bool(one == other or (one != one and other != other))
-
-
-class SeenState(defaultdict[Any, Any]):
-    """The state of an optimizer, which a replica finds under its own parameters, too."""
-
-    def __init__(self, state: dict[Any, Any], mirrors: Mirrors) -> None:
-        super().__init__(dict, state)
-        self._mirrors = weakref.ref(mirrors)
-
-    def _key(self, key: Any) -> Any:
-        mirrors = self._mirrors()
-        if mirrors is None or not isinstance(key, Tensor) or current_replica() is None:
-            return key
-        return mirrors.of_program(key)
-
-    def __missing__(self, key: Any) -> Any:
-        primary = self._key(key)
-        return super().__missing__(key) if primary is key else self[primary]
-
-    def __contains__(self, key: object) -> bool:
-        return super().__contains__(self._key(key))
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        """Returns the state of a parameter, or `default` if it has none."""
-        return super().get(self._key(key), default)
-
-    def __reduce__(self) -> Any:
-        """Copies and pickles are of the plain class, as torch makes it."""
-        return defaultdict, (dict,), None, None, iter(self.items())

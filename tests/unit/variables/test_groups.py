@@ -235,3 +235,65 @@ def test_a_scaler_is_given_one_scale(made: Made) -> None:
         strategy.run(lambda: scaler.update(1.0 + replica_id()))
     strategy.run(lambda: scaler.update(4.0))
     assert scaler.get_scale() == 4.0
+
+
+def updated(program: Program, x: Tensor, y: Tensor) -> None:
+    program.backward(x, y)
+    program.optimizer.step()
+
+
+def own_number(program: Program) -> None:
+    own = program.optimizer.state[next(program.model.parameters())]
+    own["mine"] = own.get("mine", 0) + 1
+
+
+def own_entry(program: Program) -> None:
+    state: Any = program.optimizer.state
+    state["mine"] = state.get("mine", 0) + 1
+
+
+def momentum(program: Program) -> None:
+    program.optimizer.state[next(program.model.parameters())]["momentum_buffer"].mul_(0.5)
+
+
+def clearing(program: Program) -> None:
+    program.optimizer.state.clear()
+
+
+@pytest.mark.parametrize("write", [own_number, own_entry, momentum, clearing])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_state_is_written_once(
+    made: Made, write: Callable[[Program], None], *, goes_on: bool
+) -> None:
+    strategy, program = made
+    program.optimizer.param_groups[0]["momentum"] = 0.9
+    parts = split(2)
+    strategy.run(updated, args=(program, *parts))
+
+    def step(x: Tensor, y: Tensor, *, is_once: bool) -> None:
+        # To look at it is no write, also where there is none.
+        for p in program.model.parameters():
+            program.optimizer.state.get(p)
+        len(program.optimizer.state["other"])  # type: ignore[index]
+        uo.once(write, program) if is_once else write(program)
+        if goes_on:
+            updated(program, x, y)
+
+    strategy.run(step, args=parts, kwargs={"is_once": True})
+    strategy.run(updated, args=(program, *parts))
+    with pytest.raises(ContextError, match=r"wrote to the state of SGD.*unisono\.once"):
+        strategy.run(step, args=parts, kwargs={"is_once": False})
+
+
+def test_hooks_of_an_optimizer_are_registered_outside(made: Made) -> None:
+    strategy, program = made
+    calls = []
+
+    def register() -> None:
+        program.optimizer.register_step_post_hook(lambda *_: calls.append(1))
+
+    with pytest.raises(ContextError, match=r"register_step_post_hook\(\).*outside"):
+        strategy.run(register)
+    strategy.run(lambda: uo.once(register))
+    strategy.run(updated, args=(program, *split(2)))
+    assert calls == [1]
