@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -46,8 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets nobody search again all that was imported: for garbage, or for owners of parameters."""
+    if len(session.items) > 1000:
+        # The first optimizer imports it, which comes in a run of so many tests.
+        importlib.import_module("torch._dynamo")
     gc.collect()
     gc.freeze()
 
