@@ -31,8 +31,6 @@ from unisono.tracing.lock_waits import has_lock
 T = TypeVar("T")
 
 _CPU = torch.device("cpu")
-# The smallest number. It equals zero on a thread that flushes denormal numbers.
-_SMALLEST = 5e-324
 Hooks: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any], Any]]
 
 _ask = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
@@ -205,11 +203,10 @@ def _entered_modes() -> tuple[list[TorchFunctionMode], list[TorchDispatchMode]]:
 
 @dataclass(eq=False)
 class Ambient:
-    """The modes, hooks, settings, context variables and CUDA streams of a thread."""
+    """The modes, hooks, context variables and CUDA streams of a thread."""
 
     is_grad_enabled: bool
     is_inference: bool
-    flushes_denormal: bool
     autocasts: tuple[tuple[str, torch.dtype, bool], ...]
     variables: contextvars.Context
     streams: dict[torch.device, torch.cuda.Stream]
@@ -227,7 +224,6 @@ class Ambient:
         return cls(
             torch.is_grad_enabled(),
             torch.is_inference_mode_enabled(),
-            _SMALLEST == 0.0,
             autocasts,
             contextvars.copy_context(),
             {place: torch.cuda.current_stream(place) for place in places if place.type == "cuda"},
@@ -247,8 +243,6 @@ class Ambient:
         was_enabled = torch.is_grad_enabled()
         was_multithreaded = torch._C._is_multithreading_enabled()
         set_grad_enabled(self.is_grad_enabled)
-        if (_SMALLEST == 0.0) is not self.flushes_denormal:
-            torch.set_flush_denormal(self.flushes_denormal)
         # Backward then runs on the replica's own thread, on every device: a thread that several
         # replicas share could wait for itself.
         torch._C._set_multithreading_enabled(False)  # noqa: FBT003

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import threading
 import weakref
@@ -29,6 +30,8 @@ _LOOK_AGAIN_S = 60.0
 # How long the end of the program waits for a thread.
 _LAST_WAIT_S = 1.0
 _NOTHING: Any = object()
+# The smallest number. It equals zero on a thread that flushes denormal numbers.
+_SMALLEST = 5e-324
 
 
 class _Board:
@@ -90,7 +93,11 @@ class ReplicaThreads:
         num_intraop = num_intraop or self.num_intraop()
         self._start(num_intraop)
         outcomes: Outcomes = {}
-        others = {i: (calls[i], outcomes) for i in range(1, self._num_replicas)}
+        flushes = _SMALLEST == 0.0
+        others: dict[int, tuple[Call, Outcomes]] = {
+            i: (functools.partial(_call_like_caller, flushes, calls[i]), outcomes)
+            for i in range(1, self._num_replicas)
+        }
         try:
             self._board.given.update(others)
             self._board.has_new.ring()
@@ -186,6 +193,13 @@ class ReplicaThreads:
             self._finalizer = None
             board.end(self._num_replicas)
             raise
+
+
+def _call_like_caller(flushes: bool, call: Call) -> Any:  # noqa: FBT001
+    """Makes a call on a thread that flushes denormal numbers if the caller of the run does."""
+    if (_SMALLEST == 0.0) is not flushes:
+        torch.set_flush_denormal(flushes)
+    return call()
 
 
 _alive: LiveSet[ReplicaThreads] = LiveSet()
