@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import ParamSpec
 
 from unisono.communicators.communicator import Communicator, GraphEngine
 from unisono.options import ReduceOp
 from unisono.tracing import span
 
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class DelegatingCommunicator(Communicator):
-    """Lets another communicator do everything. Subclasses override what they do themselves."""
+    """Lets another communicator do everything. Subclasses override what they do themselves.
+
+    What a hierarchy asks of the communicator inside a host (`reduce_parts`, `share_parts` and
+    `lead`) is not passed on: one like this never is inside of one.
+    """
 
     def __init__(self, carrier: Communicator) -> None:
         super().__init__(carrier.rank, carrier.size)
@@ -39,50 +44,32 @@ class DelegatingCommunicator(Communicator):
     def graph_engine(self) -> GraphEngine | None:
         return self._carrier.graph_engine
 
-    def _call(
-        self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]
-    ) -> T:
+    def _call(self, collective: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         """Makes a collective of the carrier. Subclasses may do something around it."""
-        return call()
+        return collective(*args, **options)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
-        self._call("all_reduce", terms, op, lambda: self._carrier.all_reduce(op, terms, count))
+        self._call(self._carrier.all_reduce, op, terms, count)
 
     def reduce_scatter(
         self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
     ) -> Tensor:
-        call = partial(self._carrier.reduce_scatter, op, terms, count)
-        return self._call("reduce_scatter", terms, op, call)
+        return self._call(self._carrier.reduce_scatter, op, terms, count)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        return self._call("all_gather", (tensor,), None, lambda: self._carrier.all_gather(tensor))
+        return self._call(self._carrier.all_gather, tensor)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
-        return self._call("gather", (tensor,), None, lambda: self._carrier.gather(tensor, root))
+        return self._call(self._carrier.gather, tensor, root)
 
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
-        return self._call("all_to_all", (tensor,), None, lambda: self._carrier.all_to_all(tensor))
-
-    def reduce_parts(self, op: ReduceOp, terms: Sequence[Tensor]) -> None:
-        self._call("reduce_parts", terms, op, lambda: self._carrier.reduce_parts(op, terms))
-
-    def share_parts(self, tensor: Tensor) -> None:
-        self._call("share_parts", (tensor,), None, lambda: self._carrier.share_parts(tensor))
+        return self._call(self._carrier.all_to_all, tensor)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
-        self._call("broadcast", (tensor,), None, lambda: self._carrier.broadcast(tensor, root))
-
-    def lead(
-        self,
-        greeting: bytes,
-        terms: Sequence[Tensor] = (),
-        work: Callable[[list[Tensor]], None] | None = None,
-    ) -> Sequence[bytes] | None:
-        call = partial(self._carrier.lead, greeting, terms, work)
-        return self._call("lead", terms, None, call)
+        self._call(self._carrier.broadcast, tensor, root)
 
     def barrier(self) -> None:
-        self._call("barrier", (), None, self._carrier.barrier)
+        self._call(self._carrier.barrier)
 
     def allocate(self, num_bytes: int) -> Tensor:
         return self._carrier.allocate(num_bytes)
@@ -128,11 +115,6 @@ class StagedCommunicator(DelegatingCommunicator):
     def all_to_all(self, tensor: Tensor) -> list[Tensor]:
         return [one.to(tensor.device) for one in self._carrier.all_to_all(_staged(tensor))]
 
-    def share_parts(self, tensor: Tensor) -> None:
-        staged = _staged(tensor)
-        self._carrier.share_parts(staged)
-        _copy_back(staged, tensor)
-
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         staged = _staged(tensor)
         self._carrier.broadcast(staged, root)
@@ -161,13 +143,11 @@ class TracedCommunicator(DelegatingCommunicator):
         # Counted when nobody records too: workers may start to record at different times.
         self._number = 0
 
-    @property
-    def graph_engine(self) -> GraphEngine | None:
-        return self._carrier.graph_engine
-
-    def _call(
-        self, kind: str, tensors: Sequence[Tensor], op: ReduceOp | None, call: Callable[[], T]
-    ) -> T:
+    def _call(self, collective: Callable[P, T], *args: P.args, **options: P.kwargs) -> T:
         self._number += 1
-        with span("collective", kind, tensors, op=op, group=self.group, number=self._number):
-            return call()
+        # What reduces is given how, and terms; everything else at most one tensor.
+        given: tuple[Any, ...] = args
+        op, tensors = given[:2] if given and isinstance(given[0], ReduceOp) else (None, given[:1])
+        kind, number = collective.__name__, self._number
+        with span("collective", kind, tensors, op=op, group=self.group, number=number):
+            return collective(*args, **options)

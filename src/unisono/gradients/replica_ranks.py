@@ -137,7 +137,6 @@ class ReplicaRank(DelegatingCommunicator):
 
     # Made of the above, or without the workers.
     reduce_scatter = Communicator.reduce_scatter
-    share_parts = Communicator.share_parts
     allocate = Communicator.allocate
 
     def close(self) -> None:

@@ -24,10 +24,13 @@ def test_every_method_is_passed_on() -> None:
         if inspect.isfunction(value) and not name.startswith("_")
     ]
 
-    # These only call others.
+    # These only call others, or are asked of what is inside a host, which is never recorded itself.
     assert {name for name in own if name not in vars(DelegatingCommunicator)} == {
         "within",
         "check_root",
+        "reduce_parts",
+        "share_parts",
+        "lead",
     }
 
 
@@ -40,4 +43,4 @@ def test_collectives_do_what_they_do_unrecorded_and_are_recorded(tmp_path: Path)
     assert failed == [[]] * 3
     (worker,) = trace.workers()
     kinds = {event.name for event in worker.events() if event.category == "collective"}
-    assert {"all_reduce", "all_to_all", "share_parts", "all_gather", "broadcast"} <= kinds
+    assert {"all_reduce", "all_to_all", "all_gather", "broadcast"} <= kinds
