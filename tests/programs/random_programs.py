@@ -48,6 +48,7 @@ PASSES = ("one", "one", "two losses", "penalty", "second optimizer", "second mod
 AVERAGES = ("none", "none", "by hand", "averaged model")
 CLEARING = ("to none", "to zero", "after the update", "by the model")
 FREEZING = ("none", "none", "from the start", "between epochs")
+AUTOCAST = ("none", "none", "with the loss", "weights used twice", "without a cache")
 
 
 class Network(nn.Module):
@@ -106,6 +107,7 @@ class RandomProgram:
     has_logs: bool
     changes_rates: bool
     updates_outside: bool
+    autocast: str
 
     @staticmethod
     def drawn(seed: int) -> RandomProgram:
@@ -130,6 +132,7 @@ class RandomProgram:
             has_logs=rng.random() < 0.4,
             changes_rates=rng.random() < 0.2,
             updates_outside=rng.random() < 0.2,
+            autocast=rng.choice(AUTOCAST),
         )
 
 
@@ -196,6 +199,11 @@ class Training:
         found = self._strategy.run(self._step, args=(number, *given))
         return [self._strategy.reduce("MEAN", one) for one in found]
 
+    def _autocast(self) -> AbstractContextManager[Any]:
+        is_cached = self._program.autocast != "without a cache"
+        is_on = self._program.autocast != "none"
+        return torch.autocast("cpu", torch.bfloat16, enabled=is_on, cache_enabled=is_cached)
+
     def _is_update(self, number: int) -> bool:
         return (number + 1) % self._program.num_accumulated == 0
 
@@ -211,8 +219,13 @@ class Training:
             self._clear()
         is_alone = program.has_no_sync and not is_update and self._strategy is not None
         with self._strategy.no_sync() if is_alone and self._strategy else nullcontext():
-            scores = self.model(words, numbers)
-            loss = nn.functional.cross_entropy(scores, labels)
+            with self._autocast():
+                scores = self.model(words, numbers)
+                if program.autocast == "weights used twice":
+                    scores = scores + 0.1 * self.model(words, -numbers)
+                scores = scores.float()
+                with torch.autocast("cpu", enabled=program.autocast == "with the loss"):
+                    loss = nn.functional.cross_entropy(scores, labels)
             if program.passes == "penalty":
                 (inner,) = torch.autograd.grad(
                     scores.square().mean(), self.model.out.bias, create_graph=True
