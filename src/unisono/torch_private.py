@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 __all__ = [
     "OpOverload",
     "TorchDispatchMode",
+    "bindings",
     "copy_each",
+    "data_of_tensors",
     "dispatch_key",
     "dispatch_keys",
     "flatten_each",
@@ -36,6 +38,10 @@ __all__ = [
     "without_dispatch_modes",
 ]
 
+# What C++ gives to Python.
+bindings: Any = torch._C
+# `tensor.data`, which also sets it.
+data_of_tensors: Any = torch._C.TensorBase.data
 no_torch_function = torch._C.DisableTorchFunction
 no_torch_function_of_subclasses = torch._C.DisableTorchFunctionSubclass
 num_dispatch_modes = torch._C._len_torch_dispatch_stack

@@ -18,6 +18,7 @@ from torch.nn import attention
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.errors import UnsupportedError
 from unisono.sharing import computed_once, in_place_of
+from unisono.torch_private import bindings
 
 _EVERYWHERE = frozenset({"cpu", "cuda"})
 
@@ -57,7 +58,7 @@ def refuse_switches() -> None:
         lambda mode, check_nan=True: (mode, check_nan),
     )
     _refuse_change(
-        torch._C,
+        bindings,
         "_set_check_sparse_tensor_invariants",
         "torch.sparse.check_sparse_tensor_invariants",
         torch._C._check_sparse_tensor_invariants,

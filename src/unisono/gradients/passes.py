@@ -14,6 +14,7 @@ from unisono.contexts import ReplicaContext, current_replica
 from unisono.devices import Trail
 from unisono.errors import ContextError, UnsupportedError
 from unisono.sharing import computed_once, in_place_of
+from unisono.torch_private import bindings
 from unisono.variables import check_backward
 
 
@@ -116,7 +117,7 @@ def watch_backward_passes() -> None:
 
     will_run: Any = torch._C._will_engine_execute_node
 
-    @in_place_of(torch._C, "_will_engine_execute_node")
+    @in_place_of(bindings, "_will_engine_execute_node")
     def will_execute_node(node: Any) -> Any:
         context = current_replica()
         if context is not None:

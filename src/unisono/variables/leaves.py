@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.kernels import in_memory_order
 from unisono.packing import PackLayout, Spec
-from unisono.torch_private import set_grad_enabled
+from unisono.torch_private import data_of_tensors, set_grad_enabled
 from unisono.values import version_of
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ _MOST_BYTES_PACKED = 1 << 18
 _variables: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-_set_data: Callable[[Tensor, Tensor], None] = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
+_set_data: Callable[[Tensor, Tensor], None] = data_of_tensors.__set__
 gradient_of = operator.attrgetter("grad")
 needs_grad = operator.attrgetter("requires_grad")
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_context, current_replica
 from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once, in_place_of
+from unisono.torch_private import data_of_tensors
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, spread
 
@@ -127,8 +128,7 @@ def let_data_be_watched() -> None:
     What torch's `data` returns has its own count of writes. On a replica, and where a parameter is
     in several memories, `data` returns what `detach()` does: a tensor with the parameter's count.
     """
-    original: Any = torch._C.TensorBase.data
-    get_data, set_data = original.__get__, original.__set__
+    get_data, set_data = data_of_tensors.__get__, data_of_tensors.__set__
 
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
@@ -153,7 +153,7 @@ def let_data_be_watched() -> None:
             return
         set_data(self, value)
 
-    nn.Parameter.data = property(get, put, doc=original.__doc__)  # type: ignore[assignment]
+    nn.Parameter.data = property(get, put, doc=data_of_tensors.__doc__)  # type: ignore[assignment]
     copied = nn.Parameter.__deepcopy__
 
     @in_place_of(nn.Parameter, "__deepcopy__")
