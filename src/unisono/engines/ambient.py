@@ -26,7 +26,6 @@ from unisono.torch_private import (
     set_grad_enabled,
     without_dispatch_modes,
 )
-from unisono.tracing.lock_waits import has_lock
 
 T = TypeVar("T")
 
@@ -137,10 +136,10 @@ def _is_of_cpu(mode: TorchFunctionMode) -> bool:
 def modes_need_turns(*, more: bool) -> bool:
     """Whether replicas must run one after another, because of modes of this thread, or `more`.
 
-    When a mode first sees an operator, torch looks for its Python function, and up to torch 2.12
-    two threads must not do that at once. Without the interpreter lock they would.
+    When a mode first sees an operator, torch looks for its Python object, and up to torch 2.12 two
+    threads must not do that at once, even if they have the interpreter lock in turns.
     """
-    return (more or num_dispatch_modes() > 0) and not has_lock()
+    return more or num_dispatch_modes() > 0
 
 
 class _OneAtATime(TorchDispatchMode):

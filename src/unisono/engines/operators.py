@@ -1,8 +1,9 @@
 """Operators of torch as Python sees them, each of which several replicas may use first.
 
-torch makes the Python object of an operator when it is first needed. If two threads need it at the same
-time, torch makes two, and Python keeps the second. C++ may keep the address of the first, which Python
-frees. Modes for operators are then given whatever comes to lie there, or the process crashes.
+torch makes the Python object of an operator when it is first needed. If two threads need it at the
+same time, torch makes two, and Python keeps the second. C++ may keep the address of the first,
+which Python frees. Modes for operators then get whatever comes to lie there, or the process
+crashes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from torch._ops import OpOverloadPacket, _OpNamespace
 from unisono.sharing import computed_once, in_place_of
 from unisono.system import after_fork_in_child
 
-_lock = threading.RLock()
+_lock: Any = threading.RLock()
+# Another thread may hold it when a process is forked.
 after_fork_in_child(_lock._at_fork_reinit)
 
 

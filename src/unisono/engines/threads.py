@@ -15,6 +15,7 @@ import torch
 from unisono.engines.ambient import ThreadState
 from unisono.engines.forward_mode import take_turns_in_forward_mode
 from unisono.engines.meeting import ReplicaMeeting
+from unisono.engines.operators import make_operators_once
 from unisono.engines.switches import refuse_switches
 from unisono.engines.turns import make_bell
 from unisono.sharing import LiveSet, computed_once
@@ -72,6 +73,7 @@ class ReplicaThreads:
     """Makes one call per replica, all at the same time, repeatedly on the same threads."""
 
     def __init__(self, num_replicas: int, num_intraop: int | None = None) -> None:
+        make_operators_once()
         take_turns_in_forward_mode()
         refuse_switches()
         self._num_replicas = num_replicas
