@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+from torch._guards import CompileContext
 from torch.backends import cuda, cudnn, mha, mkldnn, nnpack, opt_einsum
 from torch.nn import attention
 
@@ -73,7 +74,10 @@ def refuse_switches() -> None:
 
 def _one_of_several() -> ReplicaContext | None:
     context = current_replica()
-    return None if context is None or context.num_local_replicas == 1 else context
+    if context is None or context.num_local_replicas == 1:
+        return None
+    # torch's compiler switches for itself. Replicas run one after another while it may be called.
+    return None if CompileContext.current_compile_id() is not None else context
 
 
 def _refuse_block(owner: Any, name: str, shown: str, affected: frozenset[str]) -> None:
