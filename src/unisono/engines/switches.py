@@ -32,6 +32,10 @@ def refuse_switches() -> None:
     _refuse_block(mkldnn, "flags", "torch.backends.mkldnn.flags", frozenset({"cpu"}))
     _refuse_block(nnpack, "flags", "torch.backends.nnpack.flags", frozenset({"cpu"}))
     _refuse_block(opt_einsum, "flags", "torch.backends.opt_einsum.flags", _EVERYWHERE)
+    # Two at the same time crash the process.
+    _refuse_block(torch.profiler.profile, "start", "torch.profiler.profile", _EVERYWHERE)
+    own = torch.autograd.profiler.profile
+    _refuse_block(own, "__enter__", "torch.autograd.profiler.profile", _EVERYWHERE)
     for name in ("default_dtype", "float32_matmul_precision"):
         _refuse_change(torch, f"set_{name}", f"torch.set_{name}", getattr(torch, f"get_{name}"))
     _refuse_change(

@@ -110,6 +110,23 @@ def test_other_blocks_are_refused(module: Any) -> None:
     strategy.close()
 
 
+@pytest.mark.parametrize("module", [torch.profiler, torch.autograd.profiler])
+def test_a_profiler_is_refused_in_a_step_and_not_around_run(
+    module: Any, mirrored: Callable[..., uo.MirroredStrategy]
+) -> None:
+    strategy = mirrored(2)
+
+    def profiled() -> None:
+        with module.profile():
+            torch.ones(1) + 1
+
+    with pytest.raises(UnsupportedError, match=rf"{module.__name__}\.profile.*around"):
+        strategy.run(profiled)
+    with module.profile() as profiler:
+        strategy.run(lambda: torch.ones(1) + 1)
+    assert any(one.key == "aten::add" for one in profiler.key_averages())
+
+
 def test_blocks_for_other_devices_do_nothing_in_a_step() -> None:
     """As in transformers, whose CTC losses switch cuDNN off."""
     strategy = uo.MirroredStrategy(["cpu:0", "cpu:1"])
