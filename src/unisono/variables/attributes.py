@@ -130,6 +130,10 @@ class Attributes:
         self._visited: dict[int, _Copied] = {}
         self._changed: set[int] = set()
         self._given = Contents()
+        # By identity, tensors that replicas share because a module has them as plain attributes,
+        # and what they are called. And the attribute that is looked at.
+        self.tensors: dict[int, tuple[Tensor, str]] = {}
+        self._looked_at = ""
 
     def are_as_given(self) -> bool:
         """Whether all containers still hold what the replicas were given."""
@@ -137,7 +141,7 @@ class Attributes:
 
     def give(self, mirrors: Iterable[Mirror]) -> None:
         """Gives the clones of modules the attributes of their primaries."""
-        self._visited = {}
+        self._visited, self.tensors = {}, {}
         self._changed = {
             key for key, one in self._known.items() if not are_same(one.parts(), one.content)
         }
@@ -159,6 +163,7 @@ class Attributes:
             if name in TABLES_OF_OWN:
                 seen = [dict(zip(value, own, strict=True)) for own in self._own(value.values())]
             else:
+                self._looked_at = f"`{name}` of {type(module).__name__}"
                 is_shared = name in TORCH_TABLES
                 seen = [value] * self._num_replicas if is_shared else self._seen(value)
             now[name] = (id(value), seen[0])
@@ -204,7 +209,9 @@ class Attributes:
         if isinstance(value, _STAND_INS):
             return [self._stand_in(value, i) for i in range(self._num_replicas)]
         seen: list[Any] | None = None
-        if isinstance(value, tuple):
+        if isinstance(value, Tensor):
+            self.tensors[id(value)] = value, self._looked_at
+        elif isinstance(value, tuple):
             seen = self._seen_tuple(value)
         elif kind := next((kind for kind in _KINDS if isinstance(value, kind)), None):
             seen = self._copies(value, kind)

@@ -101,7 +101,7 @@ class Mirrors:
         # Whether the replicas have several memories.
         self.is_spread = len(set(memories)) > 1
         self.places = places
-        self._attributes = Attributes(len(places), self.stand_in)
+        self.attributes = Attributes(len(places), self.stand_in)
         self.buffers = Buffers(places, self.workers)
         self.metrics = Metrics(places, self.workers)
         # By the identity of a primary parameter or of one of its leaves.
@@ -110,7 +110,7 @@ class Mirrors:
     def relayout(self, memories: tuple[Hashable, ...], places: tuple[torch.device, ...]) -> None:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
         for mirror in list(self.mirrors.values()):
-            self._attributes.check_given(mirror.replicas, mirror.given)
+            self.attributes.check_given(mirror.replicas, mirror.given)
         hidden = next((one for one in self.all_leaves if one.is_hidden()), None)
         if hidden is not None:
             raise UnsupportedError(
@@ -237,7 +237,7 @@ class Mirrors:
 
     def are_as_given(self) -> bool:
         """Whether the clones still match their primaries, by a quick check in C."""
-        return not self.is_stale and self._tables.are_same() and self._attributes.are_as_given()
+        return not self.is_stale and self._tables.are_same() and self.attributes.are_as_given()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
         """Makes a run of `step`: replicas see their clones, and what they do once happens once."""
@@ -331,7 +331,7 @@ class Mirrors:
             for clone in mirror.replicas:
                 # A parametrization that came later has changed the class of the primary.
                 object.__setattr__(clone, "__class__", cls)
-        self._attributes.give([self.mirrors[id(module)] for module in primaries])
+        self.attributes.give([self.mirrors[id(module)] for module in primaries])
         self._tables.note(tables_of(primaries))
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)

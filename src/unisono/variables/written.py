@@ -19,6 +19,7 @@ from unisono.contexts import CrossReplicaContext, ReplicaContext, current_contex
 from unisono.errors import ContextError
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.torch_private import data_of_tensors
+from unisono.values import version_of
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, spread
 
@@ -51,6 +52,7 @@ class Watch:
         self._copies: list[tuple[weakref.ref[Tensor], str]] = []
         # Any thread may copy a parameter.
         self._lock = threading.Lock()
+        self._plain = PlainTensors()
         _watches.add(self)
 
     def stamp(self) -> None:
@@ -74,6 +76,7 @@ class Watch:
                 self._add_copies()
                 self._generation = mirrors.generation
         self._versions = [tensor._version for tensor in self._tensors]
+        self._plain.note(mirrors)
 
     def check(self) -> None:
         """Raises if a replica has written to a parameter."""
@@ -81,9 +84,11 @@ class Watch:
         if versions != self._versions:
             changes = zip(self._owners, versions, self._versions, strict=True)
             self._refuse([owner for owner, new, old in changes if new != old])
+        self._plain.check()
 
     def settle(self) -> None:
         """After something was done for all replicas: every memory gets what it has written."""
+        self._plain.note_again()
         if self._is_spread:
             # An optimizer has copied what it wrote already.
             owners = (one for one in self._owners if isinstance(one, Leaves))
@@ -119,6 +124,33 @@ class Watch:
             f"A step wrote to {names[0]}{more}, which all replicas share, so the values are wrong "
             f"now: load them from a checkpoint. {_REMEDY}"
         )
+
+
+class PlainTensors:
+    """The tensors that modules have as plain attributes, and how often each was written to."""
+
+    def __init__(self) -> None:
+        self._noted: list[tuple[Tensor, int, str]] = []
+
+    def note(self, mirrors: Mirrors) -> None:
+        """From now on, what is written to them is written by replicas."""
+        held = mirrors.attributes.tensors.values() if len(mirrors.places) > 1 else ()
+        self._noted = [(tensor, version_of(tensor), name) for tensor, name in held]
+
+    def note_again(self) -> None:
+        """After something was done for all replicas."""
+        self._noted = [(tensor, version_of(tensor), name) for tensor, _, name in self._noted]
+
+    def check(self) -> None:
+        """Raises if a replica has written to one of them."""
+        for tensor, version, name in self._noted:
+            if version_of(tensor) != version:
+                raise ContextError(
+                    f"A step wrote to the tensor in the attribute {name}. All replicas share it, "
+                    "and each has written, so its values are wrong now. Make it a buffer "
+                    "(`register_buffer()`), assign a new tensor (`self.sum = self.sum + x`), or "
+                    "write once for all replicas with `unisono.once`."
+                )
 
 
 @computed_once

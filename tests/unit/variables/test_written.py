@@ -235,3 +235,74 @@ def test_elsewhere_data_is_what_it_was() -> None:
     assert parameter._version == version
     assert parameter.tolist() == [2, 2, 2]
     assert parameter.requires_grad
+
+
+class Counting(nn.Module):
+    """Has tensors as plain attributes, which replicas share."""
+
+    def __init__(self, write: Callable[[Counting], None]) -> None:
+        super().__init__()
+        self.layer = nn.Linear(2, 1)
+        self.steps = torch.zeros(())
+        self.kept = {"sums": [torch.zeros(2)]}
+        self._write = write
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._write(self)
+        out: Tensor = self.layer(x)
+        return out
+
+
+def count_in_place(model: Counting) -> None:
+    model.steps += 1
+
+
+def fill_what_a_list_holds(model: Counting) -> None:
+    model.kept["sums"][0].fill_(2)
+
+
+def count_in_a_new_tensor(model: Counting) -> None:
+    model.steps = model.steps + 1
+
+
+def count_once(model: Counting) -> None:
+    uo.once(model.steps.add_, 1)
+
+
+def trained(strategy: uo.Strategy, write: Callable[[Counting], None]) -> Counting:
+    with strategy.scope():
+        model = Counting(write)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.ones(4, 2)).sum().backward()
+        optimizer.step()
+
+    for _ in range(2):
+        strategy.run(step)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("write", "name"), [(count_in_place, "steps"), (fill_what_a_list_holds, "kept")]
+)
+def test_tensors_in_attributes_are_refused_if_replicas_write_to_them(
+    mirrored: Make, write: Callable[[Counting], None], name: str
+) -> None:
+    with pytest.raises(ContextError, match=rf"attribute `{name}` of Counting.*register_buffer"):
+        trained(mirrored(2), write)
+
+
+def test_tensors_in_attributes_may_be_replaced_or_written_once(mirrored: Make) -> None:
+    assert trained(mirrored(2), count_in_a_new_tensor).steps == 0
+    assert trained(mirrored(2), count_once).steps == 2
+    assert trained(mirrored(1), count_in_place).steps == 2
+
+
+def test_the_program_may_write_to_tensors_in_attributes_between_runs(mirrored: Make) -> None:
+    strategy = mirrored(2)
+    model = trained(strategy, lambda model: None)
+    model.steps += 1
+
+    assert strategy.experimental_local_results(strategy.run(lambda: model.steps + 0)) == (1, 1)
