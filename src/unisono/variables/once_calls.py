@@ -292,6 +292,7 @@ def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
 def _outside_only(name: str) -> Any:
     """Returns a method of optimizers that replicas may not call."""
 
+    @functools.wraps(getattr(Optimizer, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_outside(self, f"{name}()")
         return getattr(super(OnceOptimizer, self), name)(*args, **kwargs)

@@ -317,7 +317,7 @@ def test_the_length_is_that_of_the_source() -> None:
         (Numbers(3), "single samples.* Wrap it in `DataLoader"),
         (TensorDataset(torch.arange(3)), "single samples.* Wrap it in `DataLoader"),
         (Stream(3), r"`DataLoader\(dataset, batch_size=None\)` if it gives whole batches"),
-        (torch.arange(3), "numpy_dataset"),
+        (torch.arange(3), r"`DataLoader\(TensorDataset"),
         ((np.zeros(3), np.zeros(3)), "make it a list"),
         ({"x": torch.arange(3)}, "iterable of batches, got"),
         ("text", "iterable of batches, got 'text'"),
