@@ -17,8 +17,8 @@ from unisono.sharing import computed_once, in_place_of
 from unisono.system import after_fork_in_child
 
 _lock: Any = threading.RLock()
-# Another thread may hold it when a process is forked.
-after_fork_in_child(_lock._at_fork_reinit)
+# Another thread may hold it when a process is forked. Where none can be, it has no such method.
+after_fork_in_child(lambda: _lock._at_fork_reinit())
 
 
 @computed_once
