@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
+import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 
 from unisono.engines import RunGenerators
@@ -24,6 +25,7 @@ from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
 from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
 
+_CALL_OF_MODULES = nn.Module.__call__.__code__
 HOST_RANDOMNESS = (
     "it draws random numbers on the host; draw them with torch on the device of the replica, or "
     "before `run`"
@@ -183,12 +185,16 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
     if not mirrors.is_single:
         yield
         return
-    known, this_thread = set(map(id, mirrors.modules())), threading.get_ident()
+    known = set(map(id, mirrors.modules()))
 
-    def on_call(module: nn.Module, _: Any) -> None:
+    # A profile function is of one thread. A hook for all modules would be in a table of torch, and
+    # without the interpreter lock other threads may be going through it.
+    def on_call(frame: types.FrameType, event: str, _: Any) -> None:
+        if event != "call" or frame.f_code is not _CALL_OF_MODULES:
+            return
+        module = frame.f_locals["self"]
         tensors = (*module._parameters.values(), *module._buffers.values())
-        is_outside = id(module) not in known and any(one is not None for one in tensors)
-        if is_outside and threading.get_ident() == this_thread:
+        if id(module) not in known and any(one is not None for one in tensors):
             refuse(f"{type(module).__name__} was made outside `strategy.scope()`")
 
     def on_update(optimizer: Optimizer) -> None:
@@ -196,13 +202,13 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
             refuse(f"{type(optimizer).__name__} was made outside `strategy.scope()`")
 
     _show_updates()
-    hook = register_module_forward_pre_hook(on_call)
+    sys.setprofile(on_call)
     _on_this_thread.note = on_update
     try:
         yield
     finally:
         _on_this_thread.note = None
-        hook.remove()
+        sys.setprofile(None)
 
 
 @contextmanager

@@ -101,12 +101,16 @@ class Watching:
         self._arguments = _Arguments(self._note_reading)
 
     def __enter__(self) -> None:
+        # That of `outsiders`, for example.
+        self._outer = sys.getprofile()
         sys.setprofile(self._note)
 
     def __exit__(self, *error: object) -> None:
-        sys.setprofile(None)
+        sys.setprofile(self._outer)
 
     def _note(self, frame: types.FrameType, event: str, arg: Any) -> None:
+        if self._outer is not None:
+            self._outer(frame, event, arg)
         if self._arguments.is_making:
             return
         if event == "call":
