@@ -226,7 +226,7 @@ class Recording:
             self._replay_parts()
         else:
             self._mirrors.watch.stamp()
-            self._mirrors.in_use(self._replay_parts)
+            self._mirrors.fronts.up_during(self._replay_parts)
         if self._end is not None:
             self._end.restore()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 import types
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +20,12 @@ from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
 from unisono.functions.signature import ModuleState
 from unisono.functions.surroundings import Surroundings
-from unisono.sharing import computed_once
 from unisono.values import DistributedValues, flatten
-from unisono.variables import Mirrors, Settings, plain_class, sets_groups, watch_updates
+from unisono.variables import Mirrors, Settings, plain_class, sets_groups
 
-_CALL_OF_MODULES = nn.Module.__call__.__code__
+_call_of_modules: Any = nn.Module.__call__
+# torch puts its code around the `step` of every class of optimizers.
+_update_of_optimizers: Any = Optimizer.profile_hook_step(Optimizer.step)
 HOST_RANDOMNESS = (
     "it draws random numbers on the host; draw them with torch on the device of the replica, or "
     "before `run`"
@@ -153,29 +153,6 @@ class Rehearsal:
             self._surroundings.take([], self._graphs.named)
 
 
-class _OnThisThread(threading.local):
-    """What an update of an optimizer on this thread is shown to."""
-
-    note: Callable[[Optimizer], None] | None = None
-
-
-_on_this_thread = _OnThisThread()
-
-
-@computed_once
-def _show_updates() -> None:
-    """From now on, `_OnThisThread` is shown updates.
-
-    torch has one table of such hooks for all threads, and others may be going through it.
-    """
-
-    def show(optimizer: Optimizer, *_: Any) -> None:
-        if (note := _on_this_thread.note) is not None:
-            note(optimizer)
-
-    watch_updates(show)
-
-
 @contextmanager
 def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]:
     """Within the block, tells of models and optimizers that a single replica has from outside.
@@ -187,27 +164,26 @@ def outsiders(mirrors: Mirrors, refuse: Callable[[str], None]) -> Iterator[None]
         return
     known = set(map(id, mirrors.modules()))
 
-    # A profile function is of one thread. A hook for all modules would be in a table of torch, and
-    # without the interpreter lock other threads may be going through it.
-    def on_call(frame: types.FrameType, event: str, _: Any) -> None:
-        if event != "call" or frame.f_code is not _CALL_OF_MODULES:
-            return
-        module = frame.f_locals["self"]
-        tensors = (*module._parameters.values(), *module._buffers.values())
-        if id(module) not in known and any(one is not None for one in tensors):
-            refuse(f"{type(module).__name__} was made outside `strategy.scope()`")
+    # A profile function is of one thread. torch has one table of hooks for all threads, and others
+    # may be going through it.
+    def note(frame: types.FrameType, event: str, _: Any) -> None:
+        outsider = None
+        if event == "call" and frame.f_code is _call_of_modules.__code__:
+            module = frame.f_locals["self"]
+            tensors = (*module._parameters.values(), *module._buffers.values())
+            if id(module) not in known and any(one is not None for one in tensors):
+                outsider = module
+        elif event == "call" and frame.f_code is _update_of_optimizers.__code__:
+            optimizer = frame.f_locals["args"][0]
+            if plain_class(type(optimizer)) is type(optimizer):
+                outsider = optimizer
+        if outsider is not None:
+            refuse(f"{type(outsider).__name__} was made outside `strategy.scope()`")
 
-    def on_update(optimizer: Optimizer) -> None:
-        if plain_class(type(optimizer)) is type(optimizer):
-            refuse(f"{type(optimizer).__name__} was made outside `strategy.scope()`")
-
-    _show_updates()
-    sys.setprofile(on_call)
-    _on_this_thread.note = on_update
+    sys.setprofile(note)
     try:
         yield
     finally:
-        _on_this_thread.note = None
         sys.setprofile(None)
 
 

@@ -243,28 +243,14 @@ class Mirrors:
         """Makes a run of `step`: replicas see their clones, and what they do once happens once."""
         code = getattr(step, "__code__", step)
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
-        result = self.in_use(run, self.all_leaves)
+        try:
+            result = self.fronts.up_during(run, self.all_leaves)
+        finally:
+            self.claimed = {}
+            self.hooks.settle()
         if self.is_being_checked:
             self._checked[id(code)] = code
         return result
-
-    def in_use(self, run: Callable[[], T], leaves: Sequence[Leaves] = ()) -> T:
-        """Makes a run in which all objects, and the parameters of `leaves`, have other classes."""
-        try:
-            try:
-                self.fronts.put_up()
-                self.fronts.capture(leaves)
-                return run()
-            finally:
-                self._take_down()
-        finally:
-            # Again, because Ctrl-C may have ended the first one halfway.
-            self._take_down()
-
-    def _take_down(self) -> None:
-        self.fronts.take_down()
-        self.hooks.settle()
-        self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
