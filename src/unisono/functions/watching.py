@@ -102,7 +102,7 @@ class Watching:
 
     def __enter__(self) -> None:
         # That of `outsiders`, for example.
-        self._outer = sys.getprofile()
+        self._outer: Any = sys.getprofile()
         sys.setprofile(self._note)
 
     def __exit__(self, *error: object) -> None:

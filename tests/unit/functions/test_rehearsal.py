@@ -111,8 +111,8 @@ def test_functions_made_in_a_loop_have_one_line_in_the_log(
 def test_a_rehearsal_leaves_the_hooks_of_torch_alone() -> None:
     """Other threads may be going through them, which need not wait for a lock."""
     strategy = uo.OneDeviceStrategy("cpu:0")
-    number = RemovableHandle.next_id
-    with outsiders(strategy.extended.mirrors, [].append):
+    number, reasons = RemovableHandle.next_id, list[str]()
+    with outsiders(strategy.extended.mirrors, reasons.append):
         assert not module_of_torch._global_forward_pre_hooks
     assert RemovableHandle.next_id == number
     assert sys.getprofile() is None
