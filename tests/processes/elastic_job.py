@@ -21,10 +21,11 @@ import unisono as uo
 from processes.forked import PROCESSES
 from processes.namespaces import enter
 from unisono.cluster import Membership
-from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.cluster.elastic import ElasticMembers, Met
 from unisono.devices import cpu_slots
 from unisono.errors import CommunicationError, WorkerLostError
 from unisono.reductions import dealt
+from unisono.reductions.wire import share_state
 from unisono.strategies.joining import join_elastic
 
 REPLICAS = 6

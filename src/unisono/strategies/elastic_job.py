@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.cluster.elastic import ElasticMembers, Met
 from unisono.devices import Device, spread
 from unisono.engines import ThreadState
 from unisono.errors import (
@@ -29,6 +29,7 @@ from unisono.errors import (
 )
 from unisono.gradients.replica_hooks import Contents, exchanged
 from unisono.reductions import CrossDeviceOps, dealt
+from unisono.reductions.wire import share_state
 from unisono.strategies.elastic_account import account
 from unisono.strategies.elastic_leaving import Departures
 from unisono.strategies.elastic_values import (
