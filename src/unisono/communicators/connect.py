@@ -22,6 +22,7 @@ from unisono.communicators.gloo import GlooMaker
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hierarchical import HierarchicalCommunicator
 from unisono.communicators.hosts import ON_ONE_HOST, Layout, host_identity, named_globally
+from unisono.communicators.link import Part
 from unisono.communicators.mpi import is_launched_by_mpi, mpi_ranks
 from unisono.communicators.nccl import NcclCommunicator, have_own_gpus
 from unisono.communicators.network import NetworkCommunicator
@@ -171,7 +172,6 @@ class _Link(NamedTuple):
     can_allocate: bool
 
     def connected(self, choice: Choice, layout: Layout) -> Communicator:
-        """Makes what was chosen."""
         if choice.carrier is Carrier.HIERARCHICAL:
             return self._hierarchical(choice, layout)
         if choice.carrier is Carrier.FLAT:
@@ -179,7 +179,6 @@ class _Link(NamedTuple):
         return self._in_memory(self.store, self.rank, self.size, self.timeout_seconds)
 
     def _in_memory(self, store: Store, rank: int, size: int, timeout: float) -> Communicator:
-        """Shared memory between ranks of one host."""
         return SharedMemoryCommunicator(
             store,
             rank,
@@ -190,9 +189,8 @@ class _Link(NamedTuple):
         )
 
     def _over_network(
-        self, prefix: str, rank: int, size: int, choice: Choice, **part: Any
+        self, prefix: str, rank: int, size: int, choice: Choice, **options: Any
     ) -> NetworkCommunicator:
-        """An engine between ranks, which may be a part of the whole."""
         return NetworkCommunicator(
             PrefixStore(prefix, self.store),
             rank,
@@ -201,7 +199,7 @@ class _Link(NamedTuple):
             timeout_seconds=self.timeout_seconds,
             constants=choice.link,
             joining_seconds=self.left.seconds(),
-            **part,
+            **options,
         )
 
     def _hierarchical(self, choice: Choice, layout: Layout) -> Communicator:
@@ -224,10 +222,10 @@ class _Link(NamedTuple):
                 joining_seconds=self.left.seconds(),
             )
             made.callback(watch.close)
-            part = {"watch": watch, "speaks_for": layout.hosts, "ranks": peers, "group": group}
+            part = Part(watch, peers, layout.hosts, group)
             with _named_globally(peers, watch, "one on each host"):
                 prefix = f"position {position}"
-                between = self._over_network(prefix, number, len(layout.hosts), choice, **part)
+                between = self._over_network(prefix, number, len(peers), choice, part=part)
             made.pop_all()
         return HierarchicalCommunicator(
             inside, between, layout, watch, parts_bytes=choice.parts_bytes

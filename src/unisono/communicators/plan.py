@@ -67,6 +67,7 @@ class Plan:
     def run(self, collective: Collective, terms: Sequence[Tensor]) -> None:
         """Combines `terms` of all ranks into the first one."""
         header, link = collective.encoded, self._link
+        transport = link.transport
         for own, term in zip(self._terms, terms, strict=True):
             own.copy_(term)
         for one in self._rounds:
@@ -75,8 +76,8 @@ class Plan:
             for message in one.sends:
                 if message.header is not None:
                     message.header[:] = header
-            received = [link.receive(message.peer, message.data) for message in one.receives]
-            sent = [link.send(message.peer, message.data) for message in one.sends]
+            received = [transport.receive(message.peer, message.data) for message in one.receives]
+            sent = [transport.send(message.peer, message.data) for message in one.sends]
             if received:
                 link.wait(received)
             heads = ((one.peer, one.header) for one in one.receives if one.header is not None)

@@ -116,7 +116,7 @@ def talk(
 
 
 def _is_encrypted(communicator: NetworkCommunicator) -> bool:
-    connections = communicator._link._transport._connections  # type: ignore[attr-defined]
+    connections = communicator._link.transport._connections  # type: ignore[attr-defined]
     return all(isinstance(one._socket, ssl.SSLSocket) for one in connections.values())
 
 
