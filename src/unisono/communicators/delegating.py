@@ -26,13 +26,10 @@ class DelegatingCommunicator(Communicator):
 
     def __init__(self, carrier: Communicator) -> None:
         super().__init__(carrier.rank, carrier.size)
+        self.name = carrier.name
         self.cost = carrier.cost
         self.timeout_seconds = carrier.timeout_seconds
         self._carrier = carrier
-
-    @property
-    def name(self) -> str:
-        return self._carrier.name
 
     def takes(self, device: torch.device) -> bool:
         return self._carrier.takes(device)
@@ -87,9 +84,9 @@ class DelegatingCommunicator(Communicator):
 class StagedCommunicator(DelegatingCommunicator):
     """Copies GPU tensors to pinned host memory, lets another communicator work, and copies back."""
 
-    @property
-    def name(self) -> str:
-        return f"{self._carrier.name}, GPU tensors through host memory"
+    def __init__(self, carrier: Communicator) -> None:
+        super().__init__(carrier)
+        self.name = f"{carrier.name}, GPU tensors through host memory"
 
     def takes(self, device: torch.device) -> bool:
         return device.type == "cuda" or self._carrier.takes(device)

@@ -48,6 +48,7 @@ class HierarchicalCommunicator(Communicator):
     ) -> None:
         assert layout.is_regular, f"hosts must have ranks alike, got {layout}"
         super().__init__(layout.hosts[between.rank][inside.rank], layout.size)
+        self.name = f"{inside.name} inside {len(layout.hosts)} hosts, {between.name} between them"
         self.timeout_seconds = between.timeout_seconds
         self._inside = inside
         self._between = between
@@ -55,16 +56,6 @@ class HierarchicalCommunicator(Communicator):
         self._watch = watch
         self._parts_bytes = parts_bytes
         self._sequence = 0
-
-    @property
-    def name(self) -> str:
-        return (
-            f"{self._inside.name} inside {len(self._layout.hosts)} hosts, {self._between.name} "
-            "between them"
-        )
-
-    def takes(self, device: torch.device) -> bool:
-        return self._inside.takes(device) and self._between.takes(device)
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         self._reduce("all_reduce", op, terms, count)
@@ -183,7 +174,6 @@ class HierarchicalCommunicator(Communicator):
             self._inside.barrier()
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Returns bytes from which collectives inside a host need not copy."""
         return self._inside.allocate(num_bytes)
 
     def set_timeout(self, seconds: float) -> None:

@@ -54,7 +54,6 @@ class Link:
         owns_watch: bool,
         packed_bytes: int | None = None,
     ) -> None:
-        self.name = transport.name
         self.rank = transport.rank
         self.size = transport.size
         self.watch = watch = part.watch

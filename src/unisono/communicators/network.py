@@ -82,15 +82,9 @@ class NetworkCommunicator(Communicator):
             transport = _make_transport(store, rank, size, engine, part, left.seconds())
             stack.pop_all()
         self._link = Link(transport, part, owns_watch=owns_watch, packed_bytes=packed_bytes)
+        self.name = transport.name
         self._executor = functools.lru_cache(maxsize=64)(self._make_executor)
         self._plan = functools.lru_cache(maxsize=32)(self._make_plan)
-
-    @property
-    def name(self) -> str:
-        return self._link.name
-
-    def takes(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         header = Header.of_terms("all_reduce", self._next(), op, terms, count)

@@ -59,6 +59,8 @@ class SharedMemoryCommunicator(Communicator):
             file descriptor where the ranks can see each other in `/proc`.
     """
 
+    name = "shared memory"
+
     def __init__(
         self,
         store: Store,
@@ -103,13 +105,6 @@ class SharedMemoryCommunicator(Communicator):
             size=self.size,
             timeout_seconds=self._timeout_seconds,
         )
-
-    @property
-    def name(self) -> str:
-        return "shared memory"
-
-    def takes(self, device: torch.device) -> bool:
-        return device.type == "cpu"
 
     def all_reduce(self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None) -> None:
         if self._all_reduce(op, terms, count) is not None:
