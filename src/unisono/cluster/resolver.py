@@ -230,7 +230,6 @@ class UnionClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None
     ) -> dict[str, int]:
-        """See `ClusterResolver.num_accelerators`; the first resolver says so."""
         return self._resolvers[0].num_accelerators(task_type, task_id)
 
     def launch(self) -> Launch:

@@ -202,7 +202,6 @@ class Communicator(ABC):
         return flat[slice_of(self.rank, self.size, len(flat))].clone()
 
     def check_root(self, root: int) -> None:
-        """Raises unless `root` is a rank of this communicator."""
         if not 0 <= root < self.size:
             raise UnsupportedError(f"`root` must be a rank from 0 to {self.size - 1}, got {root}.")
 
@@ -262,7 +261,7 @@ class IdentityCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, root: int = 0) -> None:
         self.check_root(root)
 
-    def _nothing(self, *_: object) -> None:
+    def _nothing(self, seconds: float = 0.0) -> None:
         """Does nothing: there is nobody to wait for."""
 
     barrier = check_health = close = set_timeout = _nothing

@@ -105,7 +105,6 @@ class Executor:
         return torch.empty(num_bytes, dtype=torch.uint8)
 
     def give_back(self, rooms: list[Tensor]) -> None:
-        """Keeps memory for the next piece."""
         self._rooms = (self._rooms + rooms)[-2 * _IN_FLIGHT :]
 
 
@@ -131,7 +130,6 @@ class _Piece:
         self._rooms: list[Tensor] = []
 
     def begin(self, turn: Turn) -> None:
-        """Begins to send and to receive what belongs to a round."""
         receivers, senders = turn.peers
         rooms: dict[int, list[Tensor]] = {peer: [] for peer in senders}
         self._coming = []
@@ -147,13 +145,11 @@ class _Piece:
         self._collective.meet(self._received)
 
     def end(self) -> None:
-        """Waits for the messages of the round."""
         self._collective.finish(self._sent, self._received)
         for part, node, room in self._coming:
             self._sums.held[part][node] = room
 
     def finish(self) -> Tensor:
-        """Returns the result."""
         for part in self._executor.results:
             self._sums.value(part, self._sums.all)
         self._executor.give_back(self._rooms)
@@ -221,7 +217,6 @@ class Sums:
         return self._output.dtype if is_raw else self._wide
 
     def num_bytes(self, part: int, node: Node) -> int:
-        """Returns how much a node takes."""
         length: int = self.slices[part].stop - self.slices[part].start
         return length * self.dtype(node).itemsize
 

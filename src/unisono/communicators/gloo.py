@@ -14,10 +14,10 @@ from typing import Any, NamedTuple, TypeAlias
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
-from torch import distributed
+from torch import Tensor, distributed
+from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from unisono.communicators.gloo_calls import receive
 from unisono.communicators.hosts import own_address
 from unisono.communicators.stores import Countdown, connected, have_come
 from unisono.errors import UnsupportedError
@@ -82,7 +82,6 @@ class _Attempts(NamedTuple):
     left: Countdown
 
     def make(self, is_over: threading.Event) -> Any:
-        """Returns a group that connects all ranks."""
         began, number = time.monotonic(), 0
         while True:
             passed = time.monotonic() - began
@@ -173,6 +172,29 @@ def _make_device(address: str) -> Any:
             "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
             "send unencrypted."
         ) from error
+
+
+def send(group: Any, data: Tensor, rank: int, tag: int) -> Any:
+    """Begins to send, and returns the work of Gloo."""
+    return _unseen(group.send, data, rank, tag)
+
+
+def receive(group: Any, room: Tensor, rank: int, tag: int) -> Any:
+    """Begins to receive, and returns the work of Gloo."""
+    return _unseen(group.recv, room, rank, tag)
+
+
+def _unseen(call: Any, tensor: Tensor, rank: int, tag: int) -> Any:
+    # The profiler would be told at the end of a message, which may come long after the profiler has
+    # ended. That crashes the process.
+    is_watched = _profiler_enabled()
+    if is_watched:
+        _enable_record_function(False)  # noqa: FBT003
+    try:
+        return call([tensor], rank, tag)
+    finally:
+        if is_watched:
+            _enable_record_function(True)  # noqa: FBT003
 
 
 def keep_for(group: Any, needed: Iterable[Any]) -> None:

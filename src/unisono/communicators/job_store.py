@@ -102,7 +102,6 @@ class JobStore(Store):
         return None not in self.look(keys)
 
     def delete_key(self, key: str) -> bool:
-        """Removes a key, and returns whether it was there."""
         return bool(self._ask("delete", key))
 
     # The name by which torch calls it.

@@ -148,7 +148,6 @@ class _Party:
             ) from error
 
     def _await_callers(self, listener: socket.socket) -> None:
-        """Returns when all ranks that call this one have done so."""
         reception = Reception(listener, self._steps)
         try:
             while self._missing:

@@ -16,8 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from unisono.communicators.mpi import import_mpi
-from unisono.communicators.mpi_progress import Progress
+from unisono.communicators.mpi import Progress, import_mpi
 from unisono.communicators.transport import PACKED_BYTES, BrokenConnectionError, Transport, pause
 
 _TAG = 1
@@ -75,7 +74,6 @@ class MpiTransport(Transport):
         return request
 
     def progress(self, messages: Sequence[Any], seconds: float) -> bool:
-        """Asks MPI until `messages` are done or the time is over; returns whether they are."""
         start = time.monotonic()
         while True:
             if self._comm is None:

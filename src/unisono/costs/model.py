@@ -103,7 +103,6 @@ class Line(NamedTuple):
         return cls(latency, (seconds(_FAR_BYTES) - latency) / _FAR_BYTES)
 
     def seconds(self, num_bytes: float) -> float:
-        """Returns the seconds for this number of bytes."""
         return self.latency + self.per_byte * num_bytes
 
 

@@ -31,7 +31,6 @@ class Run(NamedTuple):
 
     @staticmethod
     def read(content: Any) -> Run:
-        """Reads what JSON makes of a run."""
         hosts, ranks, times = content
         run = Run(int(hosts), int(ranks), tuple((int(size), float(s)) for size, s in times))
         sizes, seconds = zip(*run.times, strict=True)
@@ -76,12 +75,10 @@ class Tuning:
         return self.tcp.seconds(1, BYTES_PER_PACK) < self.between.seconds(1, BYTES_PER_PACK)
 
     def to_text(self) -> str:
-        """Returns the content of the file."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_text(text: str, where: str = "The tuning of rank 0") -> Tuning:
-        """Reads what `to_text` has written."""
         try:
             content = json.loads(text)
             found = content.pop("format")

@@ -147,7 +147,6 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Does the same with several tensors."""
         name = "allgather_into_tensor_coalesced"
         return self._all_gather_single(outputs, inputs, name, outputs, inputs, opts)
 
@@ -197,7 +196,6 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
-        """Does the same with several tensors."""
         name = "reduce_scatter_tensor_coalesced"
         return self._reduce_scatter_single(outputs, inputs, name, outputs, inputs, opts)
 

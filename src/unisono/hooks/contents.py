@@ -164,7 +164,6 @@ def _drawing_on(like: Any, state: Any) -> Any:
 
 
 def _check_closure(function: types.FunctionType) -> None:
-    """Refuses what all replicas of a worker would write to."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:
             found = cell.cell_contents

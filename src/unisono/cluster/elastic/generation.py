@@ -35,7 +35,6 @@ class Generation(NamedTuple):
 
     @staticmethod
     def from_text(text: str | bytes) -> Generation:
-        """Reads what `to_text` has written."""
         number, workers, next_number, votes, job = json.loads(text)
         return Generation(
             number,
@@ -47,7 +46,6 @@ class Generation(NamedTuple):
         )
 
     def to_text(self) -> str:
-        """Returns the generation as it lies in a store."""
         workers = [(one, tuple(self.contacts[one]), self.positions[one]) for one in self.contacts]
         return json.dumps([self.number, workers, *self[3:]])
 
@@ -91,7 +89,6 @@ class Standing(NamedTuple):
 
     @property
     def generations(self) -> tuple[Generation, ...]:
-        """All of them."""
         return (self.last, *self.accepted)
 
     @property
@@ -114,17 +111,14 @@ class Standing(NamedTuple):
         return now and not before
 
     def to_texts(self) -> list[str]:
-        """Returns it for a message."""
         return [one.to_text() for one in self.generations]
 
     @staticmethod
     def from_texts(texts: Sequence[str]) -> Standing:
-        """Reads what `to_texts` has written."""
         last, *accepted = map(Generation.from_text, texts)
         return Standing(last, tuple(accepted))
 
     def together_with(self, others: Sequence[Standing]) -> Standing:
-        """Returns what several workers know together."""
         all_of_them = [self, *others]
         last = max((one.last for one in all_of_them), key=lambda one: one.number)
         later = {
@@ -170,13 +164,11 @@ class Vote(NamedTuple):
     card: WorkerCard
 
     def to_text(self) -> str:
-        """Returns the vote as it lies in a store."""
         standing = None if self.standing is None else self.standing.to_texts()
         return json.dumps([*self[:2], standing, *self[3:5], self.card.to_text()])
 
     @staticmethod
     def from_text(text: bytes) -> Vote:
-        """Reads what `to_text` has written."""
         contact, attempt, standing, position, dead, card = json.loads(text)
         return Vote(
             Contact(*contact),
@@ -222,7 +214,6 @@ class Choice:
         self._newcomers = dict(enumerate(newcomers[:room], first))
 
     def processes(self) -> set[str]:
-        """Returns who has come."""
         return {vote.contact.process for vote in self._votes}
 
     def missing(self) -> set[int]:
@@ -261,7 +252,6 @@ class Choice:
         return [one for one in self._contacts.values() if one.process not in present]
 
     def generation(self) -> Generation:
-        """Returns the next generation."""
         generations = self._standing.generations
         workers = {**self._members, **self._newcomers}
         return Generation(
