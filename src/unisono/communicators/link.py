@@ -165,7 +165,11 @@ class Collective:
         return [self.link.transport.receive(peer, as_bytes(one)) for one in tensors if one.numel()]
 
     def meet(self, received: Sequence[Received]) -> None:
-        """Waits for headers before which nothing else can be received from a peer."""
+        """Waits for headers before which nothing else can be received from a peer.
+
+        What was begun is on its way while this rank does something else.
+        """
+        self.link.push()
         if not self.link.is_tagged([tensor for one in received for tensor in one.tensors]):
             self._meet(received)
 

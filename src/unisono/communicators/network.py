@@ -184,7 +184,6 @@ class NetworkCommunicator(Communicator):
         with self._link.collective(Header.of_tensor("all_to_all", self._next(), own)) as collective:
             received = [collective.receive(peer, [found[peer]]) for peer in peers]
             sent = [one for peer in peers for one in collective.send(peer, [parts[peer]])]
-            collective.link.push()
             collective.meet(received)
             collective.finish(sent, received)
         found[self.rank].copy_(parts[self.rank])
@@ -208,7 +207,7 @@ class NetworkCommunicator(Communicator):
         dtype, length, num_terms = like
         num_bytes = num_terms * length * dtype.itemsize
         name = "one step" if self.size == 2 else fastest_flat(self.size, num_bytes, self._constants)
-        return Plan(self._executor(name, num_terms), self._link, op, like, count)
+        return Plan(self._make_executor(name, num_terms), self._link, op, like, count)
 
     def _make_executor(self, name: str, num_terms: int, root: int | None = None) -> Executor:
         if name == "reduce_scatter":
