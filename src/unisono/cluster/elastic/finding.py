@@ -54,9 +54,7 @@ class Running(NamedTuple):
 def running_job(membership: Membership) -> Running | None:
     """Returns a worker of this job that trains already, or None if there is none.
 
-    Raises:
-        CommunicationError: If this worker is to join a job, or may not begin one, and no worker of
-            that job answers.
+    Raises if this worker is to join a job, or may not begin one, and no worker of it answers.
     """
     told, left = addresses_in(os.environ.get(JOIN, "")), Countdown(_JOIN_SECONDS)
     known = [(one.host, one.port) for one in _tasks(membership) if one is not None]
@@ -102,9 +100,6 @@ def publish(generation: Generation, process: str, seconds: float | None = None) 
 
     Args:
         seconds: How long to wait for a launcher that must know it at once; None if it need not.
-
-    Raises:
-        WorkerTimeoutError: If a launcher that must know it does not answer in time.
     """
     contacts = generation.contacts.values()
     doors = [str(Address(one.host, one.port)) for one in contacts]
