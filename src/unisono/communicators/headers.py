@@ -26,11 +26,8 @@ class Header:
     """A collective as one rank calls it.
 
     Attributes:
-        kind: The name of the method.
         sequence: How many collectives this rank has called, with this one.
         dtype: Without "torch.".
-        terms: How many tensors this rank brings.
-        root: The rank that everything comes from or goes to.
         count: What a sum is divided by.
     """
 

@@ -204,15 +204,14 @@ class HierarchicalCommunicator(Communicator):
                     self._check(header, self._inside.lead(header.encode()))
                 yield
             except CommunicationError as error:
-                raise self._given_up(error) from error
-
-    def _given_up(self, error: CommunicationError) -> CommunicationError:
-        """Leaves the other ranks after an error, and returns the error of all."""
-        # Told before the others see this rank leave, so that they know why.
-        known = self._watch.published(self._named_globally(error))
-        self._inside.close()
-        self._between.close()
-        return known
+                # What `between` raises has gone through the watch, which knows all ranks.
+                if error is not self._watch.failure:
+                    error = named_globally(error, self._layout.hosts[self._between.rank])
+                # Told before the others see this rank leave, so that they know why.
+                known = self._watch.published(error)
+                self._inside.close()
+                self._between.close()
+                raise known from error
 
     def _check(self, header: Header, encoded: Sequence[bytes] | None) -> None:
         """Raises unless the ranks of this host call the same; None says that they do."""
@@ -222,12 +221,6 @@ class HierarchicalCommunicator(Communicator):
             check_encoded(header, encoded, self._layout.hosts[self._between.rank])
         except UnequalCollectivesError as error:
             raise self._watch.published(error) from None
-
-    def _named_globally(self, error: CommunicationError) -> CommunicationError:
-        # What `between` raises has gone through the watch, which knows the ranks of all hosts.
-        if error is self._watch.failure:
-            return error
-        return named_globally(error, self._layout.hosts[self._between.rank])
 
 
 def _chunk_length(term: Tensor) -> int:

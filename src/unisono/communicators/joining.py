@@ -32,7 +32,7 @@ from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hosts import own_address
 from unisono.communicators.mesh import Mesh
 from unisono.communicators.sockets import encryption, keep_alive, listening
-from unisono.communicators.stores import say_to_all
+from unisono.communicators.stores import Countdown, say_to_all
 from unisono.errors import JobMismatchError, UnsupportedError, WorkerLostError, WorkerTimeoutError
 
 
@@ -76,7 +76,7 @@ class _Party:
         self._rank = rank
         self._size = size
         self._seconds = seconds
-        self._deadline = time.monotonic() + seconds
+        self._left = Countdown(seconds)
         self._keys = encryption()
         self._secret = secrets.token_hex(16)
         self._sockets: dict[int, socket.socket] = {}
@@ -88,7 +88,14 @@ class _Party:
         self._missing = set(callers)
         place = self._store, self._rank, self._size
         address = own_address(*place, timeout_seconds=self._seconds)
-        with _listening(address) as listener:
+        try:
+            found = listening(address, 0)
+        except OSError as error:
+            raise UnsupportedError(
+                f"{address!r} is not an address of this host that others can connect to ({error}). "
+                "Give one in the cluster, or name the network in GLOO_SOCKET_IFNAME."
+            ) from error
+        with found as listener:
             port, is_encrypted = listener.getsockname()[1], bool(self._keys)
             own = _Invitation(address, port, self._secret, is_encrypted)
             invitations = self._invitations(own)
@@ -108,7 +115,7 @@ class _Party:
             self._rank,
             self._size,
             json.dumps(own),
-            timeout_seconds=max(0.0, self._deadline - time.monotonic()),
+            timeout_seconds=self._left.seconds(),
         )
         invitations = [_Invitation(*json.loads(text)) for text in said]
         if odd := [r for r, one in enumerate(invitations) if one.is_encrypted != own.is_encrypted]:
@@ -127,7 +134,8 @@ class _Party:
         rank = self._rank
         try:
             key = job_key(secret)
-            return call((address, port), key, rank, self._keys, self._deadline).socket
+            deadline = time.monotonic() + self._left.seconds()
+            return call((address, port), key, rank, self._keys, deadline).socket
         except TimeoutError as error:
             raise WorkerTimeoutError(
                 f"Rank {rank} waited {self._seconds:g} s for rank {peer} to answer at "
@@ -151,10 +159,9 @@ class _Party:
         reception = Reception(listener, self._steps)
         try:
             while self._missing:
-                left = self._deadline - time.monotonic()
-                if left <= 0:
+                if self._left.is_over():
                     raise self._late()
-                reception.turn(left)
+                reception.turn(self._left.seconds())
         finally:
             reception.close()
 
@@ -178,13 +185,3 @@ class _Party:
             "Check the logs of the missing ranks, the network and the firewall.",
             late,
         )
-
-
-def _listening(address: str) -> socket.socket:
-    try:
-        return listening(address, 0)
-    except OSError as error:
-        raise UnsupportedError(
-            f"{address!r} is not an address of this host that others can connect to ({error}). "
-            "Give one in the cluster, or name the network in GLOO_SOCKET_IFNAME."
-        ) from error

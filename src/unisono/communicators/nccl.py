@@ -32,16 +32,8 @@ class NcclCommunicator(DelegatingCommunicator):
     from those of other communicators; they are the same on all ranks. Sums of half precision are
     rounded at every step. What NCCL has no number for goes through `on_host`.
 
-    Every rank has one GPU here; tensors on another one are copied there.
-
-    Args:
-        on_host: Connects the same ranks.
-        gpu: The GPU of this rank; the current one if not given.
-        timeout_seconds: How long a collective may wait for other ranks.
-
-    Attributes:
-        is_captured: Whether collectives become a part of a CUDA graph now. Those of all ranks do,
-            or none.
+    Every rank has one GPU here, the current one if `gpu` is not given; tensors on another one are
+    copied there.
     """
 
     is_captured = False

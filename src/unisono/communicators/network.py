@@ -97,10 +97,9 @@ class NetworkCommunicator(Communicator):
                     plan.run(collective, flat)
                 return
         name = fastest_flat(self.size, num_bytes, self._constants)
-        pieces = pieces_of(flat, self.size) if name == "exchange" else [flat]
-        if self.size == 2:
-            # Two ranks swap all they have, which is as much as parts and sums, in one step.
-            name, pieces = "one step", pieces_of(flat, self.size)
+        # Two ranks swap all they have, which is as much as parts and sums, in one step.
+        is_large = name == "exchange" or self.size == 2
+        pieces = pieces_of(flat, self.size) if is_large else [flat]
         with self._link.collective(header) as collective:
             self._executor(name, len(flat)).run_all(collective, op, pieces, count)
 
@@ -206,7 +205,7 @@ class NetworkCommunicator(Communicator):
     ) -> Plan:
         dtype, length, num_terms = like
         num_bytes = num_terms * length * dtype.itemsize
-        name = "one step" if self.size == 2 else fastest_flat(self.size, num_bytes, self._constants)
+        name = fastest_flat(self.size, num_bytes, self._constants)
         return Plan(self._make_executor(name, num_terms), self._link, op, like, count)
 
     def _make_executor(self, name: str, num_terms: int, root: int | None = None) -> Executor:
