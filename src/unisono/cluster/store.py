@@ -9,6 +9,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 from torch import distributed
 from torch._C._distributed_c10d import Store
@@ -44,14 +45,6 @@ def open_store(membership: Membership, timeout_seconds: float) -> JobStore:
     return store
 
 
-def _store_of_default_group() -> Store | None:
-    """Returns the store of the process group that the program, or Ray, has made before."""
-    if not (distributed.is_available() and distributed.is_initialized()):
-        return None
-    store: Store = distributed.distributed_c10d._get_default_store()
-    return store
-
-
 class _Door:
     """Where the store of a job is, and what one must know to enter."""
 
@@ -63,7 +56,9 @@ class _Door:
         self._key = job_key(self._name)
         self._keys = encryption()
         self._host, self._port = membership.coordinator.host, membership.coordinator.port
-        group = _store_of_default_group()
+        # The program, or Ray, may have made a process group before.
+        has_group = distributed.is_available() and distributed.is_initialized()
+        group: Any = distributed.distributed_c10d._get_default_store() if has_group else None
         at = None if group is None else coordinator_address(group)
         self._group = group if at and at[1] == self._port else None
         # The port of rank 0 may be that of another store, where rank 0 says where its own is.

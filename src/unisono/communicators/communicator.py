@@ -243,14 +243,6 @@ class IdentityCommunicator(Communicator):
         Header.of_terms("all_reduce", 0, op, terms, count)
         combine_into(op, terms, terms[:1], count)
 
-    def reduce_scatter(
-        self, op: ReduceOp, terms: Sequence[Tensor], count: int | None = None
-    ) -> Tensor:
-        Header.of_terms("reduce_scatter", 0, op, terms, count)
-        result = torch.empty_like(terms[0])
-        combine_into(op, terms, [result], count)
-        return result.view(-1)
-
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.detach().clone()]
 

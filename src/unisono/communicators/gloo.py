@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import wait
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
@@ -19,7 +20,7 @@ from torch._C._autograd import _enable_record_function, _profiler_enabled
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from unisono.communicators.hosts import own_address
-from unisono.communicators.stores import Countdown, connected, have_come
+from unisono.communicators.stores import Countdown, connected, have_come, in_background
 from unisono.errors import UnsupportedError
 
 # The watch gives up before Gloo does, and can say for whom it has waited.
@@ -222,19 +223,13 @@ def have_left(sent: Sequence[Any], seconds: float, check: Callable[[], None]) ->
     """
     if not sent:
         return True
-    deadline, has_left = time.monotonic() + seconds, threading.Event()
 
-    def wait() -> None:
-        with suppress(RuntimeError):
-            for work in sent:
-                work.wait(timedelta(seconds=seconds))
-            has_left.set()
+    def end() -> None:
+        for work in sent:
+            work.wait(timedelta(seconds=seconds))
 
-    thread = threading.Thread(target=wait, name="unisono gloo end", daemon=True)
-    thread.start()
-    thread.join(_PAUSE_SECONDS)
+    left, ended = Countdown(seconds), in_background(end, "unisono gloo end")
     with suppress(RuntimeError):
-        while thread.is_alive() and time.monotonic() < deadline:
+        while not wait([ended], _PAUSE_SECONDS).done and not left.is_over():
             check()
-            thread.join(_PAUSE_SECONDS)
-    return has_left.is_set()
+    return ended.done() and ended.exception() is None

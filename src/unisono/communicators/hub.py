@@ -264,13 +264,12 @@ class Hub:
         return self._ranks[rank].end or silent or broken
 
     def _what_all_do(self) -> str:
-        doing = "; ".join(f"rank {rank}: {self._doing(rank)}" for rank in self._ranks)
+        doing = "; ".join(
+            f"rank {rank}: {in_words(one.sequence, one.collective)}"
+            + (" (does not answer now)" if rank in self._unanswered else "")
+            for rank, one in self._ranks.items()
+        )
         return f"Last heard: {doing}. "
-
-    def _doing(self, rank: int) -> str:
-        one = self._ranks[rank]
-        told = in_words(one.sequence, one.collective)
-        return told + (" (does not answer now)" if rank in self._unanswered else "")
 
 
 def in_words(sequence: int, collective: str | None) -> str:

@@ -38,7 +38,7 @@ Options = TypeVar("Options")
 
 
 def _passed_on(name: str) -> Callable[..., Work]:
-    return lambda self, *args, **options: self._pass_on(name, *args, **options)  # type: ignore[no-any-return]
+    return lambda self, *args, **options: self._pass_on(name, *args, **options)
 
 
 class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
