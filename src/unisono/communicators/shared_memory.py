@@ -79,7 +79,7 @@ class SharedMemoryCommunicator(Communicator):
         super().__init__(rank, size)
         self.timeout_seconds = self._timeout_seconds = timeout_seconds
         self._is_full = not can_allocate
-        self._group = share_memory(
+        self._group: SharedGroup = share_memory(
             store,
             rank,
             size,

@@ -137,7 +137,7 @@ def ended_in(generation: Generation) -> list[str]:
     number, found = str(generation.number).encode(), dict[str, bytes | None]()
     for at in _launchers() if keys else ():
         if (looked := _look(at, *keys)) is not None:
-            found |= zip(keys, looked, strict=True)
+            found |= zip(keys, looked[1], strict=True)
     return [key.partition("/")[2] for key, last in found.items() if last == number]
 
 
@@ -148,7 +148,7 @@ def doors_known_at(address: tuple[str, int]) -> str | None:
     """
     if (looked := _look(address, DOORS, STARTED)) is None:
         return "" if may_answer(*address) else None
-    doors, started = looked
+    _, (doors, started) = looked
     return None if doors is started is None else (doors or b"").decode()
 
 
@@ -164,7 +164,7 @@ def _doors_of_launcher() -> tuple[list[tuple[str, int]], bool]:
             # One that is paused may know of others.
             may_train |= may_answer(*at, is_here=True)
             continue
-        doors, others = looked
+        _, (doors, others) = looked
         found += addresses_in((doors or b"").decode())
         may_train |= bool(others)
     return found, may_train
@@ -175,11 +175,11 @@ def _launchers() -> list[tuple[str, int]]:
     return addresses_in(os.environ.get(LAUNCHER, ""))
 
 
-def _look(at: tuple[str, int], *keys: str) -> list[bytes | None] | None:
-    """Returns what lies at an address, or None if nobody answers there who is of the job."""
+def _look(at: tuple[str, int], *keys: str) -> tuple[JobStore, list[bytes | None]] | None:
+    """Returns a store and what lies in it, or None if nobody answers there who is of the job."""
     try:
         store = call_door(*at, _ANSWER_SECONDS)
-        return None if store is None else store.look(keys)
+        return None if store is None else (store, store.look(keys))
     except STORE_ERRORS:
         return None
 
@@ -216,13 +216,9 @@ def _tasks(membership: Membership) -> list[Address | None]:
 
 
 def _running(address: tuple[str, int]) -> Running | None:
-    store = call_door(*address, _ANSWER_SECONDS)
-    if store is None:
+    if (looked := _look(address, "generation", "tuning")) is None:
         return None
-    try:
-        generation, tuning = store.look(["generation", "tuning"])
-    except STORE_ERRORS:
-        return None
+    store, (generation, tuning) = looked
     if generation is None:
         return None
     return Running(store, Generation.from_text(generation), (tuning or b"").decode())
