@@ -17,17 +17,8 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from unisono.communicators import greeting
 from unisono.communicators.connection import Connection
-from unisono.communicators.greeting import (
-    JOB_TOKEN,
-    Guest,
-    Reception,
-    RefusedError,
-    Steps,
-    call,
-    job_key,
-    welcome,
-)
 from unisono.communicators.headers import ranks_in_words
 from unisono.communicators.hosts import own_address
 from unisono.communicators.mesh import Mesh
@@ -133,19 +124,19 @@ class _Party:
         address, port, secret, _ = invitation
         rank = self._rank
         try:
-            key = job_key(secret)
+            key = greeting.job_key(secret)
             deadline = time.monotonic() + self._left.seconds()
-            return call((address, port), key, rank, self._keys, deadline).socket
+            return greeting.call((address, port), key, rank, self._keys, deadline).socket
         except TimeoutError as error:
             raise WorkerTimeoutError(
                 f"Rank {rank} waited {self._seconds:g} s for rank {peer} to answer at "
                 f"{address}:{port}. Check its log, the network and the firewall.",
                 [peer],
             ) from error
-        except RefusedError as error:
+        except greeting.RefusedError as error:
             raise JobMismatchError(
-                f"Rank {rank} was refused by rank {peer}, which has another {JOB_TOKEN}. Give all "
-                "workers the same one.",
+                f"Rank {rank} was refused by rank {peer}, which has another "
+                f"{greeting.JOB_TOKEN}. Give all workers the same one.",
                 [peer],
             ) from error
         except OSError as error:
@@ -156,7 +147,7 @@ class _Party:
             ) from error
 
     def _await_callers(self, listener: socket.socket) -> None:
-        reception = Reception(listener, self._steps)
+        reception = greeting.Reception(listener, self._steps)
         try:
             while self._missing:
                 if self._left.is_over():
@@ -165,9 +156,9 @@ class _Party:
         finally:
             reception.close()
 
-    def _steps(self, guest: Guest) -> Steps[None]:
+    def _steps(self, guest: greeting.Guest) -> greeting.Steps[None]:
         try:
-            greeted = yield from welcome(guest, job_key(self._secret), self._keys)
+            greeted = yield from greeting.welcome(guest, greeting.job_key(self._secret), self._keys)
         except OSError as error:
             self._refused = f" Somebody called and was refused: {error}."
             return

@@ -16,16 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    Work,
-)
+from torch._C import _distributed_c10d as c10d
+from torch._C._distributed_c10d import Work
 
 from unisono.communicators import Communicator
 from unisono.groups import collectives
@@ -70,7 +62,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             tensors if _alike(tensors) else None,
             "allreduce",
             tensors,
-            _options(AllreduceOptions, opts, reduceOp=op),
+            _options(c10d.AllreduceOptions, opts, reduceOp=op),
             or_sparse=len(tensors) == 1,
         )
 
@@ -80,7 +72,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             tensors if _of_one_kind(tensors) else None,
             "allreduce_coalesced",
             tensors,
-            opts or AllreduceCoalescedOptions(),
+            opts or c10d.AllreduceCoalescedOptions(),
         )
 
     def reduce(
@@ -92,7 +84,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         root: int | None = None,
     ) -> Work:
         tensors = _listed(tensors)
-        opts = _options(ReduceOptions, opts, rootRank=root, reduceOp=op)
+        opts = _options(c10d.ReduceOptions, opts, rootRank=root, reduceOp=op)
         return self._reduction(
             lambda communicator, op: collectives.reduce(
                 communicator, op, tensors[0], opts.rootRank
@@ -107,7 +99,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         self, tensors: list[Tensor] | Tensor, opts: Any = None, *, root: int | None = None
     ) -> Work:
         tensors = _listed(tensors)
-        opts = _options(BroadcastOptions, opts, rootRank=root)
+        opts = _options(c10d.BroadcastOptions, opts, rootRank=root)
         return self._movement(
             partial(
                 collectives.broadcast, tensors=tensors, root=opts.rootRank, position=opts.rootTensor
@@ -132,7 +124,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             "allgather",
             lists,
             inputs,
-            opts or AllgatherOptions(),
+            opts or c10d.AllgatherOptions(),
         )
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
@@ -152,7 +144,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             name,
             output,
             input,
-            opts or AllgatherOptions(),
+            opts or c10d.AllgatherOptions(),
         )
 
     def reduce_scatter(
@@ -164,7 +156,7 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
         op: Any = None,
     ) -> Work:
         outputs, lists = _listed(output_tensors), _listed_twice(input_tensors)
-        opts = _options(ReduceScatterOptions, opts, reduceOp=op)
+        opts = _options(c10d.ReduceScatterOptions, opts, reduceOp=op)
         is_ours = (
             _listed_by_rank(lists, outputs, self.size())
             and _of_one_kind([*outputs, *lists[0]])
@@ -198,11 +190,11 @@ class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]
             name,
             output,
             input,
-            opts or ReduceScatterOptions(),
+            opts or c10d.ReduceScatterOptions(),
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        opts = opts or BarrierOptions()
+        opts = opts or c10d.BarrierOptions()
         if opts.device is not None and not self._carries(opts.device):
             return self._pass_on("barrier", opts)
         return self._begin(lambda communicator: communicator.barrier(), [], "barrier", opts)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple, TypeAlias
 
 from unisono.cluster.elastic.doors import Contact
 from unisono.cluster.meeting import WorkerCard, differences
@@ -34,20 +34,22 @@ class Generation(NamedTuple):
     job: str = ""
 
     @staticmethod
-    def from_text(text: str | bytes) -> Generation:
-        number, workers, next_number, votes, job = json.loads(text)
+    def of(content: Any) -> Generation:
+        """Returns the generation of which JSON has made lists and dicts."""
+        number, contacts, positions, *rest = content
         return Generation(
             number,
-            {one: Contact(*contact) for one, contact, _ in workers},
-            {one: None if place is None else tuple(place) for one, _, place in workers},
-            next_number,
-            votes,
-            job,
+            {int(one): Contact(*contact) for one, contact in contacts.items()},
+            {int(one): None if at is None else tuple(at) for one, at in positions.items()},
+            *rest,
         )
 
+    @staticmethod
+    def from_text(text: str | bytes) -> Generation:
+        return Generation.of(json.loads(text))
+
     def to_text(self) -> str:
-        workers = [(one, tuple(self.contacts[one]), self.positions[one]) for one in self.contacts]
-        return json.dumps([self.number, workers, *self[3:]])
+        return json.dumps(self)
 
     def number_of(self, process: str) -> int | None:
         """Returns what a worker is called, given the id of its process; None if it is not in."""
@@ -110,14 +112,6 @@ class Standing(NamedTuple):
         )
         return now and not before
 
-    def to_texts(self) -> list[str]:
-        return [one.to_text() for one in self.generations]
-
-    @staticmethod
-    def from_texts(texts: Sequence[str]) -> Standing:
-        last, *accepted = map(Generation.from_text, texts)
-        return Standing(last, tuple(accepted))
-
     def together_with(self, others: Sequence[Standing]) -> Standing:
         all_of_them = [self, *others]
         last = max((one.last for one in all_of_them), key=lambda one: one.number)
@@ -164,20 +158,16 @@ class Vote(NamedTuple):
     card: WorkerCard
 
     def to_text(self) -> str:
-        standing = None if self.standing is None else self.standing.to_texts()
-        return json.dumps([*self[:2], standing, *self[3:5], self.card.to_text()])
+        return json.dumps(self, default=asdict)
 
     @staticmethod
     def from_text(text: bytes) -> Vote:
         contact, attempt, standing, position, dead, card = json.loads(text)
-        return Vote(
-            Contact(*contact),
-            attempt,
-            None if standing is None else Standing.from_texts(standing),
-            None if position is None else tuple(position),
-            dead,
-            WorkerCard.from_text(card),
-        )
+        if standing is not None:
+            last, accepted = standing
+            standing = Standing(Generation.of(last), tuple(map(Generation.of, accepted)))
+        position = None if position is None else tuple(position)
+        return Vote(Contact(*contact), attempt, standing, position, dead, WorkerCard(**card))
 
 
 class Choice:
