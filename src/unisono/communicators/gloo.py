@@ -151,28 +151,23 @@ def _device(address: str) -> Any:
     """
     key = _key(address)
     if (device := _devices.get(key)) is None:
-        device = _devices[key] = _make_device(address)
+        group: Any = distributed.ProcessGroupGloo
+        try:
+            device = _devices[key] = group.create_device(hostname=address)
+        except RuntimeError as error:
+            if (transport := key[-1]) is None:
+                raise
+            raise UnsupportedError(
+                f"GLOO_DEVICE_TRANSPORT is {transport!r}, which Gloo in torch {torch.__version__} "
+                f"could not open ({str(error).splitlines()[0]}). TCP_TLS needs a torch that was "
+                "built with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. "
+                "Unset it to send unencrypted."
+            ) from error
     return device
 
 
 def _key(address: str) -> tuple[int, str, str | None]:
     return os.getpid(), address, os.environ.get("GLOO_DEVICE_TRANSPORT")
-
-
-def _make_device(address: str) -> Any:
-    group: Any = distributed.ProcessGroupGloo
-    try:
-        return group.create_device(hostname=address)
-    except RuntimeError as error:
-        transport = os.environ.get("GLOO_DEVICE_TRANSPORT")
-        if transport is None:
-            raise
-        raise UnsupportedError(
-            f"GLOO_DEVICE_TRANSPORT is {transport!r}, which Gloo in torch {torch.__version__} "
-            f"could not open ({str(error).splitlines()[0]}). TCP_TLS needs a torch that was built "
-            "with USE_GLOO_WITH_OPENSSL, and files for key, certificate and authority. Unset it to "
-            "send unencrypted."
-        ) from error
 
 
 def send(group: Any, data: Tensor, rank: int, tag: int) -> Any:

@@ -28,7 +28,7 @@ class GlooTransport(Transport):
     whether they have come.
 
     Args:
-        group: Made by `make_gloo_group`. After a failure its connections are broken.
+        group: After a failure its connections are broken.
         timeout_seconds: How long to wait at the end for what was sent to leave.
         ranks: The ranks of the group that this transport connects, in order; all if not given.
     """

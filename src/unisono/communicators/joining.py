@@ -151,7 +151,14 @@ class _Party:
         try:
             while self._missing:
                 if self._left.is_over():
-                    raise self._late()
+                    late = sorted(self._missing)
+                    raise WorkerTimeoutError(
+                        f"Rank {self._rank} waited {self._seconds:g} s for {ranks_in_words(late)} "
+                        f"of {self._size} to connect. All ranks had announced themselves before."
+                        f"{self._refused} Check the logs of the missing ranks, the network and the "
+                        "firewall.",
+                        late,
+                    )
                 reception.turn(self._left.seconds())
         finally:
             reception.close()
@@ -167,12 +174,3 @@ class _Party:
             guest.is_kept = True
             self._missing.discard(greeted.rank)
             self._sockets[greeted.rank] = greeted.socket
-
-    def _late(self) -> WorkerTimeoutError:
-        late = sorted(self._missing)
-        return WorkerTimeoutError(
-            f"Rank {self._rank} waited {self._seconds:g} s for {ranks_in_words(late)} of "
-            f"{self._size} to connect. All ranks had announced themselves before.{self._refused} "
-            "Check the logs of the missing ranks, the network and the firewall.",
-            late,
-        )

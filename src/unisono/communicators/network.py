@@ -44,8 +44,7 @@ class NetworkCommunicator(Communicator):
 
     Args:
         part: Where these ranks are some of a larger communicator, which has a watch over all.
-        gloo: Without `part`, returns a Gloo group of all ranks; made if not given. Its argument
-            raises if a rank is lost.
+        gloo: See `connect`.
     """
 
     def __init__(

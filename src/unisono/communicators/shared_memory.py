@@ -6,7 +6,7 @@ import logging
 import mmap
 import os
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -120,15 +120,13 @@ class SharedMemoryCommunicator(Communicator):
         return self._own_part(self._combine(op, terms, count))
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        tensors = self._gather(tensor, None)
-        assert tensors is not None
-        return tensors
+        return self._gather(tensor, None)
 
     def gather(self, tensor: Tensor, root: int = 0) -> list[Tensor] | None:
         self.check_root(root)
         return self._gather(tensor, root)
 
-    def _gather(self, tensor: Tensor, root: int | None) -> list[Tensor] | None:
+    def _gather(self, tensor: Tensor, root: int | None) -> Any:
         tensors = self._group.gather(tensor, root)
         if isinstance(tensors, str):
             tensors = self._group.gather(_plain(tensor), root)

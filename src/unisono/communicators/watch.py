@@ -44,7 +44,7 @@ class Watch:
         may_leave: Whether a rank may close this before the others do.
 
     Attributes:
-        doing: The collective that this rank is in, or None.
+        doing: The collective that this rank is in.
         sequence: The number of the last collective that this rank has begun.
     """
 

@@ -69,8 +69,6 @@ class Cluster:
     """Equal hosts, and the costs of their links.
 
     Args:
-        num_hosts: The number of hosts.
-        ranks_per_host: The number of ranks per host.
         inside: The link that each rank has inside its host.
         between: The link that each host has to the others, which its ranks share.
         memory_rate: Bytes per second that a rank reads and writes in a sum.
@@ -130,7 +128,6 @@ def best_bytes_per_pack(cost: Line | None, total_bytes: int) -> int:
     overlap with nothing. N / m a + m b is least for m = sqrt(N a / b).
 
     Args:
-        cost: The cost of reducing a pack, or None if it is not known.
         total_bytes: The gradients of one replica.
     """
     if cost is None or cost.per_byte <= 0:

@@ -82,8 +82,7 @@ class Standing(NamedTuple):
     does not know whether all have may take part in a newer one only if that is right after both.
 
     Attributes:
-        last: The last generation that counted.
-        accepted: Later ones that may count.
+        accepted: Generations after the last one, which may count.
     """
 
     last: Generation
@@ -145,7 +144,7 @@ class Vote(NamedTuple):
 
     Attributes:
         attempt: Which of its votes this is.
-        standing: The generations that it knows of; None for a worker that wants to join.
+        standing: None for a worker that wants to join.
         position: How far it has come; None if it has no state.
         dead: Processes of workers that it knows to be dead, or to have left.
     """
@@ -174,8 +173,7 @@ class Choice:
     """The next generation, as far as the workers that have come tell.
 
     Args:
-        votes: What they say; the first one is of the worker that holds the meeting.
-        dead: Processes of workers that this worker knows to be dead, or to have left.
+        votes: The first one is of the worker that holds the meeting.
         admits: Whether workers that want to join are let in.
     """
 
