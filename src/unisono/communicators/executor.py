@@ -56,7 +56,7 @@ class Executor:
         own = rank * num_terms if root is None else 0
         is_empty = root not in (None, rank)
         self.own = [] if is_empty else [(own + i, own + i + 1) for i in range(num_terms)]
-        self._rooms: list[Tensor] = []
+        self.rooms: list[Tensor] = []
 
     def run(
         self,
@@ -72,7 +72,7 @@ class Executor:
             pieces: The flat terms of each piece, which may be made while others are under way.
             output: Where the result goes, if there is one piece; the first term if not given.
         """
-        under_way: list[deque[_Piece]] = [deque() for _ in self.turns]
+        under_way: list[deque[Piece]] = [deque() for _ in self.turns]
 
         def go_on(step: int, most: int) -> Iterator[Tensor]:
             while len(under_way[step]) > most:
@@ -87,7 +87,7 @@ class Executor:
 
         for terms in pieces:
             yield from go_on(0, _IN_FLIGHT - 1)
-            piece = _Piece(self, collective, op, terms, count, output)
+            piece = Piece(self, collective, op, terms, count, output)
             piece.begin(self.turns[0])
             under_way[0].append(piece)
         for step in range(len(self.turns)):
@@ -99,39 +99,40 @@ class Executor:
 
     def room(self, num_bytes: int) -> Tensor:
         """Returns memory. Fresh memory would cost as much as what is received into it."""
-        for number, room in enumerate(self._rooms):
+        for number, room in enumerate(self.rooms):
             if len(room) >= num_bytes:
-                return self._rooms.pop(number)
+                return self.rooms.pop(number)
         return torch.empty(num_bytes, dtype=torch.uint8)
 
-    def give_back(self, rooms: list[Tensor]) -> None:
-        """Keeps memory for the next piece."""
-        self._rooms = (self._rooms + rooms)[-2 * _IN_FLIGHT :]
 
+class Piece:
+    """A piece of the tensors on its way through the rounds.
 
-class _Piece:
-    """A piece of the tensors on its way through the rounds."""
+    Args:
+        collective: Sends and receives, or notes what is to be sent and received.
+        do: Called with a function that writes into tensors, and its arguments.
+    """
 
     def __init__(
         self,
         executor: Executor,
-        collective: Collective,
+        collective: Any,
         op: ReduceOp,
         terms: Sequence[Tensor],
         count: int | None,
         output: Tensor | None,
+        do: Callable[..., Any] = lambda function, *args: function(*args),
     ) -> None:
         self._executor = executor
         self._collective = collective
         self._output = terms[0] if output is None else output
-        self._sums = Sums(executor, op, terms, self._output, count)
+        self._sums = Sums(executor, op, terms, self._output, count, do)
         self._sent: list[Any] = []
         self._received: list[Received] = []
         self._coming: list[tuple[int, Node, Tensor]] = []
         self._rooms: list[Tensor] = []
 
     def begin(self, turn: Turn) -> None:
-        """Begins to send and to receive what belongs to a round."""
         receivers, senders = turn.peers
         rooms: dict[int, list[Tensor]] = {peer: [] for peer in senders}
         self._coming = []
@@ -143,20 +144,18 @@ class _Piece:
             given[peer].append(self._sums.value(part, node))
         self._received = [self._collective.receive(*one) for one in rooms.items()]
         self._sent = [one for pair in given.items() for one in self._collective.send(*pair)]
-        self._collective.link.push()
         self._collective.meet(self._received)
 
     def end(self) -> None:
-        """Waits for the messages of the round."""
         self._collective.finish(self._sent, self._received)
         for part, node, room in self._coming:
             self._sums.held[part][node] = room
 
     def finish(self) -> Tensor:
-        """Returns the result."""
         for part in self._executor.results:
             self._sums.value(part, self._sums.all)
-        self._executor.give_back(self._rooms)
+        # Kept for the next piece.
+        self._executor.rooms = (self._executor.rooms + self._rooms)[-2 * _IN_FLIGHT :]
         return self._output
 
     def _rooms_for(self, turn: Turn) -> Iterator[Tensor]:
@@ -183,10 +182,7 @@ class _Piece:
 
 
 class Sums:
-    """The sums that a rank has of one piece, and how others are made of them.
-
-    Args:
-        do: Called with a function that writes into tensors, and its arguments.
+    """The sums that a rank has of one piece, and how others are made of them; see `Piece`.
 
     Attributes:
         held: What this rank has, by part.
@@ -199,7 +195,7 @@ class Sums:
         terms: Sequence[Tensor],
         output: Tensor,
         count: int | None,
-        do: Callable[..., Any] = lambda function, *args: function(*args),
+        do: Callable[..., Any],
     ) -> None:
         length, num_parts = len(terms[0]), executor.num_parts
         self.slices = [slice_of(part, num_parts, length) for part in range(num_parts)]
@@ -221,7 +217,6 @@ class Sums:
         return self._output.dtype if is_raw else self._wide
 
     def num_bytes(self, part: int, node: Node) -> int:
-        """Returns how much a node takes."""
         length: int = self.slices[part].stop - self.slices[part].start
         return length * self.dtype(node).itemsize
 

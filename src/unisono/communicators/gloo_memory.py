@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo_calls import receive
+from unisono.communicators.gloo import receive
 
 # A message is short if it is no longer than this, and one that is received if its room is not.
 SHORT_BYTES = 72 << 10
@@ -46,7 +46,6 @@ class Message:
         self.let_go()
 
     def has_arrived(self) -> bool:
-        """Whether all of it is in its memory."""
         return self.arrival is not None and self.arrival.has_come()
 
     def end(self) -> None:
@@ -55,7 +54,6 @@ class Message:
         self.is_done = True
 
     def let_go(self) -> None:
-        """Gives back what Gloo has used."""
         self.arrival: Arrival | None = None
         self.held: list[Any] = []
 
@@ -70,7 +68,6 @@ class Arrival:
         self._work = receive(group, room, rank, tag)
 
     def has_come(self) -> bool:
-        """Whether all bytes are there."""
         if self._bytes == self._last:
             return False
         self._work.wait(_SOON)
@@ -87,7 +84,6 @@ class Room:
         self._bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
 
     def open(self, group: Any, rank: int, tag: int) -> None:
-        """Begins to receive."""
         self._work = receive(group, self._memory, rank, tag)
 
     def take(self, output: Tensor) -> bool:
@@ -125,7 +121,6 @@ class Closed:
     """Takes the place of a group that nobody may use any more."""
 
     def send(self, *_: Any) -> None:
-        """Raises what a broken connection does."""
         raise RuntimeError("another thread has closed it")
 
     recv = send

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unisono.communicators.gloo import keep_for
-from unisono.communicators.gloo_calls import receive, send
+from unisono.communicators.gloo import keep_for, receive, send
 from unisono.communicators.gloo_memory import Closed, Room, packed
 
 # High, because programs that send through the same group use low ones.
@@ -51,7 +50,6 @@ class GlooStream:
         """Does nothing: it never blocks."""
 
     def send(self, data: bytes | bytearray) -> int:
-        """Sends some of the bytes, and returns how many."""
         message = packed(torch.frombuffer(bytearray(data[:_ROOM_BYTES]), dtype=torch.uint8))
         try:
             self._sent.append((message, send(self._group, message, self._rank, _TAG)))

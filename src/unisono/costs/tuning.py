@@ -32,7 +32,6 @@ class Run(NamedTuple):
 
     @staticmethod
     def read(content: Any) -> Run:
-        """Reads what JSON makes of a run."""
         hosts, ranks, times = content
         run = Run(int(hosts), int(ranks), tuple((int(size), float(s)) for size, s in times))
         sizes, seconds = zip(*run.times, strict=True)
@@ -81,12 +80,10 @@ class Tuning:
         return schedule_line(schedule, memories, self.devices, self.memory)
 
     def to_text(self) -> str:
-        """Returns the content of the file."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_text(text: str, where: str = "The tuning of rank 0") -> Tuning:
-        """Reads what `to_text` has written."""
         try:
             content = json.loads(text)
             found = content.pop("format")
@@ -139,7 +136,12 @@ def current_tuning() -> Tuning | None:
     try:
         path = tuning_path()
         tuning = read_tuning(path)
-        if differing := _differences(tuning.machine, this_machine_in_words()):
+        found, here = tuning.machine, this_machine_in_words().items()
+        if differing := ", ".join(
+            f"{fact} {found.get(fact)!r}, here {value!r}"
+            for fact, value in here
+            if found.get(fact) != value
+        ):
             raise TuningError(
                 f"{path} was measured on another machine: {differing}. Run `unisono tune` here, "
                 f"or set {TUNING}=off."
@@ -156,11 +158,3 @@ def this_machine_in_words() -> dict[str, Any]:
     """Returns what the constants depend on, as text."""
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {"cpu": processor(), "cores": os.cpu_count(), "gpus": gpus}
-
-
-def _differences(found: Mapping[str, Any], here: Mapping[str, Any]) -> str:
-    return ", ".join(
-        f"{fact} {found.get(fact)!r}, here {value!r}"
-        for fact, value in here.items()
-        if found.get(fact) != value
-    )

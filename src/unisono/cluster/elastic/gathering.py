@@ -87,7 +87,6 @@ class Attendee:
         self.door.set("room", str(self.rules.max_workers - len(generation.contacts)))
 
     def close(self) -> None:
-        """Leaves the job: others find nobody here."""
         self.doors.close()
         self.notices.close()
         if not self.keeps_door:
@@ -322,7 +321,6 @@ class Gathering:
         return None
 
     def _votes(self, token: str) -> list[Vote]:
-        """The last vote of each process."""
         door, me = self._me.door, self._me
         keys = [f"{token}/vote/{n + 1}" for n in range(door.add(f"{token}/votes", 0))]
         votes = {}

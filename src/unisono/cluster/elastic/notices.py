@@ -48,7 +48,6 @@ class Notices:
         return self._newest
 
     def close(self) -> None:
-        """Ends it. Nothing happens if it has ended."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None

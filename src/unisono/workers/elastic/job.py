@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
-from unisono.cluster.elastic import ElasticMembers, Met, share_state
+from unisono.cluster.elastic import ElasticMembers, Met
+from unisono.communicators.wire import share_state
 from unisono.devices import Device, spread
 from unisono.engines import ThreadState
 from unisono.errors import (
