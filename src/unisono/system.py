@@ -15,9 +15,11 @@ import platform
 import select
 import socket
 import struct
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from unisono.errors import UnsupportedError
 from unisono.sharing import computed_once
@@ -87,6 +89,14 @@ def after_fork_in_child(call: Callable[[], object]) -> None:
     """Calls `call` in every process that is forked from this one, where processes can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)
+
+
+def lock_across_forks() -> Any:
+    """Returns a reentrant lock, which another thread may hold when the process is forked."""
+    lock: Any = threading.RLock()
+    # Where no process can be forked, it has no such method.
+    after_fork_in_child(lambda: lock._at_fork_reinit())
+    return lock
 
 
 def user() -> str:
