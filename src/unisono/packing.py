@@ -93,11 +93,8 @@ class PackLayout:
         if self._are_whole:
             return [flatten_each([tensors[i].detach() for i in own]) for own in self._members]
         flat = [tensor.detach().reshape(-1) for tensor in tensors]
-        return [self._pack(segments, flat) for segments in self.packs]
-
-    def _pack(self, segments: tuple[Segment, ...], flat: list[Tensor]) -> Tensor:
-        pieces = [flat[tensor][start:stop] for tensor, start, stop in segments]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+        pieces = [[flat[i][start:stop] for i, start, stop in pack] for pack in self.packs]
+        return [one[0] if len(one) == 1 else torch.cat(one) for one in pieces]
 
     @functools.cached_property
     def _are_whole(self) -> bool:
@@ -191,8 +188,7 @@ def group_small(is_small: Sequence[bool], max_group: int) -> list[list[int]]:
     """
     runs: list[list[int]] = []
     for index, small in enumerate(is_small):
-        joins = small and index > 0 and is_small[index - 1] and len(runs[-1]) < max_group
-        if joins:
+        if small and index > 0 and is_small[index - 1] and len(runs[-1]) < max_group:
             runs[-1].append(index)
         else:
             runs.append([index])
@@ -221,15 +217,11 @@ class NumPacks(PackingRule):
     num_packs: int
 
     def layout(self, specs: Sequence[Spec]) -> PackLayout:
-        splits = [
-            PackLayout.of_splits(
-                specs,
-                group,
-                split_evenly(sum(specs[i].num_elements for i in group), self.num_packs),
-            )
-            for group in by_dtype(specs, range(len(specs)))
-        ]
-        return PackLayout(tuple(specs), tuple(pack for one in splits for pack in one.packs))
+        packs: list[tuple[Segment, ...]] = []
+        for group in by_dtype(specs, range(len(specs))):
+            sizes = split_evenly(sum(specs[i].num_elements for i in group), self.num_packs)
+            packs += PackLayout.of_splits(specs, group, sizes).packs
+        return PackLayout(tuple(specs), tuple(packs))
 
 
 @dataclass(frozen=True)
