@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -24,7 +23,7 @@ from unisono.reductions import Workers
 from unisono.reductions.wire import read, write
 from unisono.strategies.joining import elastic_job, newest_workers
 from unisono.strategies.worker import newest_hook
-from unisono.values import flatten, map_leaves
+from unisono.values import flatten
 from unisono.variables import Variable
 
 T = TypeVar("T")
@@ -289,17 +288,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
         found = path.stat()
         return found.st_ino, found.st_mtime_ns
     return None
-
-
-def copied_to_host(state: Any) -> Any:
-    """Returns a copy in host memory, which the training does not change."""
-
-    def copy_of(leaf: Any) -> Any:
-        return (
-            leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-        )
-
-    return map_leaves(copy_of, state)
 
 
 def _check_readable(path: Path) -> None:
