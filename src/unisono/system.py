@@ -53,7 +53,12 @@ def openmp_cores() -> set[int]:
     try:
         openmp = _loaded_libraries()
         places = range(openmp.omp_get_num_places())
-        return {core for place in places for core in _cores_of(openmp, place)}
+        found: set[int] = set()
+        for place in places:
+            numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
+            openmp.omp_get_place_proc_ids(place, numbers)
+            found.update(numbers)
+        return found
     except (OSError, AttributeError, TypeError):
         # The OpenMP runtime, if there is one, cannot be asked. Windows wants a name.
         return set()
@@ -77,12 +82,6 @@ def _loaded_libraries() -> ctypes.CDLL:
     `ctypes` makes classes for a library, and free-threaded Python 3.13 never frees a class.
     """
     return ctypes.CDLL(None)
-
-
-def _cores_of(openmp: ctypes.CDLL, place: int) -> list[int]:
-    numbers = (ctypes.c_int * openmp.omp_get_place_num_procs(place))()
-    openmp.omp_get_place_proc_ids(place, numbers)
-    return list(numbers)
 
 
 def after_fork_in_child(call: Callable[[], object]) -> None:

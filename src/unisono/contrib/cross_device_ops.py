@@ -11,12 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from unisono.arguments import check_int, in_words
-from unisono.devices import DeviceLike
 from unisono.errors import ReplicaMismatchError, UnsupportedError
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.packing import PackingRule, SmallGroups
 from unisono.reductions import (
-    AccumulationFn,
     CrossDeviceOps,
     Destinations,
     HierarchicalCopyAllReduce,
@@ -242,9 +240,5 @@ class AllReduceCrossDeviceOps(DelegatingOps):
 class ReductionToOneDeviceCrossDeviceOps(DelegatingOps):
     """`ReductionToOneDevice` as it was called in `tf.contrib.distribute`."""
 
-    def __init__(
-        self,
-        reduce_to_device: DeviceLike | None = None,
-        accumulation_fn: AccumulationFn | None = None,
-    ) -> None:
-        super().__init__(ReductionToOneDevice(reduce_to_device, accumulation_fn))
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(ReductionToOneDevice(*args, **kwargs))
