@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import logging
 import os
@@ -21,7 +20,7 @@ from unisono.communicators.wire import read, write
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
 from unisono.reductions import Workers
-from unisono.values import flatten, map_leaves
+from unisono.values import flatten
 from unisono.variables import Variable
 from unisono.workers.connected import ConnectedWorkers
 from unisono.workers.hooking import newest_hook
@@ -289,17 +288,6 @@ def _identity(path: Path) -> tuple[int, int] | None:
         found = path.stat()
         return found.st_ino, found.st_mtime_ns
     return None
-
-
-def copied_to_host(state: Any) -> Any:
-    """Returns a copy in host memory, which the training does not change."""
-
-    def copy_of(leaf: Any) -> Any:
-        return (
-            leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf)
-        )
-
-    return map_leaves(copy_of, state)
 
 
 def _check_readable(path: Path) -> None:

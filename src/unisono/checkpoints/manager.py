@@ -15,12 +15,12 @@ from unisono.arguments import check_bool, check_instance, check_int
 from unisono.checkpoints.checkpoint import (
     UNFINISHED,
     Checkpoint,
-    copied_to_host,
     save_together,
     together,
     write_file,
 )
 from unisono.errors import UnsupportedError
+from unisono.input import copied
 from unisono.reductions import Workers
 from unisono.workers.joining import elastic_job
 
@@ -168,7 +168,8 @@ class CheckpointManager:
             return
         # Python waits for the thread at exit.
         writer = ThreadPoolExecutor(1, thread_name_prefix="unisono checkpoint")
-        written = writer.submit(self._write, copied_to_host(state), path, start)
+        # A copy, which the training does not change.
+        written = writer.submit(self._write, copied(state, to="cpu"), path, start)
         self._pending = writer, written
         writer.shutdown(wait=False)
 

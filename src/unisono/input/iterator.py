@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
-from unisono.input.options import InputOptions
 from unisono.input.place import Placement
 from unisono.input.prefetch import Prefetcher
 from unisono.input.source.epoch import Epoch, Progress
@@ -66,7 +65,12 @@ class DistributedIterator(Iterator[Any]):
         self._has_ended = False
         self._prefetcher: Prefetcher[SplitBatch] | None = None
         self._steps: Iterator[SplitBatch]
-        splitter = Splitter(dataset.options, _reader(dataset.options, epoch))
+        # All that the sources know of their batches helps to find the samples.
+        known = [one.batch_size_after(epoch.progress.num_consumed) for one in epoch.sources]
+        sizes = [size for size in known if size is not None]
+        are_stacked = all(source.stacks_samples for source in epoch.sources)
+        reader = Reader(dataset.options.batch_dim, sizes, are_stacked=are_stacked)
+        splitter = Splitter(dataset.options, reader)
         if epoch.readers.are_apart and dataset.job is not None:
             # Nothing is drawn ahead, because this worker may get other replicas.
             draw, job = dataset.parts(epoch, splitter), dataset.job
@@ -182,15 +186,6 @@ class DistributedIterator(Iterator[Any]):
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._has_ended = True
-
-
-def _reader(options: InputOptions, epoch: Epoch) -> Reader:
-    """Returns what finds the samples in batches, with all that the sources know of these."""
-    sources, num_consumed = epoch.sources, epoch.progress.num_consumed
-    sizes = [source.batch_size_after(num_consumed) for source in sources]
-    known = [size for size in sizes if size is not None]
-    are_stacked = all(source.stacks_samples for source in sources)
-    return Reader(options.batch_dim, known, are_stacked=are_stacked)
 
 
 def _placed(steps: Draw, placement: Placement) -> Draw:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ class NcclAllReduce(AllReduce):
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
         super().__init__(num_packs)
         self._has_said = False
+        self._lock = threading.Lock()
         # By GPUs; None if NCCL could not connect them.
         self._groups: dict[tuple[int, ...], NcclGroup | None] = {}
 
