@@ -173,7 +173,7 @@ def test_a_program_on_one_host_loads_the_core_alone() -> None:
 
 
 def test_the_core_asks_whether_a_launcher_has_set_something() -> None:
-    variables = {name for one in detection._ORDER for name in (*one.variables, one.needs) if name}
+    variables = {name for *_, any_of, needed in detection._ORDER for name in any_of | needed}
     # They come with others, and say nothing by themselves.
     read = variables - {"SLURM_STEP_ID", "UNISONO_NUM_WORKERS"} | {"WORLD_SIZE", "SLURM_NTASKS"}
 

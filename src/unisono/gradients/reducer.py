@@ -163,8 +163,9 @@ class GradientReducer:
 
     def _make_packs(self) -> None:
         trained = self._frozen.split(self._mirrors.all_leaves[::-1])
+        sparse: list[Pack] = []
         if self._exchange is None:
-            self._packs, sparse = local_packs(trained, self._reduction, self._cost), []
+            self._packs = local_packs(trained, self._reduction, self._cost)
         else:
             self._packs, sparse = self._exchange.packs(trained)
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)

@@ -81,8 +81,9 @@ def check_is_own(parameter: Tensor, context: ReplicaContext) -> None:
     """Raises if a parameter is the copy that another replica has."""
     mirrors = context.replicas.mirrors
     owner = mirrors.owners.get(id(parameter))
-    others = () if owner is None else owner.leaves
-    if any(one is parameter and i != context.local_id for i, one in enumerate(others)):
+    if owner is None:
+        return
+    if any(one is parameter and i != context.local_id for i, one in enumerate(owner.leaves)):
         raise ContextError(
             f"A replica uses the copy of {mirrors.name_of(owner.primary)} that another replica "
             "has. Parameters and modules that a step takes from a model are those of its replica, "
