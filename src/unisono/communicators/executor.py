@@ -141,6 +141,7 @@ class Piece:
         self._rooms: list[Tensor] = []
 
     def begin(self, turn: Turn) -> None:
+        """Begins to send and to receive what belongs to a round."""
         receivers, senders = turn.peers
         rooms: dict[int, list[Tensor]] = {peer: [] for peer in senders}
         self._coming = []
@@ -155,11 +156,13 @@ class Piece:
         self._collective.meet(self._received)
 
     def end(self) -> None:
+        """Waits for the messages of the round."""
         self._collective.finish(self._sent, self._received)
         for part, node, room in self._coming:
             self._held[part][node] = room
 
     def finish(self) -> Tensor:
+        """Returns the result."""
         for part in self._executor.results:
             self._value(part, self._all)
         # Kept for the next piece.

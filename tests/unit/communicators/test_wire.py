@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 import unisono
+from unisono.communicators.wire import read, share_state, write
 from unisono.errors import CommunicationError, UnsupportedError
 from unisono.input.source.random_state import random_state, set_random_state
-from unisono.reductions.wire import read, share_state, write
 
 
 class Named(NamedTuple):
