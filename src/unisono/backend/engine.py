@@ -139,6 +139,7 @@ class Engine:
         return work
 
     def close(self) -> None:
+        """Returns when everything that was begun has ended. May be called twice."""
         self._lane.close()
         self._communicator.close()
         self._kept.clear()

@@ -40,6 +40,7 @@ class LauncherVariables:
         self._environ = os.environ if environ is None else environ
 
     def find(self, *names: str) -> str | None:
+        """Returns the first of the variables that is set."""
         return next((str(self._environ[name]) for name in names if name in self._environ), None)
 
     def text(self, *names: str) -> str:
@@ -69,6 +70,7 @@ class LauncherVariables:
         return default if self.find(*names) is None else self.number(*names)
 
     def rank_and_size(self, rank: tuple[str, ...], size: tuple[str, ...]) -> tuple[int, int]:
+        """Returns a rank and the number of ranks, which must go together."""
         found_rank, found_size = self.number(*rank), self.number(*size)
         if found_rank >= found_size:
             raise ClusterError(

@@ -76,6 +76,7 @@ class WorkerCard:
         num_replicas: int | None = None,
         tuning: str | None = None,
     ) -> WorkerCard:
+        """Returns the card of this process."""
         return WorkerCard(
             rank=membership.rank,
             host=socket.gethostname(),
@@ -92,9 +93,11 @@ class WorkerCard:
 
     @staticmethod
     def from_text(text: str | bytes) -> WorkerCard:
+        """Reads what `to_text` has written."""
         return WorkerCard(**json.loads(text))
 
     def to_text(self) -> str:
+        """Returns the card as it lies in a store."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:

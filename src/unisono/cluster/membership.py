@@ -22,6 +22,7 @@ class Membership(Launch):
 
     @staticmethod
     def of(resolver: ClusterResolver) -> Membership:
+        """Returns the place that the cluster and the task of a resolver give."""
         spec, task = resolver.cluster_spec(), (resolver.task_type, resolver.task_id)
         rank = rank_of(spec, *task)
         is_in_row = bool(spec) and resolver.task_type != "evaluator"

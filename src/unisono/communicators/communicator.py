@@ -202,6 +202,7 @@ class Communicator(ABC):
         return flat[slice_of(self.rank, self.size, len(flat))].clone()
 
     def check_root(self, root: int) -> None:
+        """Raises unless `root` is a rank of this communicator."""
         if not 0 <= root < self.size:
             raise UnsupportedError(f"`root` must be a rank from 0 to {self.size - 1}, got {root}.")
 

@@ -56,6 +56,7 @@ class Connection:
         self._target = next(self._targets)
 
     def send(self, tensor: Tensor) -> Message:
+        """Begins to send bytes."""
         message = Message(tensor)
         data, length = message.data, _LENGTH.pack(len(message.data))
         views: list[Any] = [length + data] if len(data) <= _SMALL_BYTES else [length, data]
@@ -69,6 +70,7 @@ class Connection:
         return message
 
     def watch_with(self, poll: select.poll) -> None:
+        """Lets `poll` notice when something can be moved."""
         wanted = select.POLLOUT if self.outgoing else 0
         if self.incoming:
             wanted |= select.POLLIN

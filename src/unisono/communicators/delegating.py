@@ -22,12 +22,16 @@ def _collective(name: str) -> Callable[..., Any]:
         return self._call(getattr(self._carrier, name), *args, **options)
 
     # As which a trace records it.
-    collective.__name__ = name
+    collective.__name__, collective.__doc__ = name, getattr(Communicator, name).__doc__
     return collective
 
 
 def _other(name: str) -> Callable[..., Any]:
-    return lambda self, *args: getattr(self._carrier, name)(*args)
+    def other(self: DelegatingCommunicator, *args: Any) -> Any:
+        return getattr(self._carrier, name)(*args)
+
+    other.__doc__ = getattr(Communicator, name).__doc__
+    return other
 
 
 class DelegatingCommunicator(Communicator):

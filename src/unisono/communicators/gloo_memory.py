@@ -46,6 +46,7 @@ class Message:
         self.let_go()
 
     def has_arrived(self) -> bool:
+        """Whether all of it is in its memory."""
         return self.arrival is not None and self.arrival.has_come()
 
     def end(self) -> None:
@@ -54,6 +55,7 @@ class Message:
         self.is_done = True
 
     def let_go(self) -> None:
+        """Gives back what Gloo has used."""
         self.arrival: Arrival | None = None
         self.held: list[Any] = []
 
@@ -68,6 +70,7 @@ class Arrival:
         self._work = receive(group, room, rank, tag)
 
     def has_come(self) -> bool:
+        """Whether all bytes are there."""
         if self._bytes == self._last:
             return False
         self._work.wait(_SOON)
@@ -84,6 +87,7 @@ class Room:
         self._bytes = memoryview(self._memory.numpy())  # type: ignore[arg-type]
 
     def open(self, group: Any, rank: int, tag: int) -> None:
+        """Begins to receive."""
         self._work = receive(group, self._memory, rank, tag)
 
     def take(self, output: Tensor) -> bool:
@@ -121,6 +125,7 @@ class Closed:
     """Takes the place of a group that nobody may use any more."""
 
     def send(self, *_: Any) -> None:
+        """Raises what a broken connection does."""
         raise RuntimeError("another thread has closed it")
 
     recv = send

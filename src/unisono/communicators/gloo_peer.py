@@ -64,6 +64,7 @@ class Peer:
         self._used: list[Room] = []
 
     def send(self, data: Tensor) -> Message:
+        """Begins to send bytes."""
         num_bytes = data.nbytes
         is_answered = self._sent.next(num_bytes)
         is_free = not is_answered or len(self._unanswered) < _MOST_ANSWERS
@@ -129,9 +130,11 @@ class Peer:
             self._used = []
 
     def is_awaited(self) -> bool:
+        """Whether something is still to come."""
         return bool(self._coming) or any(not message.is_done for message in self._unanswered)
 
     def check(self) -> None:
+        """Raises if the connection is broken."""
         receive(self._group, _EMPTY, self._rank, _UNUSED)
 
     def sent(self) -> list[Any]:

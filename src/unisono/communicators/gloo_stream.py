@@ -50,6 +50,7 @@ class GlooStream:
         """Does nothing: it never blocks."""
 
     def send(self, data: bytes | bytearray) -> int:
+        """Sends some of the bytes, and returns how many."""
         message = packed(torch.frombuffer(bytearray(data[:_ROOM_BYTES]), dtype=torch.uint8))
         try:
             self._sent.append((message, send(self._group, message, self._rank, _TAG)))

@@ -61,6 +61,7 @@ class Header:
         return self == other
 
     def encode(self) -> bytes:
+        """Returns `HEADER_BYTES` bytes."""
         fields = self.kind, self.op, self.dtype, self.shape, self.terms, self.root, self.count
         encoded = b"[%d,%b" % (self.sequence, _encoded(*fields))
         if len(encoded) > HEADER_BYTES:
@@ -71,10 +72,12 @@ class Header:
         return encoded.ljust(HEADER_BYTES)
 
     def as_tensor(self) -> Tensor:
+        """Returns what `encode` does, as a tensor."""
         return torch.frombuffer(bytearray(self.encode()), dtype=torch.uint8)
 
     @classmethod
     def decode(cls, encoded: bytes) -> Header:
+        """Reads what `encode` wrote."""
         sequence, kind, op, dtype, shape, terms, root, count = json.loads(encoded)
         op = None if op is None else ReduceOp(op)
         return cls(kind, sequence, op, dtype, tuple(shape), terms, root, count)

@@ -41,6 +41,7 @@ class Layout:
 
     @classmethod
     def of(cls, identities: Sequence[str]) -> Layout:
+        """Groups ranks, given the host of each."""
         hosts: dict[str, list[int]] = {}
         for rank, identity in enumerate(identities):
             hosts.setdefault(identity, []).append(rank)
@@ -48,6 +49,7 @@ class Layout:
 
     @property
     def size(self) -> int:
+        """The number of ranks."""
         return sum(map(len, self.hosts))
 
     @property

@@ -107,9 +107,11 @@ class Hub:
         self._lines = Lines(sockets, self._heard, self._ended)
 
     def start(self) -> None:
+        """Begins to listen, which may call `tell_own` at once."""
         self._lines.start()
 
     def hear(self, *message: Any) -> None:
+        """Takes a message of rank 0."""
         self._lines.call(partial(self._heard, 0, list(message)))
 
     def close(self, sequence: int) -> None:

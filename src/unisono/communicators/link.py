@@ -86,6 +86,7 @@ class Link:
                 raise self.watch.broken(peer, str(error)) from error
 
     def is_packed(self, num_bytes: int) -> bool:
+        """Whether so many bytes travel in one message with a header."""
         return num_bytes <= self._packed_bytes
 
     def is_tagged(self, tensors: Sequence[Tensor]) -> bool:
@@ -100,6 +101,7 @@ class Link:
         return self._rooms[peer]
 
     def wait(self, messages: Sequence[Any]) -> None:
+        """Returns when `messages` are done."""
         self.watch.wait(partial(self.transport.progress, messages), self._awaited)
 
     def push(self) -> None:
@@ -113,10 +115,12 @@ class Link:
         )
 
     def set_timeout(self, seconds: float) -> None:
+        """Sets how long to wait for other ranks."""
         self.watch.timeout_seconds = seconds
         self.transport.set_timeout(seconds)
 
     def close(self) -> None:
+        """Ends connections and threads. May be called twice."""
         self._end()
 
     def _awaited(self) -> list[int]:

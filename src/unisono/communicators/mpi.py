@@ -113,6 +113,7 @@ class Progress:
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
+        """Starts the thread, if it does not run."""
         if self._thread is not None:
             return
         with self._lock:

@@ -107,9 +107,11 @@ class NcclCommunicator(DelegatingCommunicator):
         return self._broadcast(header, tensor.detach(), root)
 
     def agree(self, what: str) -> None:
+        """Raises an `UnequalCollectivesError` on all ranks unless they say the same."""
         self._agree(Header(what, 0))
 
     def check_usable(self, what: object) -> None:
+        """Raises a `CommunicationError` if this was closed, or stopped by an error."""
         if self._is_closed or self._has_failed:
             why = "on a closed communicator" if self._is_closed else "after NCCL had been stopped"
             raise CommunicationError(f"{what} was called {why}. Make a new one with all ranks.")

@@ -130,6 +130,7 @@ class NcclGroup:
         self._end.atexit = False
 
     def all_reduce(self, op: ReduceOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+        """Combines contiguous tensors, one per GPU, on the current streams. It has no mean."""
         start = _library().ncclAllReduce
         self._start("start an all-reduce", start, inputs, outputs, _OPS[op])
 

@@ -47,9 +47,11 @@ class Countdown:
         self._least = least
 
     def seconds(self) -> float:
+        """Returns how much time is left."""
         return max(self._least, self._deadline - time.monotonic())
 
     def is_over(self) -> bool:
+        """Whether none is left."""
         return time.monotonic() > self._deadline
 
 

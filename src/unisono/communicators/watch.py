@@ -171,6 +171,7 @@ class Watch:
         return self._decided(error, "failed", type(error).__name__, str(error), error.ranks)
 
     def raise_failure(self) -> None:
+        """Raises the first error that a rank reported, if there is one."""
         # Another thread may close this meanwhile.
         failure = self._failure
         try:

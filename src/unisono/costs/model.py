@@ -62,6 +62,8 @@ class Cluster:
     """Equal hosts, and the costs of their links.
 
     Args:
+        num_hosts: The number of hosts.
+        ranks_per_host: The number of ranks per host.
         inside: The link that each rank has inside its host.
         between: The link that each host has to the others, which its ranks share.
         memory_rate: Bytes per second that a rank reads and writes in a sum.

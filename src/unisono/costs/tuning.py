@@ -32,6 +32,7 @@ class Run(NamedTuple):
 
     @staticmethod
     def read(content: Any) -> Run:
+        """Reads what JSON makes of a run."""
         hosts, ranks, times = content
         run = Run(int(hosts), int(ranks), tuple((int(size), float(s)) for size, s in times))
         sizes, seconds = zip(*run.times, strict=True)
@@ -80,10 +81,12 @@ class Tuning:
         return schedule_line(schedule, memories, self.devices, self.memory)
 
     def to_text(self) -> str:
+        """Returns the content of the file."""
         return json.dumps({"format": _FORMAT, **asdict(self)}, indent=1) + "\n"
 
     @staticmethod
     def from_text(text: str, where: str = "The tuning of rank 0") -> Tuning:
+        """Reads what `to_text` has written."""
         try:
             content = json.loads(text)
             found = content.pop("format")

@@ -30,7 +30,11 @@ Options = TypeVar("Options")
 
 
 def _passed_on(name: str) -> Callable[..., Work]:
-    return lambda self, *args, **options: self._pass_on(name, *args, **options)
+    def pass_on(self: CommunicatorGroup, *args: Any, **options: Any) -> Work:
+        return self._pass_on(name, *args, **options)
+
+    pass_on.__doc__ = f"Passes `{name}` on."
+    return pass_on
 
 
 class CommunicatorGroup(_ProcessGroup):  # type: ignore[misc]

@@ -59,6 +59,7 @@ class Contact(NamedTuple):
 
     @staticmethod
     def of(door: JobStore, launch: str = "") -> Contact:
+        """Returns how this process can be reached that serves a door."""
         process, own = uuid.uuid4().hex, os.getpid()
         started = process_start(own) or ""
         return Contact(door.host, door.port, process, machine_identity(), own, started, launch)

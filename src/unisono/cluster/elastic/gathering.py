@@ -87,6 +87,7 @@ class Attendee:
         self.door.set("room", str(self.rules.max_workers - len(generation.contacts)))
 
     def close(self) -> None:
+        """Leaves the job: others find nobody here."""
         self.doors.close()
         self.notices.close()
         if not self.keeps_door:

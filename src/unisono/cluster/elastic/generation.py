@@ -46,9 +46,11 @@ class Generation(NamedTuple):
 
     @staticmethod
     def from_text(text: str | bytes) -> Generation:
+        """Reads what `to_text` has written."""
         return Generation.of(json.loads(text))
 
     def to_text(self) -> str:
+        """Returns the generation as it lies in a store."""
         return json.dumps(self)
 
     def number_of(self, process: str) -> int | None:
@@ -90,6 +92,7 @@ class Standing(NamedTuple):
 
     @property
     def generations(self) -> tuple[Generation, ...]:
+        """All of them."""
         return (self.last, *self.accepted)
 
     @property
@@ -112,6 +115,7 @@ class Standing(NamedTuple):
         return now and not before
 
     def together_with(self, others: Sequence[Standing]) -> Standing:
+        """Returns what several workers know together."""
         all_of_them = [self, *others]
         last = max((one.last for one in all_of_them), key=lambda one: one.number)
         later = {
@@ -157,10 +161,12 @@ class Vote(NamedTuple):
     card: WorkerCard
 
     def to_text(self) -> str:
+        """Returns the vote as it lies in a store."""
         return json.dumps(self, default=asdict)
 
     @staticmethod
     def from_text(text: bytes) -> Vote:
+        """Reads what `to_text` has written."""
         contact, attempt, standing, position, dead, card = json.loads(text)
         if standing is not None:
             last, accepted = standing
@@ -202,6 +208,7 @@ class Choice:
         self._newcomers = dict(enumerate(newcomers[:room], first))
 
     def processes(self) -> set[str]:
+        """Returns who has come."""
         return {vote.contact.process for vote in self._votes}
 
     def missing(self) -> set[int]:
@@ -240,6 +247,7 @@ class Choice:
         return [one for one in self._contacts.values() if one.process not in present]
 
     def generation(self) -> Generation:
+        """Returns the next generation."""
         generations = self._standing.generations
         workers = {**self._members, **self._newcomers}
         return Generation(

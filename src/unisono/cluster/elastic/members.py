@@ -103,6 +103,7 @@ class ElasticMembers:
 
     @property
     def min_workers(self) -> int:
+        """With fewer, nobody goes on."""
         return self._me.rules.min_workers
 
     def newcomers(self) -> bool:

@@ -48,6 +48,7 @@ class Notices:
         return self._newest
 
     def close(self) -> None:
+        """Ends it. Nothing happens if it has ended."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
