@@ -132,7 +132,7 @@ Step: TypeAlias = Copy | Combine
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps over buffers; buffer i < `num_replicas` is the value of replica i.
+    """`steps` over buffers, of which buffer i < `num_replicas` is the value of replica i.
 
     Each destination gets one of the buffers `outputs`.
     """
