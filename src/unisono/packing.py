@@ -1,4 +1,4 @@
-"""Many tensors in few flat buffers and back, and the rules that say which tensors share a buffer.
+"""Many tensors in few flat buffers and back, which tensors share a buffer, and how large it is.
 
 A rule is a pure function of sizes, so every replica makes the same packs.
 """

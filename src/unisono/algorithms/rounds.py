@@ -57,12 +57,7 @@ def part_of_sender(sender: int, receiver: int, turn: int, num_ranks: int) -> ran
 
 
 class Send(NamedTuple):
-    """Each of `senders` sends `share` of the tensor to the ranks `offsets` further on.
-
-    Attributes:
-        offsets: How much further on the receivers are.
-        share: How much each receiver gets.
-    """
+    """Each of `senders` sends `share` of the tensor to each of the ranks `offsets` further on."""
 
     senders: tuple[int, ...] | range
     offsets: range

@@ -31,24 +31,14 @@ from unisono.tracing import span
 
 
 class Gather(NamedTuple):
-    """Sends the values of some devices to another one, which sums them.
-
-    Attributes:
-        root: The number of the device that receives.
-        members: The numbers of those that send.
-    """
+    """Sends the values of the places `members` to the place `root`, which sums them."""
 
     root: int
     members: tuple[int, ...]
 
 
 class Spread(NamedTuple):
-    """Sends a result from one device to others.
-
-    Attributes:
-        root: The number of the device that sends.
-        members: The numbers of those that receive.
-    """
+    """Sends a result from the place `root` to the places `members`."""
 
     root: int
     members: tuple[int, ...]
@@ -142,12 +132,9 @@ Step: TypeAlias = Copy | Combine
 
 @dataclass(frozen=True)
 class Plan:
-    """Steps over buffers; buffer i < `num_replicas` is the value of replica i.
+    """`steps` over buffers, of which buffer i < `num_replicas` is the value of replica i.
 
-    Attributes:
-        num_replicas: The number of values that are combined.
-        steps: What to do, in order.
-        outputs: The buffer that each destination gets.
+    Each destination gets one of the buffers `outputs`.
     """
 
     num_replicas: int

@@ -100,9 +100,7 @@ class CheckpointManager:
             The name of the file.
 
         Raises:
-            UnsupportedError: If an object has a state that `torch.load` refuses without
-                `weights_only=False`.
-            CommunicationError: If the workers cannot go on together, or the chief could not write.
+            Exception: As `Checkpoint.save` does.
         """
         check_bool("background", background)
         if checkpoint_number is not None:

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.contexts import current_replica
 from unisono.errors import ContextError, EndOfInputError
-from unisono.input.place import Placement
 from unisono.input.prefetch import Prefetcher
 from unisono.input.source.epoch import Epoch, Progress
-from unisono.input.split.own_data import Draw, Lockstep, MovingLockstep
+from unisono.input.split.own_data import Lockstep, MovingLockstep
 from unisono.input.split.reader import Reader
 from unisono.input.split.splitter import SplitBatch, Splitter
 from unisono.tracing import span
@@ -73,16 +72,23 @@ class DistributedIterator(Iterator[Any]):
         splitter = Splitter(dataset.options, reader)
         if epoch.readers.are_apart and dataset.job is not None:
             # Nothing is drawn ahead, because this worker may get other replicas.
-            draw, job = dataset.parts(epoch, splitter), dataset.job
-            note_lost = dataset._note_lost
-            self._steps = MovingLockstep(draw, epoch, splitter, placement, job, note_lost)
+            own, job, note_lost = dataset.parts(epoch, splitter), dataset.job, dataset._note_lost
+            self._steps = MovingLockstep(own, epoch, splitter, placement, job, note_lost)
             return
         size = dataset.options.experimental_per_replica_buffer_size
         # Drawing ahead must change no random number, unless the options insist. Workers that read
         # the same would draw other numbers each, and so lose samples.
         insists = size > 1 and not epoch.readers.draw_alike
         is_ahead = insists or all(source.is_alone for source in epoch.sources)
-        draw = _placed(dataset.steps(epoch, splitter), placement)
+        steps = dataset.steps(epoch, splitter)
+
+        def draw() -> SplitBatch:
+            # On any thread. It does not keep this iterator alive.
+            with span("input", "fetch"):
+                parts = steps()
+            with span("input", "place"):
+                return placement.place(parts)
+
         self._steps = self._prefetcher = Prefetcher(draw, size if is_ahead else 0)
         if epoch.readers.are_apart:
             self._steps = Lockstep(self._prefetcher.__next__, epoch, splitter, placement)
@@ -186,15 +192,3 @@ class DistributedIterator(Iterator[Any]):
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._has_ended = True
-
-
-def _placed(steps: Draw, placement: Placement) -> Draw:
-    """Returns what draws and places a step, on any thread. It does not keep an iterator alive."""
-
-    def draw() -> SplitBatch:
-        with span("input", "fetch"):
-            parts = steps()
-        with span("input", "place"):
-            return placement.place(parts)
-
-    return draw

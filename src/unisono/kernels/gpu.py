@@ -18,7 +18,8 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +30,6 @@ from unisono.kernels.tree import wide_dtype
 from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.torch_private import raw_stream
-
-if TYPE_CHECKING:
-    from types import ModuleType
 
 Item = Sequence[Tensor]
 

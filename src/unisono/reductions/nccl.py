@@ -31,9 +31,7 @@ class NcclAllReduce(AllReduce):
     NCCL, an unknown dtype), the values are reduced on one device instead. The log says so once. It
     keeps its communicators for each set of GPUs until `close`.
 
-    Args:
-        num_packs: How many packs to split a batch into; 0 reduces each value alone. Or a rule of
-            `unisono.packing`.
+    See `HierarchicalCopyAllReduce` for `num_packs`.
     """
 
     def __init__(self, num_packs: int | PackingRule = 1) -> None:
