@@ -1,7 +1,9 @@
 """Packs many tensors into few flat buffers."""
 
 from unisono.packing.packs import (
+    BYTES_PER_PACK,
     BytesPerPack,
+    Line,
     NoPacking,
     NumPacks,
     PackingRule,
@@ -9,10 +11,10 @@ from unisono.packing.packs import (
     Segment,
     SmallGroups,
     Spec,
+    best_bytes_per_pack,
     by_dtype,
     group_by_bytes,
 )
-from unisono.packing.sizes import BYTES_PER_PACK, Line, best_bytes_per_pack
 
 __all__ = [
     "BYTES_PER_PACK",
