@@ -165,7 +165,8 @@ class CapturedFunction:
             step = self._steps[key] = _Step()
         if step.drop_outdated():
             self._num_changes += 1
-        if step.own is None and self._of.is_on_host and sys.getprofile() is not None:
+        may_look = self._of.is_on_host or self._of.mirrors.is_single
+        if step.own is None and may_look and sys.getprofile() is not None:
             # What looks for reasons not to capture is a profiler, too.
             return nothing
         return step, inputs.tensors

@@ -10,7 +10,7 @@ from unisono.variables.optimizer_tables import groups_of
 from unisono.variables.outsiders import check_backward
 from unisono.variables.policy import VariableSynchronization
 from unisono.variables.snapshot import Snapshot, undone
-from unisono.variables.updates import Settings, sets_groups, watch_updates
+from unisono.variables.updates import Settings, sets_groups
 from unisono.variables.variable import Variable
 from unisono.variables.writes import Component
 
@@ -39,5 +39,4 @@ __all__ = [
     "undone",
     "variable_of",
     "watch_torch",
-    "watch_updates",
 ]

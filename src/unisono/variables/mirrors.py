@@ -244,23 +244,13 @@ class Mirrors:
         code = getattr(step, "__code__", step)
         self.is_checked, self.is_being_checked = self._checked.get(id(code)) is code, False
         try:
-            try:
-                self.fronts.put_up()
-                self.fronts.capture(self.all_leaves)
-                result = run()
-            finally:
-                self._take_down()
+            result = self.fronts.up_during(run, self.all_leaves)
         finally:
-            # Again, because Ctrl-C may have ended the first one halfway.
-            self._take_down()
+            self.claimed = {}
+            self.hooks.settle()
         if self.is_being_checked:
             self._checked[id(code)] = code
         return result
-
-    def _take_down(self) -> None:
-        self.fronts.take_down()
-        self.hooks.settle()
-        self.claimed = {}
 
     def clones_of(self, replica_ids: Sequence[int]) -> Iterator[tuple[nn.Module, nn.Module]]:
         """Yields every module and its clone for each of some replicas."""
