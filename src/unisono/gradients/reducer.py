@@ -163,6 +163,7 @@ class GradientReducer:
 
     def _make_packs(self) -> None:
         trained = self._frozen.split(self._mirrors.all_leaves[::-1])
+        sparse: list[Pack]
         if self._exchange is None:
             self._packs, sparse = local_packs(trained, self._reduction, self._cost), []
         else:

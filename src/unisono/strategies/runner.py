@@ -293,13 +293,13 @@ def _on_device(place: torch.device) -> AbstractContextManager[Any]:
 def _intraop_threads(num_threads: int | None) -> Iterator[None]:
     """In the block, torch uses `num_threads` inside an operator. None changes nothing."""
     before = torch.get_num_threads()
-    is_other = num_threads not in (None, before)
-    if is_other:
-        torch.set_num_threads(num_threads)
+    during = before if num_threads is None else num_threads
+    if during != before:
+        torch.set_num_threads(during)
     try:
         yield
     finally:
-        if is_other:
+        if during != before:
             torch.set_num_threads(before)
 
 

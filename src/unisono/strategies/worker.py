@@ -281,7 +281,8 @@ class WorkerReplicas:
         if self._process != os.getpid() and self.workers.are_many:
             return
         if self.hook is not None:
-            _hooking().forget(self.hook)
+            # No checkpoint holds what it keeps any more.
+            _hooking().hooks.discard(self.hook)
         # Graphs may hold work of the workers, who end what threads may wait for.
         if self._captures is not None:
             self._captures.close()

@@ -225,14 +225,9 @@ def _use_no_more(user: Communicator | ElasticMembers) -> None:
 
 
 def forget_elastic(job: ElasticJob) -> None:
-    """Lets `elastic_job` find it no more: this process has left."""
+    """When this process has left a job."""
     jobs.discard(job)
     _use_no_more(job.members)
-
-
-def elastic_job() -> ElasticJob | None:
-    """Returns the elastic job that this process has joined last, if it has joined one."""
-    return next(reversed(list(jobs)), None)
 
 
 def newest_workers() -> tuple[TracedCommunicator, JobStore] | None:
