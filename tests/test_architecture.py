@@ -75,11 +75,12 @@ TOOL_DOORS = {*COMMANDS, ROOT / "tracing" / "recording.py"}
 DOORS = {
     "reductions/nccl.py": {"communicators"},
     "strategies/mirrored.py": {"cluster", "costs"},
+    "strategies/strategy.py": {"contrib"},
     "strategies/worker.py": {"workers"},
 }
 CORE = {package for line in LAYERS for package in line} - {*itertools.chain(*GROUPS.values())}
 # What the program of the README may load.
-MAX_LINES_OF_A_PROGRAM = 22_200
+MAX_LINES_OF_A_PROGRAM = 22_000
 
 # The package itself only collects the public names, so it sees all others.
 SOURCES = sorted({*ROOT.rglob("*.py")} - {ROOT / "__init__.py", *COMMANDS})

@@ -22,7 +22,7 @@ from unisono.checkpoints.checkpoint import (
 from unisono.errors import UnsupportedError
 from unisono.input import copied
 from unisono.reductions import Workers
-from unisono.workers.joining import elastic_job
+from unisono.workers.joining import jobs
 
 _log = logging.getLogger("unisono")
 
@@ -141,7 +141,7 @@ class CheckpointManager:
             UnsupportedError: If this worker does not see the file that the chief has found, or the
                 file does not fit; see `Checkpoint.restore`.
         """
-        if (job := elastic_job()) is not None and job.is_arriving:
+        if (job := jobs.newest()) is not None and job.is_arriving:
             return None
         self.wait()
         found = self._found()

@@ -202,14 +202,14 @@ class WorkerReplicas:
         recorder: Any = None,
     ) -> Any:
         """Runs a step on all replicas, and returns what they return."""
+        step = Step(fn, args, kwargs)
         if recorder is None and self.mirrors.is_single and self.mirrors.generation == 0:
             # No leaf, and nothing to bring to other replicas.
-            return self.counting.regrouped((self._runner.run_single(self, fn, args, kwargs),))
+            return self.counting.regrouped((self._runner.run_single(self, step),))
         if recorder is None or not (recorder.is_capturing and recorder.streams):
             # No graph of one memory can bring something to others.
             self.mirrors.refresh()
         self.gradients.begin(weights, () if recorder is None else recorder.streams)
-        step = Step(fn, args, kwargs)
         run = functools.partial(self._runner.run, self, step, weights, recorder)
         if self.mirrors.is_single:
             results = run() if recorder is None else self.mirrors.call_in_use(fn, run)
@@ -281,7 +281,8 @@ class WorkerReplicas:
         if self._process != os.getpid() and self.workers.are_many:
             return
         if self.hook is not None:
-            _hooking().forget(self.hook)
+            # No checkpoint holds what it keeps any more.
+            _hooking().hooks.discard(self.hook)
         # Graphs may hold work of the workers, who end what threads may wait for.
         if self._captures is not None:
             self._captures.close()
