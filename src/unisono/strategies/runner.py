@@ -281,9 +281,9 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
         yield
         return
     before = torch.get_num_threads()
-    if num_threads != before:
-        torch.set_num_threads(num_threads)
     try:
+        if num_threads != before:
+            torch.set_num_threads(num_threads)
         yield
     finally:
         if num_threads != before:
