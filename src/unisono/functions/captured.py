@@ -31,7 +31,6 @@ from unisono.functions.signature import (
     modes,
     read_inputs,
 )
-from unisono.functions.step_function import Function
 from unisono.functions.surroundings import Surroundings
 from unisono.functions.together import CAPTURE, NOTHING, Together
 from unisono.tracing import span
@@ -40,6 +39,7 @@ from unisono.variables import Settings
 
 if TYPE_CHECKING:
     from unisono.functions.captures import Captures
+    from unisono.functions.step_function import Function
 
 # cuBLAS, cuDNN and the allocator set themselves up in the first calls, which no graph may hold.
 _NUM_EAGER = 2

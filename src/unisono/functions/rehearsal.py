@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from unisono.contexts import CrossReplicaContext, current_context, entered
 from unisono.engines import RunGenerators
 from unisono.functions.cpu_graphs import CpuGraphs, Logs
 from unisono.functions.lines import line_here
@@ -77,11 +78,11 @@ class Rehearsal:
     def call(self, what: str, work: Callable[[], Any], settings: Settings | None = None) -> Any:
         """Makes a call that Python will make at every replay, too; its results must be tensors."""
         can_be_captured = settings is not None and settings.can_be_captured
-        self._check_program()
+        self._as_program(self._check_program)
         # Python may wait there, unless the call is to become a part of a graph.
         with _waits(lambda _: self.waiting.add(what)), self._unnoted():
             result = work()
-        self._surroundings.allow_changes()
+        self._as_program(self._surroundings.allow_changes)
         is_update = settings is not None or what.startswith("GradScaler")
         read = self._surroundings.scheduled
         if read and what.endswith(".step()") and not is_update:
@@ -96,6 +97,12 @@ class Rehearsal:
                     "the step may depend; return a tensor or nothing"
                 )
         return result
+
+    @staticmethod
+    def _as_program(look: Callable[[], None]) -> None:
+        """Looks at what the program has, also on the thread of a replica, which sees its clones."""
+        with entered(CrossReplicaContext(current_context().replicas)):
+            look()
 
     def _check_program(self) -> None:
         """Refuses what the step itself has changed, outside of calls that Python makes again."""

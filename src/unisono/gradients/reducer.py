@@ -25,8 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from unisono.contexts import ReplicaContext, current_replica
-from unisono.costs import Line
-from unisono.devices import Device, lend
+from unisono.devices import lend
 from unisono.gradients.accumulation import (
     Aside,
     SealedHooks,
@@ -39,13 +38,17 @@ from unisono.gradients.accumulation import (
 )
 from unisono.gradients.frozen import Frozen
 from unisono.gradients.own_gradients import reduce_own
-from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of, refuse_sparse
-from unisono.gradients.parting import Parting
+from unisono.gradients.packs import (
+    Exchange,
+    Pack,
+    Reduction,
+    SparsePack,
+    gradients_of,
+    local_packs,
+    refuse_sparse,
+)
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
-from unisono.gradients.replica_hooks import ReplicaHooks
-from unisono.hooks.hook import CommHook
-from unisono.options import CommunicationOptions, ReduceOp
-from unisono.reductions import AcrossWorkers, CrossDeviceOps
+from unisono.packing import Line
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mark, Mirrors
@@ -53,25 +56,27 @@ from unisono.variables.leaves import show_gradients, with_own_gradients
 
 
 class GradientReducer:
-    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers."""
+    """Reduces the gradients of the leaves of one strategy, over the replicas of all workers.
+
+    Args:
+        reduction: How the gradients of the replicas of this worker become one.
+        cost: What that costs, if it is known.
+        exchange: Reduces them with those of other workers, or through a hook, instead.
+    """
 
     def __init__(
         self,
         mirrors: Mirrors,
-        devices: tuple[Device, ...],
-        cross_device_ops: CrossDeviceOps,
-        reduce_op: ReduceOp,
-        options: CommunicationOptions,
+        reduction: Reduction,
         cost: Line | None = None,
-        hook: CommHook | ReplicaHooks | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         self._mirrors = mirrors
-        self._devices = devices
-        self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
-        self._op = reduce_op
-        self._hook = hook
-        self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
-        self._parting = Parting(mirrors, self._reduction, cost, hook)
+        self._devices = devices = reduction.devices
+        self._op = reduce_op = reduction.op
+        self._cost = cost
+        self._exchange = exchange
+        self._reduction = reduction if exchange is None else exchange.reduction
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
@@ -87,7 +92,7 @@ class GradientReducer:
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
         self.weighting = Weighting(reduce_op)
-        self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        self._aside = Aside(reduce_op, is_copied=exchange is not None)
         self._frozen = Frozen(self._reduction, self._aside, len(devices))
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
@@ -97,8 +102,7 @@ class GradientReducer:
         self._has_left = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
-        across = self._across
-        self._sender = Sender(across.communicator.close if across is not None else lambda: None)
+        self._sender = Sender(exchange.interrupt if exchange is not None else lambda: None)
         watch_backward_passes()
         rest = weakref.WeakMethod(self.reduce_rest)
         mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
@@ -106,7 +110,7 @@ class GradientReducer:
     @property
     def has_workers(self) -> bool:
         """Whether gradients go to other workers, or through a hook."""
-        return self._across is not None
+        return self._exchange is not None
 
     def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
@@ -128,8 +132,8 @@ class GradientReducer:
         """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
-        if isinstance(self._hook, ReplicaHooks):
-            self._hook.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def retire(self) -> None:
         """Ends, and takes the hooks away: other replicas come, with another reducer."""
@@ -159,7 +163,10 @@ class GradientReducer:
 
     def _make_packs(self) -> None:
         trained = self._frozen.split(self._mirrors.all_leaves[::-1])
-        self._packs, sparse = self._parting.packs(trained)
+        if self._exchange is None:
+            self._packs, sparse = local_packs(trained, self._reduction, self._cost), []
+        else:
+            self._packs, sparse = self._exchange.packs(trained)
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
         self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._hooked_at = [numbers[-1] for numbers in self._numbers]
@@ -232,10 +239,10 @@ class GradientReducer:
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
         context.notes.num_passes += 1
-        self._has_left = self._across is not None and self._num_early > 0
+        self._has_left = self._exchange is not None and self._num_early > 0
         with own.of_all.reducing:
             own.of_all.has_failed = True
-        full = () if self._across is not None else own.of_all.full
+        full = () if self._exchange is not None else own.of_all.full
         reduced = {number for pack in full for number in self._numbers[pack]}
         for number in reduced:
             self._owners[number].reduced[context.local_id] = Mark.of(own.leaves[number].grad)
@@ -266,7 +273,7 @@ class GradientReducer:
 
     def _pack_is_full(self, current: Pass, number: int) -> None:
         """The last gradient of a pack has come: reduces it, or sends the next packs in order."""
-        if self._across is None:
+        if self._exchange is None:
             with current.reducing:
                 if not current.has_failed:
                     self._fill(number, self._packs[number].everything)
@@ -276,7 +283,7 @@ class GradientReducer:
             current.full.add(number)
             while (following := len(current.sent)) in current.full:
                 self._fill(following, self._packs[following].everything)
-                exchange = functools.partial(self._exchange, following)
+                exchange = functools.partial(self._send, following)
                 self._sender.send_early(exchange, current, self._packs[following].captured_on())
 
     def _finish(self, context: ReplicaContext, own: OwnPass) -> None:
@@ -329,7 +336,7 @@ class GradientReducer:
             with span("reduce", "packs under way", packs=num_sent):
                 self._sender.finish(current.sent)
         combined = self._combine_all(arrived)
-        done = range(num_sent) if self._across is not None else current.full
+        done = range(num_sent) if self._exchange is not None else current.full
         for number in range(len(self._packs)):
             if number not in done:
                 self._fill(number, arrived, combined)
@@ -343,39 +350,36 @@ class GradientReducer:
         self, number: int, arrived: Collection[Leaves], combined: dict[Leaves, Tensor] | None = None
     ) -> None:
         pack = self._packs[number]
-        kind, name = ("reduce", "pack") if self._across is None else ("copy", "fill pack")
+        kind, name = ("reduce", "pack") if self._exchange is None else ("copy", "fill pack")
         with span(kind, name, (one.primary for one in pack.members), pack=number):
             self._aside.put(pack.members)
             pack.fill(arrived, combined)
 
-    def _exchange(self, number: int) -> None:
+    def _send(self, number: int) -> None:
         with span("reduce", "exchange pack", pack=number):
             self._packs[number].exchange()
 
     def _exchange_rest(self, number: int) -> None:
         """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
-        if self._hook is None or isinstance(self._packs[number], SparsePack):
-            if self._across is not None:
-                self._exchange(number)
+        if self._exchange is None:
+            return
+        if not self._exchange.is_hooked or isinstance(self._packs[number], SparsePack):
+            self._send(number)
             return
         # A hook sees no replica: its random numbers, say, are those of the program.
         sent: list[Any] = []
-        self._sender.send(functools.partial(self._exchange, number), sent)
+        self._sender.send(functools.partial(self._send, number), sent)
         self._sender.finish(sent)
 
     def _combine_all(self, arrived: Collection[Leaves]) -> dict[Leaves, Tensor] | None:
         """Lets a reduction that wants all gradients at once combine those of this worker."""
-        if self._across is None or not self._across.wants_all_gradients:
+        if self._exchange is None or not self._reduction.ops.wants_all_gradients:
             return None
         dense = [pack for pack in self._packs if not isinstance(pack, SparsePack)]
         members = [one for pack in dense for one in pack.members]
         self._aside.put(members)
         new = [one for one in members if one in arrived]
-        # A hook is given the mean of its worker.
-        op = self._op if self._hook is None else ReduceOp.SUM
-        totals = self._across.combine_gradients(op, [gradients_of(one.leaves) for one in new])
-        if self._hook is not None:
-            totals = [total / len(self._devices) for total in totals]
+        totals = self._exchange.combine([gradients_of(one.leaves) for one in new])
         return dict(zip(new, totals, strict=True))
 
     def reduce_rest(self, owners: Iterable[Leaves]) -> None:

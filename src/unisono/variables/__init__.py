@@ -4,7 +4,6 @@ from unisono.variables.attributes import TORCH_TABLES, Contents, are_same, raw
 from unisono.variables.creation import bring_in, creating, watch_torch
 from unisono.variables.for_all import merge, once
 from unisono.variables.front import plain_class
-from unisono.variables.kept import KeptVariables
 from unisono.variables.leaves import Leaves, Mark, fit_for_training, variable_of
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.optimizer_tables import groups_of
@@ -19,7 +18,6 @@ __all__ = [
     "TORCH_TABLES",
     "Component",
     "Contents",
-    "KeptVariables",
     "Leaves",
     "Mark",
     "Mirrors",

@@ -220,13 +220,14 @@ class Attributes:
     def _is_changed(self, value: Any) -> bool:
         """Whether `value` is or holds a container that has changed, in this round."""
         if isinstance(value, tuple):
-            return any(map(self._is_changed, value))
+            return any(map(self._is_changed, _content(value)))
         return id(value) in self._changed
 
     def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any] | None:
-        own_parts = self._own(value)
         cls: Any = type(value)
-        if all(are_same(parts, value) for parts in own_parts):
+        content = _content(value)
+        own_parts = self._own(content)
+        if all(are_same(parts, content) for parts in own_parts):
             return None
         if cls is tuple:
             return own_parts
@@ -272,12 +273,17 @@ def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) ->
             return len(own) == len(firsts) and own.issuperset(plain)
         parts = [*own, *own.values()] if issubclass(container.kind, dict) else list(own)
     elif isinstance(first, tuple) and isinstance(own, tuple):
-        firsts, parts = list(first), list(own)
+        firsts, parts = _content(first), _content(own)
     else:
         return own is first
     return len(firsts) == len(parts) and all(
         _is_given(one, part, replica, copied) for one, part in zip(firsts, parts, strict=True)
     )
+
+
+def _content(value: tuple[Any, ...]) -> list[Any]:
+    # A class may have forbidden `len`, which `list` asks.
+    return list(tuple.__iter__(value))
 
 
 def _slots(module: nn.Module) -> dict[str, Any]:

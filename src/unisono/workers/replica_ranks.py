@@ -14,7 +14,7 @@ from unisono.communicators.delegating import DelegatingCommunicator
 from unisono.engines import ReplicaMeeting
 from unisono.errors import UnsupportedError
 from unisono.options import ReduceOp
-from unisono.reductions import AcrossWorkers
+from unisono.workers.across import AcrossWorkers
 
 T = TypeVar("T")
 

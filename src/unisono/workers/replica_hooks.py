@@ -14,20 +14,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from unisono.communicators import Communicator
+from unisono.communicators.wire import gather_objects, num_bytes, read, write
 from unisono.engines import OneByOne, ReplicaMeeting, ReplicaThreads
 from unisono.errors import UnsupportedError
-from unisono.gradients.replica_ranks import ReplicaRank
 from unisono.hooks import GradBucket, WorkersGroup
 from unisono.hooks.contents import content_of, restored
 from unisono.hooks.hook import CommHook, HookFunction
-from unisono.reductions import AcrossWorkers, Workers
-from unisono.reductions.wire import num_bytes, read, write
+from unisono.workers.across import AcrossWorkers
+from unisono.workers.replica_ranks import ReplicaRank
 
 # By the number of a replica, what its hook keeps; see `unisono.hooks.contents`.
 Contents = dict[int, Any]
@@ -62,7 +62,7 @@ def told(
     `numbers` are the workers, by rank, and `ranges` their replicas.
     """
     written = [write(content) for content in own.values()]
-    texts = Workers(communicator).gather_objects([text for text, _ in written])
+    texts = gather_objects(communicator, [text for text, _ in written])
     data = torch.cat([torch.empty(0, dtype=torch.uint8), *(one for _, one in written)])
     size, rank = communicator.size, communicator.rank
     most = max(sum(map(num_bytes, of_worker)) for of_worker in texts)
@@ -96,7 +96,7 @@ def exchanged(
     lost: dict[int, dict[int, Tensor]] = {}
     texts: list[str] = []
     replicas = {}
-    for number, one in zip(numbers, Workers(communicator).gather_objects(mine), strict=True):
+    for number, one in zip(numbers, gather_objects(communicator, mine), strict=True):
         if one is not None:
             own, its_texts, parts, its_replicas = one
             found |= own
@@ -263,6 +263,10 @@ class ReplicaHooks:
         if of_all is not None:
             self._kept = Kept.of_all(of_all)
         self._pending = None
+
+
+# What gradients pass through, if the program has said so.
+Hook: TypeAlias = "CommHook | ReplicaHooks"
 
 
 def _are_same_bits(one: Tensor, other: Tensor) -> bool:

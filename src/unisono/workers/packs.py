@@ -11,15 +11,14 @@ from torch import Tensor, nn
 
 from unisono.devices import Trail
 from unisono.gradients.packs import Pack, gradients_of
-from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks import GradBucket
-from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
-from unisono.reductions import AcrossWorkers
-from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
 from unisono.variables import Leaves
+from unisono.workers.across import AcrossWorkers
+from unisono.workers.replica_hooks import Hook, ReplicaHooks
+from unisono.workers.terms import Terms, apart_terms, whole_terms
 
 # Of each term, in bytes.
 _ALIGNMENT = 64
@@ -185,13 +184,13 @@ class HookedPack(WorkerPack):
         members: Sequence[Leaves],
         ops: AcrossWorkers,
         op: ReduceOp,
-        hook: CommHook | ReplicaHooks,
+        hook: Hook,
         *,
         index: int,
         is_last: bool,
     ) -> None:
-        shape = ops.layout.apart if isinstance(hook, ReplicaHooks) else ops.layout.whole
-        super().__init__(members, ops, op, shape)
+        terms = apart_terms if isinstance(hook, ReplicaHooks) else whole_terms
+        super().__init__(members, ops, op, terms(ops.layout))
         self._hook = hook
         self._index = index
         self._is_last = is_last
