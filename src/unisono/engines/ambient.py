@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -161,7 +162,14 @@ class ThreadState:
     another replica, may end that halfway.
     """
 
-    __slots__ = ("_depth", "_is_drawing", "_is_grad_enabled", "_is_multithreaded", "_modes")
+    __slots__ = (
+        "_depth",
+        "_is_drawing",
+        "_is_grad_enabled",
+        "_is_multithreaded",
+        "_modes",
+        "_profile",
+    )
 
     def __init__(self) -> None:
         self._depth = len(stack.entered)
@@ -169,6 +177,7 @@ class ThreadState:
         self._is_grad_enabled = torch.is_grad_enabled()
         self._is_multithreaded = torch._C._is_multithreading_enabled()
         self._is_drawing = drawing.is_on()
+        self._profile = sys.getprofile()
 
     def restore(self) -> None:
         """After a run that has failed: the thread is as it was."""
@@ -176,6 +185,8 @@ class ThreadState:
         set_grad_enabled(self._is_grad_enabled)
         torch._C._set_multithreading_enabled(self._is_multithreaded)
         drawing.turn(is_on=self._is_drawing)
+        if sys.getprofile() is not self._profile:
+            sys.setprofile(self._profile)
         functions, operators = self._modes
         left = _entered_modes()
         for _ in left[0]:

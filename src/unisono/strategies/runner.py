@@ -294,9 +294,9 @@ def _intraop_threads(num_threads: int | None) -> Iterator[None]:
     """In the block, torch uses `num_threads` inside an operator. None changes nothing."""
     before = torch.get_num_threads()
     during = before if num_threads is None else num_threads
-    if during != before:
-        torch.set_num_threads(during)
     try:
+        if during != before:
+            torch.set_num_threads(during)
         yield
     finally:
         if during != before:
