@@ -48,7 +48,6 @@ class for_all:
         with no_torch_function():
             self._mirrors.postponed.make()
             self._mirrors.watch.check()
-            self._mirrors.states.check()
             self._mirrors.before_writes()
             recorder = self._context.meeting.recorder
             self._mirrors.groups.settle(self._context.num_local_replicas, recorder)
@@ -60,7 +59,6 @@ class for_all:
             with no_torch_function():
                 self._mirrors.watch.settle()
                 self._mirrors.groups.renew()
-                self._mirrors.states.forget()
 
 
 def do_once(

@@ -27,12 +27,11 @@ from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_c
 from unisono.variables.hook_tables import HookTables
 from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
-from unisono.variables.optimizer_state import SeenStates
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.torch_calls import synchronized
 from unisono.variables.updates import GroupCopies
-from unisono.variables.written import Parts, Watch, let_data_be_watched
+from unisono.variables.written import Watch, let_data_be_watched
 
 T = TypeVar("T")
 
@@ -84,9 +83,7 @@ class Mirrors:
         self.before_writes: Callable[[], None] = lambda: None
         self.postponed = Postponed()
         self.watch = Watch(self)
-        self.parts = Parts(self)
         self.groups = GroupCopies(workers)
-        self.states = SeenStates()
         self.hooks = HookTables(self)
         # The steps whose backward passes were seen to reach own leaves, whether that of this run
         # is one of them, and whether it becomes one.
@@ -336,7 +333,7 @@ class Mirrors:
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
-        self.parts.note()
+        self.watch.note_parts(clone for _, clones in pairs for clone in clones)
         self.hooks.forget()
         self.fronts.capture(self.all_leaves)
         self.is_stale = False

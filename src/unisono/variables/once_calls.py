@@ -35,6 +35,7 @@ from unisono.variables.leaves import (
     spread,
 )
 from unisono.variables.mirrors import Mirrors
+from unisono.variables.optimizer_state import seen_state
 from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
 from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
 from unisono.variables.updates import (
@@ -148,8 +149,7 @@ class OnceOptimizer(OnceUpdate):
         state: dict[Any, Any] | None = vars(self).get("state")
         if state is None:
             return super().state  # type: ignore[misc,no-any-return]
-        mirrors = mirrors_of(self)
-        return mirrors.states.seen(self, mirrors, context)
+        return seen_state(self, mirrors_of(self))
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:

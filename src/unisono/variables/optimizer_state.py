@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from unisono.contexts import ReplicaContext, current_replica
+from unisono.contexts import current_replica
 from unisono.errors import ContextError
 from unisono.values import version_of
-from unisono.variables.attributes import Contents, are_same
-from unisono.variables.optimizer_tables import tables_in, tensors_in
+from unisono.variables.attributes import are_same
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -48,61 +47,34 @@ class SeenState(defaultdict[Any, Any]):
         return defaultdict, (dict,), None, None, iter(self.items())
 
 
-class SeenStates:
-    """The states of optimizers that the replicas of one run have looked at.
-
-    What one of them writes there, every other one writes too, so a sum would be wrong.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        # By the identity of an optimizer.
-        self._noted: dict[int, _Noted] = {}
-
-    def seen(self, optimizer: Any, mirrors: Mirrors, context: ReplicaContext | None) -> SeenState:
-        """Returns the state of an optimizer. What a replica writes to it will be noticed."""
-        with self._lock:
-            # Another replica may have been faster. What is written to its object must be seen here.
-            state = vars(optimizer)["state"]
-            if not isinstance(state, SeenState):
-                state = vars(optimizer)["state"] = SeenState(state, mirrors)
-            is_shared = context is not None and context.num_local_replicas > 1
-            if is_shared and id(optimizer) not in self._noted:
-                self._noted[id(optimizer)] = _Noted(optimizer)
-        return state
-
-    def check(self) -> None:
-        """Where replicas meet: raises if one has written to the state of an optimizer."""
-        for noted in self._noted.values():
-            noted.check()
-
-    def forget(self) -> None:
-        """After something was done for all replicas, or when the run has ended."""
-        self._noted = {}
+_lock = threading.Lock()
 
 
-class _Noted:
-    """What the state of an optimizer holds."""
+def seen_state(optimizer: Any, mirrors: Mirrors) -> SeenState:
+    """Returns the state of an optimizer. The watch will see what a replica writes to it."""
+    with _lock:
+        # Another replica may have been faster. What is written to its object must be seen here.
+        state = vars(optimizer)["state"]
+        if not isinstance(state, SeenState):
+            state = vars(optimizer)["state"] = SeenState(state, mirrors)
+        states, context = mirrors.watch.states, current_replica()
+        is_shared = context is not None and context.num_local_replicas > 1
+        if is_shared and id(optimizer) not in states:
+            states[id(optimizer)] = StateNote(optimizer)
+    return state
+
+
+class StateNote:
+    """What the state of an optimizer holds. All replicas would write there, so a sum is wrong."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
-        state = vars(optimizer)["state"]
-        self._tables = Contents()
-        self._tables.note(tables_in(state))
-        self._others = _others_in(state)
-        self._num_filled = _num_filled(state)
-        self._tensors = list(tensors_in(state))
-        self._versions = list(map(version_of, self._tensors))
+        self._held, self._versions = self._now()
 
     def check(self) -> None:
-        state = vars(self._optimizer)["state"]
-        if not (
-            self._tables.are_same()
-            and are_same(self._others, _others_in(state))
-            # To read the state of a parameter that has none makes an empty table.
-            and self._num_filled == _num_filled(state)
-            and self._versions == list(map(version_of, self._tensors))
-        ):
+        """Raises if it holds something else now."""
+        held, versions = self._now()
+        if versions != self._versions or not are_same(held, self._held):
             raise ContextError(
                 f"A step wrote to the state of {type(self._optimizer).__name__}, which all "
                 "replicas share, so the state is wrong now: load it from a checkpoint. Write once "
@@ -110,10 +82,9 @@ class _Noted:
                 '`unisono.once(lambda: optimizer.state[p]["step"].zero_())`.'
             )
 
-
-def _others_in(state: dict[Any, Any]) -> list[Any]:
-    return [value for value in state.values() if not isinstance(value, dict)]
-
-
-def _num_filled(state: dict[Any, Any]) -> int:
-    return sum(map(bool, tables_in(state)))
+    def _now(self) -> tuple[list[Any], list[int]]:
+        held: list[Any] = []
+        for own in vars(self._optimizer)["state"].values():
+            # To read the state of a parameter that has none makes an empty table.
+            held += (*own, *own.values()) if isinstance(own, dict) else (own,)
+        return held, [version_of(one) for one in held]
