@@ -6,12 +6,8 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from torch import nn
-from torch.optim import swa_utils
-
 from unisono.arguments import check_callable
 from unisono.contexts import CrossReplicaContext, ReplicaContext, current_replica, entered
-from unisono.sharing import computed_once, in_place_of
 from unisono.torch_private import no_torch_function, pytree
 from unisono.values import select_replica
 from unisono.variables.front import as_of_program
@@ -175,13 +171,3 @@ def _call(
         result = fn(*args, **kwargs)
     replicas.mirrors.metrics.begin()
     return [select_replica(i, result) for i in range(len(given))]
-
-
-@computed_once
-def average_once() -> None:
-    """Makes `AveragedModel.update_parameters` happen once when replicas call it."""
-    update = swa_utils.AveragedModel.update_parameters
-
-    @in_place_of(swa_utils.AveragedModel, "update_parameters")
-    def update_parameters(self: Any, model: nn.Module) -> None:
-        once(update, self, model)

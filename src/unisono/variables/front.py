@@ -1,4 +1,4 @@
-"""What a strategy knows about a module, and subclasses that objects have while replicas run.
+"""Clones of modules, and subclasses that objects have while replicas run.
 
 In the thread of a replica, a module is the clone of that replica, and its parameters are leaves of
 the replica. A parameter that the step kept from before the run, such as a variable of a closure, is
@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import optimizer
@@ -26,9 +26,7 @@ from unisono.errors import ContextError
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function_of_subclasses
 from unisono.variables.leaves import Leaves
-
-if TYPE_CHECKING:
-    from unisono.variables.mirrors import Mirrors
+from unisono.variables.owners import owner_of
 
 T = TypeVar("T")
 
@@ -36,41 +34,14 @@ _PLAIN_CLASS = "_unisono_plain_class"
 _set_class: Callable[[Any, type], None] = object.__dict__["__class__"].__set__
 
 
-# By the identity of a primary. The strategy keeps the mirror, and not the module: what a module
-# keeps is saved and copied with it. An entry is removed when its module ends, and not its mirror:
-# by then, the module may have another one.
-_mirrors: dict[int, tuple[weakref.ref[Mirror], weakref.ref[nn.Module]]] = {}
-
-
 @dataclass(eq=False)
 class Mirror:
     """What a strategy knows about a primary module."""
 
-    owner: Mirrors
     primary: weakref.ref[nn.Module]
     replicas: list[nn.Module] = field(default_factory=list)
     # By name, the attributes of the primary that the clones have, and what replica 0 sees there.
     given: dict[str, tuple[int, Any]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        module = self.primary()
-        assert module is not None
-        identity = id(module)
-        end = weakref.ref(module, lambda _: _mirrors.pop(identity, None))
-        _mirrors[identity] = weakref.ref(self), end
-
-    def forget(self, name: str) -> None:
-        """Lets the clones get an attribute again, even if its value has not changed."""
-        # Equal to no attribute.
-        self.given[name] = (0, None)
-        self.owner.is_stale = True
-
-
-def mirror_of(module: object) -> Mirror | None:
-    """Returns the mirror of a module, if it is a primary."""
-    found = _mirrors.get(id(module))
-    mirror = None if found is None else found[0]()
-    return mirror if mirror is not None and mirror.primary() is module else None
 
 
 class Front:
@@ -158,7 +129,6 @@ class Fronts:
                 set_classes([target], self._during[-1:])
 
     def of_kind(self, kind: type[T]) -> list[T]:
-        """Returns the objects of a class."""
         with self._lock:
             added = list(self._added.values())
         found = (target() for target, _ in added)
@@ -275,27 +245,26 @@ class as_of_program:
         pairs: Modules and the clones of one replica.
     """
 
-    __slots__ = ("_clones", "_modules")
+    __slots__ = ("_pairs",)
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        found = list(pairs)
-        self._modules = [module for module, _ in found]
-        self._clones = [clone for _, clone in found]
+        self._pairs = list(pairs)
 
     def __enter__(self) -> None:
-        _originals.update(zip(map(id, self._clones), self._modules, strict=True))
+        _originals.update((id(clone), module) for module, clone in self._pairs)
         self._set_classes(functools.partial(in_front, OfProgram))
 
     def __exit__(self, *error: object) -> None:
         self._set_classes(plain_class)
-        for clone in self._clones:
+        for _, clone in self._pairs:
             del _originals[id(clone)]
 
     def _set_classes(self, class_for: Callable[[type], type]) -> None:
         # There may be many modules, but of few classes.
-        now = list(map(type, self._clones))
+        clones = [clone for _, clone in self._pairs]
+        now = list(map(type, clones))
         classes = {cls: class_for(cls) for cls in set(now)}
-        set_classes(self._clones, map(classes.__getitem__, now))
+        set_classes(clones, map(classes.__getitem__, now))
 
 
 def _clone(module: Any) -> Any:
@@ -305,7 +274,7 @@ def _clone(module: Any) -> Any:
     mirror = context.replicas.mirrors.mirrors.get(id(module))
     if mirror is not None:
         return mirror.replicas[context.local_id]
-    if mirror_of(module) is not None:
+    if owner_of(module) is not None:
         raise ContextError(
             f"This {type(module).__name__} belongs to another strategy than {context.strategy!r}, "
             "so its replicas would share the parameters. Make it in the scope of the strategy that "

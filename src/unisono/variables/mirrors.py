@@ -23,10 +23,11 @@ from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
 from unisono.variables.attributes import Attributes, Contents, raw, tables_of
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts, Mirror, Redirect, mirror_of, plain_class
+from unisono.variables.front import Fronts, Mirror, Redirect, plain_class
 from unisono.variables.hook_tables import HookTables
 from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
+from unisono.variables.owners import give_to, owner_of
 from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.torch_calls import synchronized
@@ -142,7 +143,8 @@ class Mirrors:
         let_data_be_watched()
         identity = id(module)
         primary = weakref.ref(module, lambda _: self._forget(identity))
-        self.mirrors[identity] = Mirror(self, primary)
+        self.mirrors[identity] = Mirror(primary)
+        give_to(module, self)
         self.fronts.add(module, Redirect)
         self.is_stale = True
 
@@ -153,6 +155,12 @@ class Mirrors:
             # Workers collect garbage at different times, but must rebuild in the same run.
             self._tables.note([])
             self.is_stale = True
+
+    def give_again(self, module: nn.Module, name: str) -> None:
+        """Lets the clones of a module get an attribute again, even if its value has not changed."""
+        # Equal to no attribute.
+        self.mirrors[id(module)].given[name] = (0, None)
+        self.is_stale = True
 
     def share_new(self) -> None:
         """Gives every worker what the chief has of what is new."""
@@ -279,14 +287,14 @@ class Mirrors:
         """Adopts modules that were put into primaries, also behind torch's back."""
         for primary in self.primaries():
             for child in raw(primary)["_modules"].values():
-                if child is not None and mirror_of(child) is None:
+                if child is not None and owner_of(child) is None:
                     for module in child.modules():
                         self.take_in(module)
 
     def take_in(self, module: nn.Module) -> None:
         """Makes one module, without its submodules, belong to these mirrors."""
-        mirror = mirror_of(module)
-        if mirror is not None and mirror.owner is not self:
+        owner = owner_of(module)
+        if owner is not None and owner is not self:
             raise ContextError(
                 f"This {type(module).__name__} belongs to another strategy. Make one in the scope, "
                 "and not in a default argument, or mirror a copy, which `copy.deepcopy` makes."
@@ -295,7 +303,7 @@ class Mirrors:
         if self.is_single:
             self.move(module)
             self.singles[id(module)] = weakref.ref(module)
-        elif mirror is None:
+        elif owner is None:
             self._adopt(module)
 
     def _rebuild(self) -> None:

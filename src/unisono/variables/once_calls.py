@@ -36,8 +36,15 @@ from unisono.variables.leaves import (
 )
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.optimizer_state import seen_state
-from unisono.variables.optimizer_tables import parameters_of, set_table, tensors_in
-from unisono.variables.owners import Found, found_of, give_to, mirrors_of, owner_of
+from unisono.variables.owners import (
+    Found,
+    found_of,
+    give_to,
+    mirrors_of,
+    owner_of,
+    parameters_of,
+    tensors_in,
+)
 from unisono.variables.updates import (
     Settings,
     is_plain,
@@ -139,7 +146,7 @@ class OnceOptimizer(OnceUpdate):
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         _check_outside(self, "param_groups")
-        set_table(self, "param_groups", groups)
+        _set_table(self, "param_groups", groups)
 
     @property
     def state(self) -> dict[Any, Any]:
@@ -153,7 +160,7 @@ class OnceOptimizer(OnceUpdate):
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
-        set_table(self, "state", state)
+        _set_table(self, "state", state)
 
     def _is_put_off(self, context: ReplicaContext) -> bool:
         """Lets the update wait until the run is complete, if nothing in it can tell."""
@@ -283,12 +290,6 @@ def take_gradients(optimizer: Any) -> Found:
     return found
 
 
-def reduce_hidden(optimizer: Any, mirrors: Mirrors) -> None:
-    """Before an update outside a run: reduces what replicas have written and nothing shows."""
-    owners = map(mirrors.leaves_of, parameters_of(optimizer))
-    mirrors.reduce_rest([one for one in owners if one is not None and one.is_hidden()])
-
-
 def _outside_only(name: str) -> Any:
     """Returns a method of optimizers that replicas may not call."""
 
@@ -304,6 +305,15 @@ def _outside_only(name: str) -> Any:
 _HOOKS = [name for name in vars(Optimizer) if name.startswith("register_")]
 for _name in ("add_param_group", "load_state_dict", *_HOOKS):
     setattr(OnceOptimizer, _name, _outside_only(_name))
+
+
+def _set_table(optimizer: Any, name: str, value: Any) -> None:
+    """Sets `param_groups` or `state`; of one that wraps another as its class does."""
+    shown = getattr(plain_class(type(optimizer)), name, None)
+    if isinstance(shown, property):
+        shown.__set__(optimizer, value)
+    else:
+        vars(optimizer)[name] = value
 
 
 def _check_outside(optimizer: Any, what: str) -> None:

@@ -24,12 +24,9 @@ from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
 from unisono.sharing import computed_once, in_place_of
 from unisono.variables.attributes import raw
-from unisono.variables.front import mirror_of
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.once_calls import reduce_hidden
-from unisono.variables.optimizer_tables import parameters_of
-from unisono.variables.owners import owner_of
+from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.torch_calls import is_of_another
 from unisono.variables.updates import watch_updates
 
@@ -53,7 +50,14 @@ def refuse_outsiders() -> None:
         return parameter
 
     nn.Parameter.__new__ = staticmethod(made)  # type: ignore[method-assign]
-    _check_functional_calls()
+    call: Any = stateless._functional_call
+
+    @in_place_of(stateless, "_functional_call")
+    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _check_functional_call(module)
+        return call(module, *args, **kwargs)
+
     for name in ("scale", "unscale_", "step", "update"):
         _check_before(GradScaler, name)
     for cls in vars(lr_scheduler).values():
@@ -74,9 +78,11 @@ def note_maker(made: Any) -> None:
 def check_call(target: Any, name: str) -> None:
     """Refuses a call, on a replica, that changes an object which all replicas share."""
     context = _one_of_several()
-    if context is None or owner_of(target) is context.replicas.mirrors:
-        return
-    if _makers.get(target) != context.local_id:
+    if (
+        context is not None
+        and owner_of(target) is not context.replicas.mirrors
+        and _makers.get(target) != context.local_id
+    ):
         raise ContextError(
             f"{type(target).__name__}.{name}() was called on a replica, but the object does not "
             f"belong to {context.strategy!r}: every replica would change it. Make it in "
@@ -104,7 +110,12 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
         if owner is not None and owner.leaves[context.local_id] is leaf:
             continue
         if isinstance(leaf, nn.Parameter):
-            if _is_outsider(leaf, context):
+            if (
+                leaf.requires_grad
+                and context.num_replicas_in_sync > 1
+                and _makers.get(leaf) != context.local_id
+                and variable_of(leaf) is None
+            ):
                 raise ContextError(_message(_owner_of(leaf), leaf, context))
         elif is_of_another(leaf, context):
             raise ContextError(
@@ -113,16 +124,6 @@ def check_backward(context: ReplicaContext, roots: Iterable[Tensor]) -> None:
                 "at once. Make it a parameter of a model in `strategy.scope()`, or a "
                 "`unisono.Variable`. Make a tensor that belongs to one replica in the step."
             )
-
-
-def _is_outsider(parameter: Tensor, context: ReplicaContext) -> bool:
-    """Whether a parameter that is no leaf of the replica was made outside, and is trained."""
-    return (
-        parameter.requires_grad
-        and context.num_replicas_in_sync > 1
-        and _makers.get(parameter) != context.local_id
-        and variable_of(parameter) is None
-    )
 
 
 class MadeOutside:
@@ -141,7 +142,6 @@ class MadeOutside:
         )
 
     def add(self, parameter: Tensor) -> None:
-        """Adds a parameter, for as long as it lives."""
         with self._lock:
             self._known.append(weakref.ref(parameter))
             if len(self._known) > self._most:
@@ -190,7 +190,7 @@ def _message(module: nn.Module | None, parameter: Tensor, context: ReplicaContex
             "replica's copies: TorchScript modules and custom functions keep the parameters they "
             "were made with. Call the model itself in the step, or pass its parameters there."
         )
-    if module is not None and mirror_of(module) is not None:
+    if module is not None and owner_of(module) is not None:
         return (
             f"{what} was made under another strategy than {context.strategy!r}, which runs the "
             "step. Make the model and its optimizer again in the scope of this strategy, or run "
@@ -236,12 +236,15 @@ def _holder_of(thing: object, table: str, others: list[nn.Module | None]) -> nn.
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses an optimizer that several replicas would step, or whose parameters they share."""
     context, owner = _one_of_several(), owner_of(optimizer)
+    parameters = parameters_of(optimizer)
     if context is not None:
-        _check_optimizer_of_replica(optimizer, context)
+        _check_optimizer_of_replica(optimizer, parameters, context)
     elif owner is not None and running_replica() is None:
-        reduce_hidden(optimizer, owner)
+        # Replicas may have written gradients that nothing shows.
+        found = map(owner.leaves_of, parameters)
+        owner.reduce_rest([one for one in found if one is not None and one.is_hidden()])
     elif owner is not None:
-        for parameter in parameters_of(optimizer):
+        for parameter in parameters:
             if parameter.grad is not None and owner.leaves_of(parameter) is None:
                 raise ContextError(
                     f"{type(optimizer).__name__} is given a parameter of shape "
@@ -251,14 +254,15 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
 
 
-def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -> None:
+def _check_optimizer_of_replica(
+    optimizer: Optimizer, parameters: list[Tensor], context: ReplicaContext
+) -> None:
     name = type(optimizer).__name__
     if owner_of(optimizer) is context.replicas.mirrors:
         raise ContextError(
             f"`{name}.step` was looked up before `run`, so every replica would make the update. "
             "Call `optimizer.step()` in the step instead."
         )
-    parameters = parameters_of(optimizer)
     if all(_makers.get(parameter) == context.local_id for parameter in parameters):
         return
     mirrors = context.replicas.mirrors
@@ -271,28 +275,19 @@ def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -
     )
 
 
-def _check_functional_calls() -> None:
-    """Refuses `functional_call` of a module that several replicas would put tensors into."""
-    call: Any = stateless._functional_call
-
-    @in_place_of(stateless, "_functional_call")
-    def checked(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        context = None if torch.compiler.is_compiling() else _one_of_several()
-        if context is not None and not _is_of_replica(module, context):
-            raise ContextError(
-                f"`functional_call` was given a {type(module).__name__} that belongs to no model "
-                f"of {context.strategy!r}. It puts the tensors into the module while it runs, and "
-                "all replicas would do so at once. Make the module in `strategy.scope()`, or copy "
-                "it in the step with `copy.deepcopy(module)`."
-            )
-        return call(module, *args, **kwargs)
-
-
-def _is_of_replica(module: nn.Module, context: ReplicaContext) -> bool:
+def _check_functional_call(module: nn.Module) -> None:
+    """Refuses a call of a module into which several replicas would put tensors."""
+    context = _one_of_several()
+    if context is None or _makers.get(module) == context.local_id:
+        return
     mirrors = context.replicas.mirrors
-    is_made_here = _makers.get(module) == context.local_id
-    is_primary = id(module) in mirrors.mirrors
-    return is_made_here or is_primary or mirrors.of_program(module) is not module
+    if id(module) not in mirrors.mirrors and mirrors.of_program(module) is module:
+        raise ContextError(
+            f"`functional_call` was given a {type(module).__name__} that belongs to no model of "
+            f"{context.strategy!r}. It puts the tensors into the module while it runs, and all "
+            "replicas would do so at once. Make the module in `strategy.scope()`, or copy it in "
+            "the step with `copy.deepcopy(module)`."
+        )
 
 
 def _check_before(cls: Any, name: str) -> None:

@@ -1,19 +1,24 @@
-"""Which strategy an optimizer, scheduler or scaler belongs to."""
+"""Which strategy an object of the program belongs to, and what optimizers hold.
+
+An optimizer that wraps another may have neither groups nor state: its class then gives those of the
+other, by a property.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from unisono.variables.attributes import are_same
 from unisono.variables.leaves import Leaves, VariableLeaves
-from unisono.variables.optimizer_tables import parameters_of
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
+
+Groups = list[dict[str, Any]]
 
 
 class Found(NamedTuple):
@@ -28,7 +33,7 @@ class Found(NamedTuple):
 
 
 class _Owner:
-    """Which strategy an object belongs to."""
+    """Which strategy an object belongs to. The entry ends with the object, which may have two."""
 
     __slots__ = ("found", "mirrors", "target")
 
@@ -39,7 +44,7 @@ class _Owner:
         self.found = Found()
 
 
-# By identity. Not an attribute of the object, which would be saved with it.
+# By identity. Not an attribute of the object, which would be saved and copied with it.
 _owners: dict[int, _Owner] = {}
 
 
@@ -61,6 +66,35 @@ def mirrors_of(target: Any) -> Mirrors:
     return mirrors
 
 
+def groups_of(optimizer: Any) -> Groups:
+    """Returns the groups of the program, also on a replica; of a wrapper those that it shows."""
+    groups: Groups | None = vars(optimizer).get("param_groups")
+    # It has none while it is being made.
+    return getattr(optimizer, "param_groups", []) if groups is None else groups
+
+
+def state_of(optimizer: Any) -> dict[Any, Any]:
+    """Returns the state; of a wrapper that which it shows."""
+    state: dict[Any, Any] | None = vars(optimizer).get("state")
+    return getattr(optimizer, "state", {}) if state is None else state
+
+
+def parameters_of(optimizer: Any) -> list[Tensor]:
+    """Returns the parameters that an optimizer works on."""
+    return [p for group in groups_of(optimizer) for p in group["params"]]
+
+
+def tables_in(state: dict[Any, Any]) -> list[dict[str, Any]]:
+    """Returns the state of each parameter. An optimizer may keep more than this in its state."""
+    return [own for own in state.values() if isinstance(own, dict)]
+
+
+def tensors_in(state: dict[Any, Any]) -> Iterator[Tensor]:
+    """Yields the tensors in the state of an optimizer."""
+    for own in (state, *tables_in(state)):
+        yield from (value for value in own.values() if isinstance(value, Tensor))
+
+
 def found_of(optimizer: Any) -> Found:
     """Returns what replicas have of the parameters; nothing, where there is one replica."""
     mirrors = owner_of(optimizer)
@@ -68,10 +102,11 @@ def found_of(optimizer: Any) -> Found:
         return Found()
     owner = _owners[id(optimizer)]
     parameters = parameters_of(optimizer)
-    generation = mirrors.generation
-    if owner.found.generation != generation or not are_same(owner.found.parameters, parameters):
+    if owner.found.generation != mirrors.generation or not are_same(
+        owner.found.parameters, parameters
+    ):
         leaves = [one for p in parameters if (one := mirrors.leaves_of(p)) is not None]
         of_variables = [one for one in leaves if isinstance(one, VariableLeaves)]
         num_bytes = sum(p.nbytes for p in parameters)
-        owner.found = Found(generation, parameters, leaves, of_variables, num_bytes)
+        owner.found = Found(mirrors.generation, parameters, leaves, of_variables, num_bytes)
     return owner.found

@@ -60,7 +60,6 @@ class Postponed:
             self.make()
 
     def can_wait(self) -> bool:
-        """Whether an update that is due now may wait."""
         return (
             self.is_on
             and not self._is_looking
@@ -82,33 +81,29 @@ class Postponed:
         self._is_looking = True
 
     def look_at(self, structure: Any) -> None:
-        """Something is about to be done with some tensors."""
         if self._update is not None and self._is_seen_in(structure):
             self.make()
 
     def _is_seen_in(self, value: Any) -> bool:
         """Whether a value may show what the update reads or writes."""
         if isinstance(value, Tensor):
-            return self._is_seen_by(value)
+            try:
+                storage = value.untyped_storage()
+                start = storage.data_ptr()
+            except (RuntimeError, NotImplementedError):
+                # It has no memory. Operators see the tensors that it consists of.
+                return False
+            stop = start + storage.nbytes()
+            return any(start <= address < stop for address in self._addresses)
         kind = type(value)
         if kind in _PLAIN:
             return False
         if kind is tuple or kind is list:
             return any(map(self._is_seen_in, value))
-        return any(isinstance(x, Tensor) and self._is_seen_by(x) for x in pytree.tree_leaves(value))
-
-    def _is_seen_by(self, leaf: Tensor) -> bool:
-        try:
-            storage = leaf.untyped_storage()
-            start = storage.data_ptr()
-        except (RuntimeError, NotImplementedError):
-            # It has no memory. Operators see the tensors that it consists of.
-            return False
-        stop = start + storage.nbytes()
-        return any(start <= address < stop for address in self._addresses)
+        tensors = (one for one in pytree.tree_leaves(value) if isinstance(one, Tensor))
+        return any(map(self._is_seen_in, tensors))
 
     def make(self) -> None:
-        """Makes the update, if one waits."""
         update, self._update = self._update, None
         if update is not None:
             with with_dispatch_keys(*self._keys):
@@ -127,7 +122,6 @@ class _Calls(TorchFunctionMode):
         self._postponed = postponed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets a call be made that sees what it would see after the update."""
         self._postponed.look_at((args, kwargs or None))
         return func(*args, **(kwargs or {}))
 
@@ -139,7 +133,4 @@ class _Operators(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._postponed = postponed
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Lets an operator do what it would do after the update."""
-        self._postponed.look_at((args, kwargs or None))
-        return func(*args, **(kwargs or {}))
+    __torch_dispatch__ = _Calls.__torch_function__

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import functools
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,11 +18,11 @@ from unisono.variables.attributes import raw
 from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
 from unisono.variables.metrics import is_clone, is_metric
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_tables import groups_of, tensors_in
+from unisono.variables.owners import groups_of, tensors_in
 
-_CONTAINERS = (list, dict, set)
 _SEQUENCES = (list, tuple, set, deque)
 _NOT_STEPPED = (nn.Module, Optimizer)
+_kind_of = operator.attrgetter("shape", "dtype", "device")
 
 
 class Copies:
@@ -33,15 +33,13 @@ class Copies:
         self._copies: list[Tensor] = []
 
     def take(self, originals: list[Tensor]) -> None:
-        """Copies some tensors."""
         self._originals = originals
-        if len(originals) != len(self._copies) or not all(map(_are_alike, originals, self._copies)):
+        if list(map(_kind_of, originals)) != list(map(_kind_of, self._copies)):
             self._copies = [torch.empty_like(one, requires_grad=False) for one in originals]
         if originals:
             copy_each(self._copies, [one.detach() for one in originals])
 
     def put_back(self) -> None:
-        """Gives the tensors the values that they had."""
         for original, kept in zip(self._originals, self._copies, strict=True):
             with torch.inference_mode(mode=original.is_inference()):
                 original.detach().copy_(kept)
@@ -147,27 +145,23 @@ class Snapshot:
         """Keeps the entries of some tables, and returns the tensors in them."""
         tensors: list[Tensor] = []
         for table in tables:
-            entries = table.copy()
-            for name, value in table.items():
-                if isinstance(value, Tensor):
-                    tensors.append(value)
-                elif isinstance(value, _CONTAINERS):
-                    entries[name] = _kept(value)
-            self._restorations.append(functools.partial(_restore, table, entries))
+            tensors += (value for value in table.values() if isinstance(value, Tensor))
+            self._restorations += _restorations(table, set(), with_tensors=False)
         return tensors
 
     def _keep_state(self, optimizer: Any) -> list[Tensor]:
         """Keeps the state of an optimizer, and returns the tensors in it."""
         state = vars(optimizer)["state"]
-        kept = {key: _kept(own) for key, own in state.items()}
+        entries = dict(state)
 
         def restore() -> None:
             # In the run it may have become another object.
             now = vars(optimizer)["state"]
-            dict.clear(now)
-            dict.update(now, {key: _kept(own) for key, own in kept.items()})
+            _fill_back(now, now.update, entries)
 
         self._restorations.append(restore)
+        for own in entries.values():
+            self._restorations += _restorations(own, set(), with_tensors=False)
         return list(tensors_in(state))
 
     def _keep_random_state(self) -> None:
@@ -175,13 +169,8 @@ class Snapshot:
         if torch.cuda.is_initialized():
             places = {place for place in self._mirrors.places if place.type == "cuda"}
             generators += [torch.cuda.default_generators[place.index] for place in places]
-        states = [generator.get_state() for generator in generators]
-
-        def restore() -> None:
-            for generator, state in zip(generators, states, strict=True):
-                generator.set_state(state)
-
-        self._restorations.append(restore)
+        for one in generators:
+            self._restorations.append(functools.partial(one.set_state, one.get_state()))
 
     def _keep_gradients(self, *, keep_gradients: bool) -> None:
         # By parameter: leaves are made again when a worker gets other replicas.
@@ -201,29 +190,6 @@ class Snapshot:
                     leaves.is_shown = is_shown
 
         self._restorations.append(restore)
-
-
-def _restore(table: dict[str, Any], entries: dict[str, Any]) -> None:
-    dict.clear(table)
-    dict.update(table, {name: _kept(value) for name, value in entries.items()})
-
-
-def _are_alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype and one.device == other.device
-
-
-def _kept(value: Any) -> Any:
-    """Returns a copy of containers, also inside one another; other objects stay what they are."""
-    if not isinstance(value, _CONTAINERS):
-        return value
-    copied: Any = copy.copy(value)
-    if isinstance(value, dict):
-        for key, one in value.items():
-            if isinstance(one, _CONTAINERS):
-                dict.__setitem__(copied, key, _kept(one))
-    elif isinstance(value, list):
-        list.__setitem__(copied, slice(None), [_kept(one) for one in value])
-    return copied
 
 
 @contextmanager
@@ -253,11 +219,13 @@ def _identities(value: Any) -> Iterator[int]:
             yield from _identities(item)
 
 
-def _restorations(value: Any, shared: set[int]) -> list[Callable[[], None]]:
+def _restorations(
+    value: Any, shared: set[int], *, with_tensors: bool = True
+) -> list[Callable[[], None]]:
     """Returns what makes a value, and all that it holds but for `shared`, what they are now."""
     if id(value) in shared or isinstance(value, nn.Parameter):
         return []
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and with_tensors:
         return [functools.partial(_write_back, value, value.detach().clone())]
     if not isinstance(value, (dict, *_SEQUENCES)):
         return []
@@ -267,7 +235,7 @@ def _restorations(value: Any, shared: set[int]) -> list[Callable[[], None]]:
         items = dict(value) if isinstance(value, dict) else list(value)
         found.append(functools.partial(_fill_back, value, fill, items))
     for item in value.values() if isinstance(value, dict) else value:
-        found += _restorations(item, shared)
+        found += _restorations(item, shared, with_tensors=with_tensors)
     return found
 
 

@@ -23,7 +23,7 @@ from unisono.torch_private import no_torch_function
 from unisono.variables.attributes import Contents, are_same
 from unisono.variables.front import plain_class
 from unisono.variables.leaves import Leaves, with_own_gradients
-from unisono.variables.optimizer_tables import Groups, groups_of, state_of, tables_in, tensors_in
+from unisono.variables.owners import Groups, groups_of, state_of, tables_in, tensors_in
 
 if TYPE_CHECKING:
     from unisono.reductions import Workers
