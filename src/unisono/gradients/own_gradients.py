@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from unisono.errors import UnsupportedError
 from unisono.gradients.accumulation import Weighting
+from unisono.gradients.packs import Reduction
 from unisono.options import ReduceOp
 from unisono.reductions import Workers
 from unisono.variables.leaves import Leaves, show_gradients
@@ -17,51 +18,33 @@ from unisono.variables.mirrors import Mirrors
 
 
 def reduce_own(
-    own: Sequence[Leaves],
-    op: ReduceOp,
-    mirrors: Mirrors,
-    weighting: Weighting,
-    reduce: Callable[[Sequence[Leaves]], None],
+    own: Sequence[Leaves], mirrors: Mirrors, weighting: Weighting, reduction: Reduction
 ) -> None:
     """Reduces gradients that are not the reduced ones any more, and shows all of them.
 
     A gradient that is equal on all replicas was made of the reduced one, by clipping for example,
     and stays. Others are reduced as those of a backward pass are: `p.grad` that was assigned, added
-    to, or left alone by `no_sync`.
+    to, or left alone by `no_sync`. So are those where nothing was reduced before.
     """
-    changed = [one for one in own if not _is_new(one)]
+    changed = []
+    for one in own:
+        pairs = zip(one.leaves, one.reduced, strict=True)
+        if not any(mark is None and leaf.grad is not None for leaf, mark in pairs):
+            changed.append(one)
     are_equal = _equal(changed, mirrors.workers)
     kept = {one for one, is_equal in zip(changed, are_equal, strict=True) if is_equal}
     left = [one for one in own if one not in kept]
     for one in left:
-        _check(one, op, weighting, mirrors.name_of(one.primary))
+        _check(one, reduction.op, weighting, mirrors.name_of(one.primary))
         for leaf, weight in zip(one.leaves, weighting.weights, strict=True):
             if weight != 1.0 and leaf.grad is not None and not weighting.is_applied(leaf):
-                leaf.grad = weighting.weigh(weight, leaf.grad)
+                (leaf.grad,) = weighting.weigh(weight, [leaf.grad])
     if left:
-        reduce(left)
+        reduction.reduce(left)
         for one in left:
             for leaf in one.leaves:
                 weighting.forget(leaf)
     show_gradients(own)
-
-
-def _equal(owners: Sequence[Leaves], workers: Workers) -> list[bool]:
-    """Returns for each parameter whether all replicas of all workers have one gradient."""
-    are_equal = [
-        seems or _are_equal([leaf.grad for leaf in one.leaves])
-        for one, seems in zip(owners, _seem_equal(owners), strict=True)
-    ]
-    if not workers.are_many or not owners:
-        return are_equal
-    sums = torch.stack(
-        [
-            _fingerprint(one.leaves[0].grad if is_equal else None)
-            for one, is_equal in zip(owners, are_equal, strict=True)
-        ]
-    )
-    first, *rest = workers.gather(sums)
-    return [all(torch.equal(row, other[i]) for other in rest) for i, row in enumerate(first)]
 
 
 def _check(one: Leaves, op: ReduceOp, weighting: Weighting, name: str) -> None:
@@ -83,19 +66,31 @@ def _check(one: Leaves, op: ReduceOp, weighting: Weighting, name: str) -> None:
         )
 
 
-def _is_new(one: Leaves) -> bool:
-    """Whether a replica has a gradient where nothing was reduced before."""
-    pairs = zip(one.leaves, one.reduced, strict=True)
-    return any(mark is None and leaf.grad is not None for leaf, mark in pairs)
-
-
-def _seem_equal(owners: Sequence[Leaves]) -> list[bool]:
-    """Returns which gradients on GPUs are equal for sure, after waiting for the GPUs once."""
+def _equal(owners: Sequence[Leaves], workers: Workers) -> list[bool]:
+    """Returns for each parameter whether all replicas of all workers have one gradient."""
     grads = [[leaf.grad for leaf in one.leaves] for one in owners]
+    are_equal = [
+        seems or _are_equal(own) for own, seems in zip(grads, _seem_equal(grads), strict=True)
+    ]
+    if not workers.are_many or not owners:
+        return are_equal
+    first, *rest = workers.gather(
+        torch.stack(
+            [
+                _fingerprint(own[0] if is_equal else None)
+                for own, is_equal in zip(grads, are_equal, strict=True)
+            ]
+        )
+    )
+    return [all(torch.equal(row, other[i]) for other in rest) for i, row in enumerate(first)]
+
+
+def _seem_equal(grads: Sequence[Sequence[Tensor | None]]) -> list[bool]:
+    """Returns which gradients on GPUs are equal for sure, after waiting for the GPUs once."""
     are_fit = [all(map(_can_be_compared, own)) for own in grads]
     fit = [own for own, is_fit in zip(grads, are_fit, strict=True) if is_fit]
     if not fit:
-        return [False] * len(owners)
+        return are_fit
     first: list[Any] = [own[0] for own in fit]
     largest = torch.zeros(len(fit), device=first[0].device)
     for i in range(1, len(fit[0])):
@@ -118,19 +113,16 @@ def _can_be_compared(grad: Tensor | None) -> bool:
 
 def _are_equal(grads: Sequence[Tensor | None]) -> bool:
     first = grads[0]
-    return first is not None and all(
-        other is not None and _is_equal(first, other) for other in grads[1:]
-    )
-
-
-def _is_equal(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    other = other.to(one.device)
-    return torch.equal(one, other) or (
-        torch.equal(one.isnan(), other.isnan())
-        and torch.equal(one.nan_to_num(), other.nan_to_num())
-    )
+    for one in grads[1:]:
+        if first is None or one is None or {first.layout, one.layout} != {torch.strided}:
+            return False
+        other = one.to(first.device)
+        if not torch.equal(first, other) and not (
+            torch.equal(first.isnan(), other.isnan())
+            and torch.equal(first.nan_to_num(), other.nan_to_num())
+        ):
+            return False
+    return first is not None
 
 
 def _fingerprint(grad: Tensor | None) -> Tensor:

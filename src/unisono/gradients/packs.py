@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import operator
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from unisono.devices import Device
 from unisono.options import CommunicationOptions, ReduceOp
-from unisono.packing import group_by_bytes
 from unisono.reductions import CrossDeviceOps
 from unisono.values import PerReplica, components_of
 from unisono.variables import Leaves
@@ -20,35 +19,8 @@ from unisono.variables import Leaves
 # A parameter, and the gradient that each replica has of it.
 Present = tuple[Leaves, list[Tensor]]
 
-
-class Pack(ABC):
-    """The gradients of some parameters on all replicas of this worker, which are reduced together.
-
-    It is filled, exchanged with the other workers if there are any, and given to the replicas. One
-    of the replicas, or the thread that sends, does each of these for all of them.
-    """
-
-    def __init__(self, members: Sequence[Leaves]) -> None:
-        self.members = members
-        self.everything = frozenset(members)
-
-    @abstractmethod
-    def fill(
-        self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
-    ) -> None:
-        """Takes in this worker's gradients, some of which may have been `combined` before."""
-
-    @abstractmethod
-    def exchange(self) -> None:
-        """Reduces the pack with those of the other workers."""
-
-    def captured_on(self) -> torch.device | None:
-        """Returns the GPU on whose graph the exchange becomes a part, if it does."""
-        return None
-
-    @abstractmethod
-    def give(self) -> Sequence[Leaves]:
-        """Gives the replicas the reduced gradients, and returns the parameters that have one."""
+_STRIDED = frozenset([torch.strided])
+_layout_of = operator.attrgetter("layout")
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,16 +34,13 @@ class Reduction:
 
     def reduce(self, owners: Sequence[Leaves]) -> None:
         """Reduces the gradients of some parameters, in place where that can be done."""
-        # Dense gradients can be reduced in place.
         present: list[Present] = []
+        # Dense gradients can be reduced in place.
         dense: list[Present] = []
         others: list[Present] = []
         for one in owners:
-            grads, is_dense = gradients_of(one.leaves), True
-            for grad in grads:
-                is_dense = is_dense and grad.layout is torch.strided
-            present.append((one, grads))
-            (dense if is_dense else others).append(present[-1])
+            present.append((one, grads := gradients_of(one.leaves)))
+            (dense if _STRIDED.issuperset(map(_layout_of, grads)) else others).append(present[-1])
         if self.ops.wants_all_gradients:
             self._reduce_values(present, self.ops.reduce_gradients)
             return
@@ -81,11 +50,6 @@ class Reduction:
         if others:
             self._reduce_values(others, self.ops.batch_reduce)
 
-    def reduce_one(self, grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Returns what the gradients of one parameter become, one per replica."""
-        value = PerReplica.placed(tuple(grads), self.devices)
-        return components_of(self.ops.batch_reduce(self.op, [(value, value)], self.options)[0])
-
     def _reduce_values(self, present: Sequence[Present], reduce: Callable[..., Any]) -> None:
         values = [PerReplica.placed(tuple(grads), self.devices) for _, grads in present]
         results = reduce(self.op, [(value, value) for value in values], self.options)
@@ -94,25 +58,37 @@ class Reduction:
                 leaf.grad = part
 
 
-class LocalPack(Pack):
-    """A pack that stays on this worker: gradients are reduced where they are."""
+class Pack:
+    """The gradients of some parameters on all replicas of this worker, which are reduced together.
+
+    It is filled, exchanged with the other workers if there are any, and given to the replicas. One
+    of the replicas, or the thread that sends, does each of these for all of them. A plain pack
+    stays on this worker: gradients are reduced where they are.
+    """
 
     def __init__(self, members: Sequence[Leaves], reduction: Reduction) -> None:
-        super().__init__(members)
+        self.members = members
+        self.everything = frozenset(members)
         self._reduction = reduction
-        self._new: list[Leaves] = []
+        self._new: Sequence[Leaves] = []
 
     def fill(
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
+        """Takes in this worker's gradients, some of which may have been `combined` before."""
         self._new = [one for one in self.members if one in arrived]
         if self._new:
             self._reduction.reduce(self._new)
 
     def exchange(self) -> None:
-        """See `Pack.exchange`: there is no other worker."""
+        """Reduces the pack with those of the other workers."""
+
+    def captured_on(self) -> torch.device | None:
+        """Returns the GPU on whose graph the exchange becomes a part, if it does."""
+        return None
 
     def give(self) -> Sequence[Leaves]:
+        """Gives the replicas the reduced gradients, and returns the parameters that have one."""
         return self._new
 
 
@@ -120,8 +96,7 @@ class SparsePack(Pack):
     """One parameter with sparse gradients, of which a worker may have none."""
 
     def __init__(self, one: Leaves, reduction: Reduction) -> None:
-        super().__init__([one])
-        self._reduction = reduction
+        super().__init__([one], reduction)
         self._grads: list[Tensor] = []
         self._parts: tuple[Tensor, ...] = ()
 
@@ -129,12 +104,26 @@ class SparsePack(Pack):
         self, arrived: Collection[Leaves], combined: Mapping[Leaves, Tensor] | None = None
     ) -> None:
         (one,) = self.members
-        is_new = one in arrived
-        self._grads = gradients_of(one.leaves) if is_new else [_no_rows(x) for x in one.leaves]
+        if one in arrived:
+            self._grads = gradients_of(one.leaves)
+            return
+        nowhere = torch.empty(1, 0, dtype=torch.int64)
+        self._grads = [
+            torch.sparse_coo_tensor(
+                nowhere,
+                torch.empty(0, *leaf.shape[1:], dtype=leaf.dtype),
+                leaf.shape,
+                device=leaf.device,
+                check_invariants=False,
+            )
+            for leaf in one.leaves
+        ]
 
     def exchange(self) -> None:
-        self._parts = self._reduction.reduce_one(self._grads)
-        self._grads = []
+        ops, op = self._reduction.ops, self._reduction.op
+        value = PerReplica.placed(tuple(self._grads), self._reduction.devices)
+        (result,) = ops.batch_reduce(op, [(value, value)], self._reduction.options)
+        self._parts, self._grads = components_of(result), []
 
     def give(self) -> Sequence[Leaves]:
         parts, self._parts = self._parts, ()
@@ -143,12 +132,6 @@ class SparsePack(Pack):
         for leaf, part in zip(self.members[0].leaves, parts, strict=True):
             leaf.grad = part
         return self.members
-
-
-def grouped(owners: Sequence[Leaves], limit: int) -> list[list[Leaves]]:
-    """Groups neighboring parameters, up to `limit` bytes per group."""
-    sizes = [one.primary.nbytes for one in owners]
-    return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 
 
 def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
@@ -160,16 +143,6 @@ def gradients_of(leaves: Sequence[nn.Parameter]) -> list[Tensor]:
         if leaf.grad is None:
             leaf.grad = torch.zeros_like(grads[0], device=leaf.device)
     return gradients_of(leaves)
-
-
-def _no_rows(leaf: nn.Parameter) -> Tensor:
-    return torch.sparse_coo_tensor(
-        torch.empty(1, 0, dtype=torch.int64),
-        torch.empty(0, *leaf.shape[1:], dtype=leaf.dtype),
-        leaf.shape,
-        device=leaf.device,
-        check_invariants=False,
-    )
 
 
 def refuse_sparse(recorder: Any, leaves: Sequence[nn.Parameter], packs: Sequence[Pack]) -> None:

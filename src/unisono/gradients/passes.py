@@ -56,11 +56,9 @@ class OwnPass:
 
     @property
     def adds(self) -> bool:
-        """Whether a leaf had a gradient before."""
         return self._before.count(None) < len(self._before)
 
     def new(self) -> list[int]:
-        """Returns the numbers of the leaves that have a new gradient."""
         found = [leaf.grad for leaf in self.leaves]
         return [
             i
@@ -69,7 +67,6 @@ class OwnPass:
         ]
 
     def missing(self, numbers: Iterable[int]) -> list[int]:
-        """Returns which of some leaves have no new gradient yet."""
         return [
             i
             for i in numbers
@@ -213,7 +210,6 @@ class Sender:
         sent.pop().result()
 
     def close(self) -> None:
-        """Ends the thread."""
         if self._threads is not None:
             self._threads.shutdown()
             self._threads = None

@@ -9,6 +9,10 @@ pack is full. The last pack is full when the pass ends.
 
 All workers exchange the packs in the same order. Each is sent as soon as it and all before it are
 full, or at the end of the pass. A thread waits for the other workers meanwhile.
+
+A step may call `requires_grad_()`, as programs do that train two models in turn. A parameter that
+was frozen when the run began is in no pack. In the first pass that trains it, it is reduced when
+the pass ends. From the next run on it is in a pack, also where it is frozen when a run begins.
 """
 
 from __future__ import annotations
@@ -37,19 +41,18 @@ from unisono.gradients.accumulation import (
     refuse_to_wait,
     seal,
 )
-from unisono.gradients.frozen import Frozen
 from unisono.gradients.own_gradients import reduce_own
 from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of, refuse_sparse
-from unisono.gradients.parting import Parting
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
 from unisono.gradients.replica_hooks import ReplicaHooks
+from unisono.gradients.worker_packs import packs_of
 from unisono.hooks.hook import CommHook
 from unisono.options import CommunicationOptions, ReduceOp
 from unisono.reductions import AcrossWorkers, CrossDeviceOps
 from unisono.torch_private import no_torch_function
 from unisono.tracing import span
 from unisono.variables import Leaves, Mark, Mirrors
-from unisono.variables.leaves import show_gradients, with_own_gradients
+from unisono.variables.leaves import needs_grad, show_gradients, with_own_gradients
 
 
 class GradientReducer:
@@ -71,13 +74,18 @@ class GradientReducer:
         self._op = reduce_op
         self._hook = hook
         self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
-        self._parting = Parting(mirrors, self._reduction, cost, hook)
+        self._cost = cost
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
         # All that is trained: the parameters, and their leaves by replica.
         self._owners: list[Leaves] = []
         self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
+        # The same of what is frozen; what steps have trained all the same; and whether in this run.
+        self._frozen: list[Leaves] = []
+        self._frozen_leaves: list[list[nn.Parameter]] = [[] for _ in devices]
+        self._unfrozen: set[Leaves] = set()
+        self._has_unfrozen = False
         # For each pack, the numbers of its members among `_owners`, and the one that is hooked.
         self._numbers: list[range] = []
         self._hooked_at: list[int] = []
@@ -88,7 +96,6 @@ class GradientReducer:
         self._removals: list[Callable[[], None]] = []
         self.weighting = Weighting(reduce_op)
         self._aside = Aside(reduce_op, is_copied=self._across is not None)
-        self._frozen = Frozen(self._reduction, self._aside, len(devices))
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
@@ -117,7 +124,7 @@ class GradientReducer:
         if left:
             self._sender.settle(left)
         self._track()
-        self.weighting.begin(weights, [*self._owners, *self._frozen.owners], streams)
+        self.weighting.begin(weights, [*self._owners, *self._frozen], streams)
         self._hooked = [
             one
             for one in self._owners
@@ -125,7 +132,6 @@ class GradientReducer:
         ]
 
     def close(self) -> None:
-        """Ends the thread that sends, if there is one, and forgets a pass that has failed."""
         self._sender.close()
         self._passes.clear()
         if isinstance(self._hook, ReplicaHooks):
@@ -138,13 +144,13 @@ class GradientReducer:
             remove()
 
     def _track(self) -> None:
-        if self._generation != self._mirrors.generation or self._frozen.are_new:
+        if self._generation != self._mirrors.generation or self._has_unfrozen:
             for remove in self._removals:
                 remove()
             self._moves.clear()
             self._make_packs()
             self._removals = []
-            for one in (*self._owners, *self._frozen.owners):
+            for one in (*self._owners, *self._frozen):
                 for leaf in one.leaves:
                     seal(leaf)
                 self._removals += self._aside.hook(one)
@@ -158,8 +164,17 @@ class GradientReducer:
                 self._hook_pack(pack, number)
 
     def _make_packs(self) -> None:
-        trained = self._frozen.split(self._mirrors.all_leaves[::-1])
-        self._packs, sparse = self._parting.packs(trained)
+        owners = self._mirrors.all_leaves[::-1]
+        self._unfrozen.intersection_update(owners)
+        trained: list[Leaves] = []
+        self._frozen = []
+        for one in owners:
+            is_trained = one.primary.requires_grad or one in self._unfrozen
+            (trained if is_trained else self._frozen).append(one)
+        self._has_unfrozen = False
+        self._packs, sparse = packs_of(
+            trained, self._mirrors, self._reduction, self._cost, self._hook
+        )
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
         self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._hooked_at = [numbers[-1] for numbers in self._numbers]
@@ -168,10 +183,12 @@ class GradientReducer:
         self._num_early = 0 if wants_all else max(0, len(self._packs) - 1)
         self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
-        self._leaves = [[one.leaves[i] for one in self._owners] for i in range(len(self._devices))]
+        self._leaves, self._frozen_leaves = (
+            [[one.leaves[i] for one in owners] for i in range(len(self._devices))]
+            for owners in (self._owners, self._frozen)
+        )
 
     def _hook_pack(self, pack: int, number: int) -> None:
-        """Lets the leaves of one member look whether their pack is full."""
         for leaf in self._owners[self._hooked_at[pack]].leaves:
             if isinstance(leaf._post_accumulate_grad_hooks, SealedHooks):
                 leaf._post_accumulate_grad_hooks.clear()
@@ -201,7 +218,9 @@ class GradientReducer:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
             leaves = self._leaves[context.local_id]
-            if frozen := self._frozen.reached_by(context.local_id):
+            frozen = self._frozen_leaves[context.local_id]
+            if True in map(needs_grad, frozen):
+                # This pass may reach one of them.
                 leaves = [*leaves, *frozen]
             own = OwnPass(leaves, current)
         notes.current_pass = own
@@ -227,7 +246,7 @@ class GradientReducer:
         if context.gradient_weight != 1.0:
             for number in own.new():
                 if number not in reduced:
-                    self.weighting.note(own.leaves[number], context.gradient_weight)
+                    self.weighting.note(own.leaves[number])
 
     def _leave(self, context: ReplicaContext, own: OwnPass) -> None:
         """A pass of a replica has failed, and its step may go on. No pack is reduced any more."""
@@ -296,7 +315,13 @@ class GradientReducer:
                 split = bisect.bisect_left(numbers, num_owners)
                 arrived = {self._owners[number] for number in numbers[:split]}
                 reduced = self._complete(current, arrived)
-                late = self._frozen.reduce(number - num_owners for number in numbers[split:])
+                late = [self._frozen[number - num_owners] for number in numbers[split:]]
+                if late:
+                    self._has_unfrozen = True
+                    self._unfrozen.update(late)
+                    self._aside.put(late)
+                    self._reduction.reduce(late)
+                    self._aside.bring_back(late)
                 show_gradients([*reduced, *late])
                 hooked = [*self._hooked, *(one for one in late if has_hooks(one.primary))]
             if hooked:
@@ -315,7 +340,7 @@ class GradientReducer:
             new = own.new()
             if self._has_waiting:
                 # Also those that this pass has not added to.
-                all_owners = enumerate((*self._owners, *self._frozen.owners))
+                all_owners = enumerate((*self._owners, *self._frozen))
                 waiting = (i for i, one in all_owners if one.is_own(replica_id))
                 new = sorted({*new, *waiting})
         context.meeting.meet(replica_id, f"backward() number {number}", new, work)
@@ -333,7 +358,13 @@ class GradientReducer:
         for number in range(len(self._packs)):
             if number not in done:
                 self._fill(number, arrived, combined)
-                self._exchange_rest(number)
+                if self._hook is not None and not isinstance(self._packs[number], SparsePack):
+                    # A hook sees no replica: its random numbers, say, are those of the program.
+                    sent: list[Any] = []
+                    self._sender.send(functools.partial(self._exchange, number), sent)
+                    self._sender.finish(sent)
+                elif self._across is not None:
+                    self._exchange(number)
         with span("copy", "give packs"):
             given = [one for pack in self._packs for one in pack.give()]
         self._aside.bring_back(self._owners)
@@ -351,17 +382,6 @@ class GradientReducer:
     def _exchange(self, number: int) -> None:
         with span("reduce", "exchange pack", pack=number):
             self._packs[number].exchange()
-
-    def _exchange_rest(self, number: int) -> None:
-        """Exchanges a pack after the backward pass, when nothing is left to be done meanwhile."""
-        if self._hook is None or isinstance(self._packs[number], SparsePack):
-            if self._across is not None:
-                self._exchange(number)
-            return
-        # A hook sees no replica: its random numbers, say, are those of the program.
-        sent: list[Any] = []
-        self._sender.send(functools.partial(self._exchange, number), sent)
-        self._sender.finish(sent)
 
     def _combine_all(self, arrived: Collection[Leaves]) -> dict[Leaves, Tensor] | None:
         """Lets a reduction that wants all gradients at once combine those of this worker."""
@@ -389,4 +409,4 @@ class GradientReducer:
         own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):
-                reduce_own(own, self._op, self._mirrors, self.weighting, self._reduction.reduce)
+                reduce_own(own, self._mirrors, self.weighting, self._reduction)

@@ -11,7 +11,6 @@ what its replicas keep to each other worker. If a worker is lost, the others put
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
@@ -47,11 +46,6 @@ class Kept(NamedTuple):
     texts: list[str]
     parts: dict[int, Tensor]
     replicas: dict[int, range]
-
-    @classmethod
-    def of_all(cls, contents: Contents) -> Kept:
-        """What a worker has that knows what all replicas keep."""
-        return cls(contents, [], {}, {})
 
 
 def told(
@@ -185,7 +179,9 @@ class ReplicaHooks:
         buckets = [GradBucket(index, one, parameters, is_last=is_last) for one in buffers]
         calls = [self._call(i, meeting, bucket) for i, bucket in enumerate(buckets)]
         first, *others = self._threads.run(calls, meeting)
-        if not all(map(functools.partial(_are_same_bits, first), others)):
+        # Their bits, because what is no number equals nothing.
+        bits = [one.contiguous().view(-1).view(torch.uint8) for one in (first, *others)]
+        if not all(torch.equal(bits[0], one) for one in bits[1:]):
             raise UnsupportedError(
                 "A communication hook returned different gradients for two replicas, which share "
                 "their parameters. Return the mean over all ranks of the process group."
@@ -261,10 +257,5 @@ class ReplicaHooks:
     def take(self, of_all: Contents | None) -> None:
         """Makes the hooks go on, from the next layout, with what those of all replicas keep."""
         if of_all is not None:
-            self._kept = Kept.of_all(of_all)
+            self._kept = Kept(of_all, [], {}, {})
         self._pending = None
-
-
-def _are_same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether tensors are equal, also where they have no number."""
-    return torch.equal(*(each.contiguous().view(-1).view(torch.uint8) for each in (one, other)))

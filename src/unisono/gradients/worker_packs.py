@@ -1,28 +1,70 @@
-"""Packs that workers exchange: gradients of one dtype, end to end in memory."""
+"""Which parameters are in one pack, and packs that workers exchange, end to end in memory."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from unisono.costs import Line, best_bytes_per_pack
 from unisono.devices import Trail
-from unisono.gradients.packs import Pack, gradients_of
+from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of
 from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.hooks import GradBucket
 from unisono.hooks.hook import CommHook
 from unisono.kernels import reduce_into, tree_reduce, undivided, wide_dtype
 from unisono.options import ReduceOp
+from unisono.packing import Spec, by_dtype, group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
-from unisono.variables import Leaves
+from unisono.variables import Leaves, Mirrors
 
 # Of each term, in bytes.
 _ALIGNMENT = 64
+
+
+def packs_of(
+    trained: Sequence[Leaves],
+    mirrors: Mirrors,
+    reduction: Reduction,
+    cost: Line | None,
+    hook: CommHook | ReplicaHooks | None,
+) -> tuple[list[Pack], list[Pack]]:
+    """Returns packs of neighboring parameters, and those for single ones with sparse gradients.
+
+    A pack has the size that the user says, or that is best for these gradients.
+    """
+    across = reduction.ops if isinstance(reduction.ops, AcrossWorkers) else None
+    if across is not None and hook is None:
+        # What a hook makes of a pack may depend on the pack, and costs something else.
+        cost = across.communicator.cost
+
+    def grouped(owners: Sequence[Leaves]) -> list[list[Leaves]]:
+        sizes = [one.primary.nbytes for one in owners]
+        return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
+
+    # What has sparse gradients comes last, each on its own.
+    sparse = [] if across is None else [one for one in trained if mirrors.is_sparse(one)]
+    dense = [one for one in trained if one not in sparse]
+    total = sum(one.primary.nbytes for one in dense)
+    limit = reduction.options.bytes_per_pack or best_bytes_per_pack(cost, total)
+    if across is None:
+        wants_all = reduction.ops.wants_all_gradients
+        groups = [dense] if wants_all else grouped(dense)
+        return [Pack(group, reduction) for group in groups if group], []
+    alike = by_dtype([Spec.of(one.primary) for one in dense], range(len(dense)))
+    groups = [group for own in alike for group in grouped([dense[i] for i in own])]
+    packs: list[Pack] = []
+    for i, group in enumerate(groups):
+        if hook is None:
+            packs.append(WorkerPack(group, reduction, across))
+        else:
+            is_last = i + 1 == len(groups)
+            packs.append(HookedPack(group, reduction, across, hook, index=i, is_last=is_last))
+    return packs, [SparsePack(one, reduction) for one in sparse]
 
 
 class WorkerPack(Pack):
@@ -39,11 +81,11 @@ class WorkerPack(Pack):
     def __init__(
         self,
         members: Sequence[Leaves],
+        reduction: Reduction,
         ops: AcrossWorkers,
-        op: ReduceOp,
         shape: Terms | None = None,
     ) -> None:
-        super().__init__(members)
+        super().__init__(members, reduction)
         first = members[0].leaves[0]
         dtype = first.dtype
         if shape is None:
@@ -51,7 +93,7 @@ class WorkerPack(Pack):
             # Partial sums of half precision are not rounded before the last.
             dtype = wide_dtype(dtype) if shape.are_sums else dtype
         self._ops = ops
-        self._op = op
+        self._op = reduction.op
         self._shape = shape
         self._trail = Trail()
         sizes = [one.primary.numel() for one in members]
@@ -141,13 +183,6 @@ class WorkerPack(Pack):
         engine = self._ops.communicator.graph_engine
         return self._place if engine is not None and engine.is_captured else None
 
-    def _are_used(self) -> list[Any]:
-        """Returns which parameters have a new gradient on any worker."""
-        if self.captured_on():
-            # Nobody can read it from the GPU. In every replay, all do what they do now.
-            return self._ops.any_worker(self._are_new)
-        return self._is_used.tolist()
-
     def _reduce(self) -> None:
         count = self._ops.num_replicas if self._op is ReduceOp.MEAN else None
         self._shape.all_reduce(self._ops.communicator, self._op, self._terms, count)
@@ -155,21 +190,20 @@ class WorkerPack(Pack):
     def give(self) -> Sequence[Leaves]:
         self._follow()
         given: list[Leaves] = []
-        for one, view, is_used in zip(self.members, self._views[0], self._are_used(), strict=True):
+        # Of a graph, nobody can read it from the GPU. In every replay, all do what they do now.
+        is_captured = self.captured_on() is not None
+        used = self._ops.any_worker(self._are_new) if is_captured else self._is_used.tolist()
+        for one, view, is_used in zip(self.members, self._views[0], used, strict=True):
             if is_used:
-                self._set_gradients(one.leaves, view)
                 given.append(one)
+                if self._can_lend:
+                    one.leaves[0].grad = view
+                for leaf in one.leaves[self._can_lend :]:
+                    if leaf.grad is None:
+                        leaf.grad = view.to(leaf.device, leaf.dtype, copy=True)
+                    else:
+                        leaf.grad.detach().copy_(view)
         return given
-
-    def _set_gradients(self, leaves: Sequence[nn.Parameter], total: Tensor) -> None:
-        if self._can_lend:
-            leaves[0].grad = total
-            leaves = leaves[1:]
-        for leaf in leaves:
-            if leaf.grad is None:
-                leaf.grad = total.to(leaf.device, leaf.dtype, copy=True)
-            else:
-                leaf.grad.detach().copy_(total)
 
 
 class HookedPack(WorkerPack):
@@ -183,15 +217,15 @@ class HookedPack(WorkerPack):
     def __init__(
         self,
         members: Sequence[Leaves],
+        reduction: Reduction,
         ops: AcrossWorkers,
-        op: ReduceOp,
         hook: CommHook | ReplicaHooks,
         *,
         index: int,
         is_last: bool,
     ) -> None:
         shape = ops.layout.apart if isinstance(hook, ReplicaHooks) else ops.layout.whole
-        super().__init__(members, ops, op, shape)
+        super().__init__(members, reduction, ops, shape)
         self._hook = hook
         self._index = index
         self._is_last = is_last
