@@ -10,9 +10,8 @@ pack is full. The last pack is full when the pass ends.
 All workers exchange the packs in the same order. Each is sent as soon as it and all before it are
 full, or at the end of the pass. A thread waits for the other workers meanwhile.
 
-A step may call `requires_grad_()`, as programs do that train two models in turn. A parameter that
-was frozen when the run began is in no pack. In the first pass that trains it, it is reduced when
-the pass ends. From the next run on it is in a pack, also where it is frozen when a run begins.
+A parameter that was frozen when the run began is in no pack. If a step unfreezes it, it is reduced
+when the pass ends, and is in a pack from the next run on, also where it is frozen again.
 """
 
 from __future__ import annotations
@@ -71,19 +70,19 @@ class GradientReducer:
         self._mirrors = mirrors
         self._devices = devices
         self._across = cross_device_ops if isinstance(cross_device_ops, AcrossWorkers) else None
-        self._op = reduce_op
-        self._hook = hook
+        # Whether gradients go to other workers, or through a hook.
+        self.has_workers = self._across is not None
         self._reduction = Reduction(cross_device_ops, reduce_op, options, devices)
-        self._cost = cost
+        self._cost, self._hook = cost, hook
         self._generation = -1
         self._packs: list[Pack] = []
         self._num_early = 0  # Packs that are reduced before the pass ends.
-        # All that is trained: the parameters, and their leaves by replica.
+        # What is trained, and what is frozen: the parameters, and their leaves by replica.
         self._owners: list[Leaves] = []
-        self._leaves: list[list[nn.Parameter]] = [[] for _ in devices]
-        # The same of what is frozen; what steps have trained all the same; and whether in this run.
         self._frozen: list[Leaves] = []
-        self._frozen_leaves: list[list[nn.Parameter]] = [[] for _ in devices]
+        self._leaves: list[list[nn.Parameter]] = []
+        self._frozen_leaves: list[list[nn.Parameter]] = []
+        # What steps have trained although it was frozen, and whether one has in this run.
         self._unfrozen: set[Leaves] = set()
         self._has_unfrozen = False
         # For each pack, the numbers of its members among `_owners`, and the one that is hooked.
@@ -104,16 +103,10 @@ class GradientReducer:
         self._has_left = False
         self._passes: dict[int, Pass] = {}
         self._lock = threading.Lock()
-        across = self._across
-        self._sender = Sender(across.communicator.close if across is not None else lambda: None)
+        self._sender = Sender(self._across)
         watch_backward_passes()
         rest = weakref.WeakMethod(self.reduce_rest)
         mirrors.reduce_rest = lambda owners: None if (reduce := rest()) is None else reduce(owners)
-
-    @property
-    def has_workers(self) -> bool:
-        """Whether gradients go to other workers, or through a hook."""
-        return self._across is not None
 
     def begin(self, weights: Sequence[float], streams: Sequence[torch.cuda.Stream] = ()) -> None:
         """Before a run: looks at the leaves that there are now, and what each replica counts."""
@@ -172,15 +165,13 @@ class GradientReducer:
             is_trained = one.primary.requires_grad or one in self._unfrozen
             (trained if is_trained else self._frozen).append(one)
         self._has_unfrozen = False
-        self._packs, sparse = packs_of(
-            trained, self._mirrors, self._reduction, self._cost, self._hook
-        )
+        given = self._mirrors, self._reduction, self._cost, self._hook
+        self._packs, sparse = packs_of(trained, *given)
         ends = itertools.accumulate((len(pack.members) for pack in self._packs), initial=0)
         self._numbers = list(itertools.starmap(range, itertools.pairwise(ends)))
         self._hooked_at = [numbers[-1] for numbers in self._numbers]
         # The last pack fills when the pass ends: then nothing is left to be done meanwhile.
-        wants_all = self._reduction.ops.wants_all_gradients
-        self._num_early = 0 if wants_all else max(0, len(self._packs) - 1)
+        self._num_early = 0 if self._reduction.ops.wants_all_gradients else len(self._packs[:-1])
         self._packs += sparse
         self._owners = [one for pack in self._packs for one in pack.members]
         self._leaves, self._frozen_leaves = (
@@ -218,9 +209,7 @@ class GradientReducer:
                     self._passes[notes.num_passes] = Pass(self._num_early, len(self._devices))
                 current = self._passes[notes.num_passes]
             leaves = self._leaves[context.local_id]
-            frozen = self._frozen_leaves[context.local_id]
-            if True in map(needs_grad, frozen):
-                # This pass may reach one of them.
+            if True in map(needs_grad, frozen := self._frozen_leaves[context.local_id]):
                 leaves = [*leaves, *frozen]
             own = OwnPass(leaves, current)
         notes.current_pass = own
@@ -276,7 +265,7 @@ class GradientReducer:
         missing = own.missing(self._numbers[pack])
         if missing:
             self._moves[pack] = missing[-1]
-        elif own.fills(pack) and current.is_filled_by(pack):
+        elif own.fills(pack):
             current.trail.follow()
             self._pack_is_full(current, pack)
             if orders_streams:
@@ -349,8 +338,7 @@ class GradientReducer:
 
     def _complete(self, current: Pass, arrived: Collection[Leaves]) -> list[Leaves]:
         """All backward passes have ended: reduces the rest, and returns what has a gradient."""
-        num_sent = len(current.sent)
-        if num_sent:
+        if num_sent := len(current.sent):
             with span("reduce", "packs under way", packs=num_sent):
                 self._sender.finish(current.sent)
         combined = self._combine_all(arrived)
@@ -392,7 +380,7 @@ class GradientReducer:
         self._aside.put(members)
         new = [one for one in members if one in arrived]
         # A hook is given the mean of its worker.
-        op = self._op if self._hook is None else ReduceOp.SUM
+        op = self._reduction.op if self._hook is None else ReduceOp.SUM
         totals = self._across.combine_gradients(op, [gradients_of(one.leaves) for one in new])
         if self._hook is not None:
             totals = [total / len(self._devices) for total in totals]

@@ -10,6 +10,7 @@ import types
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -41,16 +42,6 @@ def raw(module: nn.Module) -> dict[str, Any]:
     """Returns the module's own attributes, also on a replica."""
     attributes: dict[str, Any] = object.__getattribute__(module, "__dict__")
     return attributes
-
-
-def tables_of(modules: Sequence[nn.Module]) -> list[Any]:
-    """Returns the tables of parameters and submodules, and live views of the names of buffers."""
-    own = [raw(module) for module in modules]
-    return [
-        *(one["_parameters"] for one in own),
-        *(one["_modules"] for one in own),
-        *(one["_buffers"].keys() for one in own),
-    ]
 
 
 class Contents:
@@ -129,18 +120,14 @@ class Attributes:
         self._known: dict[int, _Copied] = {}
         self._visited: dict[int, _Copied] = {}
         self._changed: set[int] = set()
-        self._given = Contents()
+        # What all containers held when the replicas were given their copies.
+        self.given = Contents()
         # By identity, tensors that replicas share because a module has them as plain attributes,
         # and what they are called. And the attribute that is looked at.
         self.tensors: dict[int, tuple[Tensor, str]] = {}
         self._looked_at = ""
 
-    def are_as_given(self) -> bool:
-        """Whether all containers still hold what the replicas were given."""
-        return self._given.are_same()
-
     def give(self, mirrors: Iterable[Mirror]) -> None:
-        """Gives the clones of modules the attributes of their primaries."""
         self._visited, self.tensors = {}, {}
         self._changed = {
             key for key, one in self._known.items() if not are_same(one.parts(), one.content)
@@ -151,7 +138,7 @@ class Attributes:
                 mirror.given = self._give(module, mirror.replicas, mirror.given)
         # Those that no module has any more are forgotten.
         self._known = self._visited
-        self._given.note([one.original for one in self._known.values()])
+        self.given.note([one.original for one in self._known.values()])
 
     def _give(self, module: nn.Module, clones: Sequence[nn.Module], given: Given) -> Given:
         """Gives the clones of a module its attributes, and returns which they are."""
@@ -201,7 +188,6 @@ class Attributes:
                     )
 
     def _own(self, parts: Iterable[Any]) -> list[tuple[Any, ...]]:
-        """Returns what each replica sees in place of each of some values."""
         return list(zip(*map(self._seen, parts), strict=True)) or [()] * self._num_replicas
 
     def _seen(self, value: Any) -> list[Any]:
@@ -212,7 +198,11 @@ class Attributes:
         if isinstance(value, Tensor):
             self.tensors[id(value)] = value, self._looked_at
         elif isinstance(value, tuple):
-            seen = self._seen_tuple(value)
+            cls: Any = type(value)
+            own_parts: list[Any] = self._own(value)
+            if not all(are_same(parts, value) for parts in own_parts):
+                make = getattr(cls, "_make", None)
+                seen = own_parts if cls is tuple else make and list(map(make, own_parts))
         elif kind := next((kind for kind in _KINDS if isinstance(value, kind)), None):
             seen = self._copies(value, kind)
         return [value] * self._num_replicas if seen is None else seen
@@ -222,15 +212,6 @@ class Attributes:
         if isinstance(value, tuple):
             return any(map(self._is_changed, value))
         return id(value) in self._changed
-
-    def _seen_tuple(self, value: tuple[Any, ...]) -> list[Any] | None:
-        own_parts = self._own(value)
-        cls: Any = type(value)
-        if all(are_same(parts, value) for parts in own_parts):
-            return None
-        if cls is tuple:
-            return own_parts
-        return list(map(cls._make, own_parts)) if hasattr(cls, "_make") else None
 
     def _copies(self, value: Any, kind: type) -> list[Any] | None:
         """Returns copies of a container; None if its class, one of the user's own, makes none."""
@@ -284,10 +265,8 @@ def _slots(module: nn.Module) -> dict[str, Any]:
     names: list[str] = copyreg._slotnames(type(module))  # type: ignore[attr-defined]
     held = {}
     for name in names:
-        try:
+        with suppress(AttributeError):
             held[name] = object.__getattribute__(module, name)
-        except AttributeError:
-            continue
     return held
 
 

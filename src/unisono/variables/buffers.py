@@ -47,9 +47,6 @@ _FLAT_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _PERSISTENCE = "_non_persistent_buffers_set"
 
 
-_NOTHING = Written([], [], [], are_flats=False)
-
-
 class _Tracked(NamedTuple):
     """A module, its buffers, and the attributes of its clones."""
 
@@ -91,7 +88,6 @@ class Buffers:
         self._is_replayed = False
 
     def track(self, modules: Iterable[tuple[nn.Module, Sequence[nn.Module]]]) -> None:
-        """Says which modules there are, each with its clones."""
         tracked = [
             _Tracked(weakref.ref(module), raw(module)["_buffers"], list(map(raw, clones)))
             for module, clones in modules
@@ -124,9 +120,14 @@ class Buffers:
     def find_written(self, recorder: Any = None) -> Written:
         """After a run, or while all replicas wait: returns what they wrote, or may have written."""
         if self._are_none():
-            return _NOTHING
+            return Written([], [], [], are_flats=False)
         with fit_for_training():
-            replaced, others = self._take_in()
+            replaced: list[tuple[Tensor, Tensor]] = []
+            others: set[tuple[int, str]] = set()
+            for i, held in enumerate(self._held):
+                shapes = [one.shape for one in _tensors(self._given[i])]
+                if not held.are_same() or shapes != self._shapes:
+                    others.update(self._take_replaced(i, replaced))
             taken = {id(given) for given, _ in replaced}
             are_many, is_recorded = self._workers.are_many, recorder is not None
             loose = [
@@ -137,7 +138,7 @@ class Buffers:
                 or one.is_written(by_others=self._train(one.owners) if are_many else is_recorded)
             ]
             are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
-            return Written(replaced, others, loose, are_flats)
+            return Written(replaced, sorted(others), loose, are_flats)
 
     def bring_together(self, weights: Sequence[float], written: Written) -> None:
         """Gives the primaries what the replicas wrote.
@@ -169,7 +170,6 @@ class Buffers:
             raise
 
     def end(self, weights: Sequence[float], recorder: Any = None) -> None:
-        """Ends a run that has not failed."""
         written = self.find_written(recorder)
         bring = functools.partial(self.bring_together, weights, written)
         is_apart = recorder is not None and (
@@ -194,7 +194,15 @@ class Buffers:
             [own["_buffers"].get(name) for own in one.clones]
             for one, (_, name) in zip(tracked, keys, strict=True)
         ]
-        self._check_others(keys, [list(map(_kind, parts)) for parts in found])
+        kinds = [list(map(_kind, parts)) for parts in found]
+        everybody = self._workers.gather_objects(list(zip(keys, kinds, strict=True)))
+        for entries in zip(*everybody, strict=False):
+            listed = [kind for _, own in entries for kind in own]
+            if len({key for key, _ in entries}) > 1 or len(set(listed)) > 1:
+                module, name = entries[0][0]
+                raise _mismatch(f"{type(self._tracked[module].module()).__name__}.{name}", listed)
+        if len(set(map(len, everybody))) > 1:
+            raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
         for one, (_, name), parts in zip(tracked, keys, found, strict=True):
             if name not in one.clones[0]["_buffers"]:
                 one.buffers.pop(name, None)
@@ -208,24 +216,12 @@ class Buffers:
                 names: set[str] = raw(target)[_PERSISTENCE]
                 (names.discard if is_kept else names.add)(name)
 
-    def _check_others(self, keys: Sequence[tuple[int, str]], kinds: list[list[str]]) -> None:
-        """Raises unless all replicas of all workers have the same buffers."""
-        everybody = self._workers.gather_objects(list(zip(keys, kinds, strict=True)))
-        for entries in zip(*everybody, strict=False):
-            listed = [kind for _, own in entries for kind in own]
-            if len({key for key, _ in entries}) > 1 or len(set(listed)) > 1:
-                module, name = entries[0][0]
-                raise _mismatch(f"{type(self._tracked[module].module()).__name__}.{name}", listed)
-        if len(set(map(len, everybody))) > 1:
-            raise _mismatch("Some", [f"{len(one)} of another kind" for one in everybody])
-
     def _are_none(self) -> bool:
         """Whether neither modules nor clones have a buffer, which is quick to check."""
         is_bare = self._is_laid_out and not self._tensors and not any(self._primaries)
         return is_bare and not any(map(any, self._clones))
 
     def _is_current(self) -> bool:
-        """Whether the primaries still have the buffers that the layout was made for."""
         return (
             self._is_laid_out
             and self._noted.are_same()
@@ -252,7 +248,9 @@ class Buffers:
         small: dict[torch.dtype, list[Tensor]] = {}
         for key, one in {id(tensor): tensor for tensor in _tensors(self._tensors)}.items():
             modules = [self._tracked[i].module() for i in owners[key]]
-            is_resized = any(map(_resizes_buffers, modules))
+            # Torch's observers give their buffers another size in place.
+            classes = {cls for module in modules for cls in type(module).__mro__}
+            is_resized = any(cls.__module__.startswith("torch.ao.quantization") for cls in classes)
             is_of_norm = all(isinstance(module, _NormBase) for module in modules)
             if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
                 small.setdefault(one.dtype, []).append(one)
@@ -279,7 +277,6 @@ class Buffers:
         return is_plain and buffer.numel() <= _MOST_OTHERS
 
     def _install(self) -> None:
-        """Puts the buffers of each replica into its clones."""
         for i, clones in enumerate(self._clones):
             parts = {id(one): self._part(one, i) for one in _tensors(self._tensors)}
             self._given[i] = [parts.get(id(tensor)) for tensor in self._tensors]
@@ -297,19 +294,10 @@ class Buffers:
         flat = self._flats[primary.dtype]
         return flat.view_of(flat.parts[replica_id], primary)
 
-    def _take_in(self) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, str]]]:
-        """Returns the buffers that replicas have replaced; see `Written`."""
-        replaced: list[tuple[Tensor, Tensor]] = []
-        others: set[tuple[int, str]] = set()
-        for i, held in enumerate(self._held):
-            shapes = [one.shape for one in _tensors(self._given[i])]
-            if not held.are_same() or shapes != self._shapes:
-                others.update(self._take_replaced(i, replaced))
-        return replaced, sorted(others)
-
     def _take_replaced(
         self, replica_id: int, replaced: list[tuple[Tensor, Tensor]]
     ) -> Iterator[tuple[int, str]]:
+        """Puts like tensors that a replica has put in the place of buffers there; yields others."""
         own = iter(self._given[replica_id])
         pairs = zip(self._primaries, self._clones[replica_id], strict=True)
         for module, (primary, clone) in enumerate(pairs):
@@ -356,11 +344,6 @@ class Buffers:
     def _name_of(self, buffer: Tensor) -> str:
         named = (item for own in self._primaries for item in own.items())
         return next((name for name, tensor in named if tensor is buffer), "a buffer")
-
-
-def _resizes_buffers(module: nn.Module | None) -> bool:
-    """Whether a module gives its buffers another size in place, as torch's observers do."""
-    return any(cls.__module__.startswith("torch.ao.quantization") for cls in type(module).__mro__)
 
 
 def _tensors(buffers: Iterable[Tensor | None]) -> list[Tensor]:

@@ -17,14 +17,17 @@ from unisono.errors import UnsupportedError
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import once
-from unisono.variables.hook_tables import let_replicas_have_hooks
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once
 from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
 from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import let_clipping_be_known, watch_calls
+from unisono.variables.torch_calls import (
+    let_clipping_be_known,
+    let_replicas_have_hooks,
+    watch_calls,
+)
 
 
 class _Scopes(threading.local):

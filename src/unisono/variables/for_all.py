@@ -22,8 +22,8 @@ class for_all:
     """Until the block ends, the code runs for all replicas, which wait at a barrier.
 
     It sees modules and parameters as the program has them. Before, what replicas have written to
-    parameters themselves is refused, and what they have set in the groups of optimizers is taken
-    over. After it, what the block has written reaches every memory.
+    parameters is refused, and what they have set in the groups of optimizers is taken over. After
+    it, what the block has written reaches every memory.
 
     A class and not a generator, for the reason that `entered` gives.
     """
@@ -33,11 +33,9 @@ class for_all:
     def __init__(self, context: ReplicaContext, *, is_once: bool = False) -> None:
         self._context = context
         self._mirrors = context.replicas.mirrors
-        own = context.generators
-        for_all = None if own is None else own.for_all
-        self._entered = entered(
-            CrossReplicaContext(context.replicas, generators=for_all, is_once=is_once)
-        )
+        generators = getattr(context.generators, "for_all", None)
+        inner = CrossReplicaContext(context.replicas, generators=generators, is_once=is_once)
+        self._entered = entered(inner)
 
     def __enter__(self) -> None:
         # The program's own parameters are checked.

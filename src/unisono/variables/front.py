@@ -137,15 +137,16 @@ class Fronts:
     def put_up(self) -> None:
         """Before a run: gives every object its other class."""
         with self._lock:
-            added = self._added.items()
-            found = {key: (target, one) for key, one in added if (target := one[0]()) is not None}
+            added = self._added
+            found = {
+                key: target for key, (ref, _) in added.items() if (target := ref()) is not None
+            }
             if len(found) < len(added):
-                self._added = {key: one for key, (_, one) in found.items()}
-            present = [target for target, _ in found.values()]
+                self._added = added = {key: added[key] for key in found}
+            present = list(found.values())
             plain = list(map(type, present))
             if plain != self._plain:
-                earlier = (before for _, (_, before) in found.values())
-                self._during = list(map(in_front, earlier, plain))
+                self._during = list(map(in_front, (one for _, one in added.values()), plain))
                 self._plain = plain
             self._present = present
             self._is_up = True
@@ -239,32 +240,29 @@ _originals: dict[int, nn.Module] = {}
 
 
 class as_of_program:
-    """Until the block ends, clones are the modules of the program to code outside replicas.
+    """Until the block ends, clones of a replica are the program's modules outside replicas."""
 
-    Args:
-        pairs: Modules and the clones of one replica.
-    """
-
-    __slots__ = ("_pairs",)
+    __slots__ = ("_clones", "_modules")
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]]) -> None:
-        self._pairs = list(pairs)
+        found = list(pairs)
+        self._modules = [module for module, _ in found]
+        self._clones = [clone for _, clone in found]
 
     def __enter__(self) -> None:
-        _originals.update((id(clone), module) for module, clone in self._pairs)
+        _originals.update(zip(map(id, self._clones), self._modules, strict=True))
         self._set_classes(functools.partial(in_front, OfProgram))
 
     def __exit__(self, *error: object) -> None:
         self._set_classes(plain_class)
-        for _, clone in self._pairs:
+        for clone in self._clones:
             del _originals[id(clone)]
 
     def _set_classes(self, class_for: Callable[[type], type]) -> None:
         # There may be many modules, but of few classes.
-        clones = [clone for _, clone in self._pairs]
-        now = list(map(type, clones))
+        now = list(map(type, self._clones))
         classes = {cls: class_for(cls) for cls in set(now)}
-        set_classes(clones, map(classes.__getitem__, now))
+        set_classes(self._clones, map(classes.__getitem__, now))
 
 
 def _clone(module: Any) -> Any:
@@ -292,10 +290,8 @@ class Captured(nn.Parameter):
         """Makes a plain parameter, because a copy is not a primary."""
         return nn.Parameter(data, requires_grad)
 
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """The class that it has outside a run."""
-        return nn.Parameter
+    # What it has outside a run.
+    __class__ = property(lambda _: nn.Parameter)
 
     @classmethod
     def __torch_function__(

@@ -62,7 +62,6 @@ class KeptVariables:
                 yield number, variable
 
     def begin(self) -> None:
-        """Before a run."""
         self._before = self._num_made, set(self._changed)
         self._copies = {}
 
@@ -96,7 +95,6 @@ class KeptVariables:
             self._changed.add(number)
 
     def restore(self) -> None:
-        """Makes everything what it was before the run."""
         assert self._before is not None
         num_made, changed = self._before
         if self._num_made > num_made:
@@ -120,17 +118,15 @@ class KeptVariables:
     def settle(self, rows: Sequence[Components], layout: ReplicaLayout) -> None:
         """When all workers know what `told` has returned on each, by rank."""
         for number, variable in self._each():
+            # Before the first run that has written to them, all were like the first.
+            _, first = self._copies.get((number, 0), (None, variable.values[0].detach()))
             for own, row in zip(layout.ranges, rows, strict=True):
                 if number in row:
-                    of_all = self._of_all.setdefault(number, self._alike(variable, layout.total))
-                    of_all[own.start : own.stop] = [one.to("cpu") for one in row[number]]
+                    if number not in self._of_all:
+                        self._of_all[number] = [first.to("cpu", copy=True)] * layout.total
+                    kept = [one.to("cpu") for one in row[number]]
+                    self._of_all[number][own.start : own.stop] = kept
         self._changed.difference_update(*(row.keys() for row in rows))
-
-    def _alike(self, variable: Variable, total: int) -> list[Tensor]:
-        """Returns the components of all replicas before the first run that has written to them."""
-        kept = self._copies.get((variable._number, 0))
-        first = variable.values[0].detach() if kept is None else kept[1]
-        return [first.to("cpu", copy=True)] * total
 
     def known(self, variable: Variable) -> tuple[Tensor, ...] | None:
         """Returns the components of all replicas, if all workers know them now."""
@@ -179,7 +175,6 @@ class KeptVariables:
             _relayout(variable, self._of_all.get(number))
 
     def state(self) -> dict[int, list[Tensor]]:
-        """Returns what a worker that joins needs to know."""
         return {
             number: self._of_all.get(number) or [variable.values[0].detach()]
             for number, variable in self._each()

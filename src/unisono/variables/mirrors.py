@@ -9,6 +9,7 @@ leaf or the same module.
 
 from __future__ import annotations
 
+import itertools
 import operator
 import types
 import weakref
@@ -21,16 +22,15 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from unisono.errors import ContextError, UnsupportedError
 from unisono.reductions import Workers
-from unisono.variables.attributes import Attributes, Contents, raw, tables_of
+from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
 from unisono.variables.buffers import Buffers
-from unisono.variables.front import Fronts, Mirror, Redirect, plain_class
-from unisono.variables.hook_tables import HookTables
+from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
 from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.owners import give_to, owner_of
-from unisono.variables.postponed import Postponed
 from unisono.variables.shared_tensors import SharedTensors
-from unisono.variables.torch_calls import synchronized
+from unisono.variables.snapshot import Postponed
+from unisono.variables.torch_calls import HookTables, synchronized
 from unisono.variables.updates import GroupCopies
 from unisono.variables.written import Watch, let_data_be_watched
 
@@ -109,13 +109,13 @@ class Mirrors:
         """Between runs: forgets the replicas of this worker. The next run makes others."""
         for mirror in list(self.mirrors.values()):
             self.attributes.check_given(mirror.replicas, mirror.given)
-        hidden = next((one for one in self.all_leaves if one.is_hidden()), None)
-        if hidden is not None:
-            raise UnsupportedError(
-                f"A gradient of {self.name_of(hidden.primary)} was not reduced in its run, so no "
-                "other worker can take over the replica that has it. Leave `no_sync()` before the "
-                "last backward pass of a run."
-            )
+        for one in self.all_leaves:
+            if one.is_hidden():
+                raise UnsupportedError(
+                    f"A gradient of {self.name_of(one.primary)} was not reduced in its run, so no "
+                    "other worker can take over the replica that has it. Leave `no_sync()` before "
+                    "the last backward pass of a run."
+                )
         for one in self.all_leaves:
             # It may lie in memory of the workers that were.
             if one.primary.grad is not None:
@@ -126,26 +126,6 @@ class Mirrors:
         for mirror in list(self.mirrors.values()):
             mirror.replicas, mirror.given = [], {}
         self._lay_out(memories, places)
-        self.is_stale = True
-
-    def _adopt(self, module: nn.Module) -> None:
-        """Makes `module` a primary; its clones are made before the next run."""
-        if isinstance(module, torch.jit.ScriptModule):
-            raise UnsupportedError(
-                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
-                "the plain module in the scope, and script it after training."
-            )
-        if isinstance(module, (DataParallel, DistributedDataParallel)):
-            raise UnsupportedError(
-                f"{type(module).__name__} cannot be used in a strategy, which splits batches and "
-                "reduces gradients itself. Make the plain model in the scope."
-            )
-        let_data_be_watched()
-        identity = id(module)
-        primary = weakref.ref(module, lambda _: self._forget(identity))
-        self.mirrors[identity] = Mirror(primary)
-        give_to(module, self)
-        self.fronts.add(module, Redirect)
         self.is_stale = True
 
     def _forget(self, identity: int) -> None:
@@ -163,11 +143,9 @@ class Mirrors:
         self.is_stale = True
 
     def share_new(self) -> None:
-        """Gives every worker what the chief has of what is new."""
         self.shared.share(self.primaries())
 
     def is_sparse(self, leaves: Leaves) -> bool:
-        """Whether a parameter has sparse gradients, as far as its modules tell."""
         return any(
             raw(module).get("sparse", False)
             for module in self.primaries()
@@ -175,7 +153,6 @@ class Mirrors:
         )
 
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
-        """Returns the leaves of a primary parameter, if it has any."""
         owner = self.owners.get(id(parameter))
         return owner if owner is not None and owner.primary is parameter else None
 
@@ -196,13 +173,14 @@ class Mirrors:
 
     def of_program(self, part: Any) -> Any:
         """Returns what the program has of a module or parameter that a replica has."""
-        if isinstance(part, nn.Module):
-            # A copy, because the garbage collector may free a module meanwhile, on any thread.
-            found = (m for m in [*self.mirrors.values()] if any(part is own for own in m.replicas))
-            primary = next((mirror.primary() for mirror in found), None)
-            return part if primary is None else primary
-        owner = self.owners.get(id(part)) if isinstance(part, Tensor) else None
-        return part if owner is None else owner.primary
+        if isinstance(part, Tensor):
+            owner = self.owners.get(id(part))
+            return part if owner is None else owner.primary
+        # A copy, because the garbage collector may free a module meanwhile, on any thread.
+        for mirror in [*self.mirrors.values()] if isinstance(part, nn.Module) else ():
+            if any(part is own for own in mirror.replicas):
+                return mirror.primary() or part
+        return part
 
     def name_of(self, parameter: Tensor) -> str:
         """Returns the name of a primary parameter in its model, such as `encoder.weight` of Net."""
@@ -242,7 +220,7 @@ class Mirrors:
 
     def are_as_given(self) -> bool:
         """Whether the clones still match their primaries, by a quick check in C."""
-        return not self.is_stale and self._tables.are_same() and self.attributes.are_as_given()
+        return not self.is_stale and self._tables.are_same() and self.attributes.given.are_same()
 
     def call_in_use(self, step: object, run: Callable[[], T]) -> T:
         """Makes a run of `step`: replicas see their clones, and what they do once happens once."""
@@ -274,7 +252,6 @@ class Mirrors:
             yield from ((module, replicas[i]) for i in replica_ids if replicas)
 
     def primaries(self) -> list[nn.Module]:
-        """Returns the modules, in the order of making."""
         found = (mirror.primary() for mirror in list(self.mirrors.values()))
         return [module for module in found if module is not None]
 
@@ -303,8 +280,26 @@ class Mirrors:
         if self.is_single:
             self.move(module)
             self.singles[id(module)] = weakref.ref(module)
-        elif owner is None:
-            self._adopt(module)
+            return
+        if owner is self:
+            return
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(
+                f"{type(module).__name__} is a TorchScript module, which cannot be mirrored. Make "
+                "the plain module in the scope, and script it after training."
+            )
+        if isinstance(module, (DataParallel, DistributedDataParallel)):
+            raise UnsupportedError(
+                f"{type(module).__name__} cannot be used in a strategy, which splits batches and "
+                "reduces gradients itself. Make the plain model in the scope."
+            )
+        let_data_be_watched()
+        identity = id(module)
+        # Its clones are made before the next run.
+        self.mirrors[identity] = Mirror(weakref.ref(module, lambda _: self._forget(identity)))
+        give_to(module, self)
+        self.fronts.add(module, Redirect)
+        self.is_stale = True
 
     def _rebuild(self) -> None:
         # Until all is done, because Ctrl-C may come between.
@@ -333,16 +328,19 @@ class Mirrors:
                 clone: nn.Module = object.__new__(cls)
                 clone.__dict__.update(_parameters={}, _buffers={}, _modules={})
                 mirror.replicas.append(clone)
-            for clone in mirror.replicas:
-                # A parametrization that came later has changed the class of the primary.
-                object.__setattr__(clone, "__class__", cls)
+            # A parametrization that came later has changed the class of the primary.
+            set_classes(mirror.replicas, itertools.repeat(cls))
         self.attributes.give([self.mirrors[id(module)] for module in primaries])
-        self._tables.note(tables_of(primaries))
+        own = list(map(raw, primaries))
+        # Of buffers their names, by live views.
+        names = (one["_buffers"].keys() for one in own)
+        tables = (one[name] for name in TABLES_OF_OWN for one in own)
+        self._tables.note([*tables, *names])
         pairs = [(module, self.mirrors[id(module)].replicas) for module in primaries]
         self.buffers.track(pairs)
         self.metrics.track(pairs)
         self.watch.note_parts(clone for _, clones in pairs for clone in clones)
-        self.hooks.forget()
+        self.hooks.by_identity = None
         self.fronts.capture(self.all_leaves)
         self.is_stale = False
 
@@ -373,19 +371,17 @@ class Mirrors:
 
     def stand_in(self, value: Any, replica_id: int) -> Any:
         """Returns what a replica sees in place of a module, a parameter or a method of a module."""
-        if isinstance(value, nn.Module):
-            mirror = self.mirrors.get(id(value))
-            return value if mirror is None else mirror.replicas[replica_id]
-        if isinstance(value, types.MethodType):
-            mirror = self.mirrors.get(id(value.__self__))
-            if mirror is None:
-                return value
-            return types.MethodType(value.__func__, mirror.replicas[replica_id])
-        leaves = self.leaves_of(value)
-        return value if leaves is None else leaves.leaves[replica_id]
+        if isinstance(value, Tensor):
+            leaves = self.leaves_of(value)
+            return value if leaves is None else leaves.leaves[replica_id]
+        is_method = isinstance(value, types.MethodType)
+        mirror = self.mirrors.get(id(value.__self__ if is_method else value))
+        if mirror is None:
+            return value
+        clone = mirror.replicas[replica_id]
+        return types.MethodType(value.__func__, clone) if is_method else clone
 
     def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
-        """Clears the gradients that the replicas have of some parameters."""
         for parameter in parameters:
             leaves = self.leaves_of(parameter)
             for leaf in leaves.leaves if leaves is not None else ():

@@ -28,14 +28,12 @@ from unisono.values import PerReplica, as_tensor
 from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
-    clear,
     clear_gradients,
     give_gradients,
     show_current_gradients,
     spread,
 )
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.optimizer_state import seen_state
 from unisono.variables.owners import (
     Found,
     found_of,
@@ -43,13 +41,13 @@ from unisono.variables.owners import (
     mirrors_of,
     owner_of,
     parameters_of,
+    seen_state,
     tensors_in,
 )
 from unisono.variables.updates import (
     Settings,
     is_plain,
-    update_as,
-    update_in_shares,
+    update_plainly,
     watch_updates,
 )
 
@@ -72,16 +70,18 @@ class OnceStep:
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
-    what = f"{type(optimizer).__name__}.step()"
-    if context is None or (closure is not None and owner_of(optimizer) is None):
+    what, is_alone = f"{type(optimizer).__name__}.step()", owner_of(optimizer) is None
+    if context is None or (closure is not None and is_alone):
         return optimizer._update(closure, **kwargs)
-    if closure is None:
-        is_recorded = context.meeting.recorder is not None and not kwargs
-        settings = Settings(optimizer, found_of(optimizer).leaves) if is_recorded else None
-        if not kwargs and optimizer._is_put_off(context):
-            return None
-        return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
-    return _step_with_closures(optimizer, context, what, closure)
+    if closure is not None:
+        return _step_with_closures(optimizer, context, what, closure)
+    is_recorded = context.meeting.recorder is not None and not kwargs
+    settings = Settings(optimizer, found_of(optimizer).leaves) if is_recorded else None
+    if is_alone:
+        return do_once(what, lambda: optimizer._update(None, **kwargs), settings)
+    if not kwargs and optimizer._is_put_off(context):
+        return None
+    return do_once(what, lambda: optimizer._update_taken(context, **kwargs), settings)
 
 
 # torch wraps every `step`, to call hooks and to see that a scheduler does not come before it; the
@@ -95,12 +95,6 @@ class OnceUpdate(Front):
 
     step = OnceStep()
 
-    def _is_put_off(self, context: ReplicaContext) -> bool:
-        return False
-
-    def _update_taken(self, context: ReplicaContext, **kwargs: Any) -> Any:
-        return self._update(None, **kwargs)
-
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         step = vars(self).get("step") or super().step  # type: ignore[misc]
         return step(**kwargs) if closure is None else step(closure, **kwargs)
@@ -110,7 +104,6 @@ class OnceOptimizer(OnceUpdate):
     """Comes before the class of an optimizer while replicas run."""
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> None:
-        """Clears the gradients of this replica; outside a replica, those of all."""
         if plain_class(type(self)).zero_grad is Optimizer.zero_grad:
             self._clear(*args, **kwargs)
         else:
@@ -119,16 +112,13 @@ class OnceOptimizer(OnceUpdate):
 
     def _clear(self, set_to_none: bool = True) -> None:  # noqa: FBT001, FBT002 - as in torch
         context = current_replica()
-        owners = found_of(self).leaves
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with no_torch_function():
             if context is not None:
-                clear_gradients(owners, context.local_id, set_to_none=set_to_none)
-                return
-            super().zero_grad(set_to_none)  # type: ignore[misc]
-            for leaves in owners:
-                for leaf in leaves.leaves:
-                    clear(leaf, set_to_none=set_to_none)
+                leaves = found_of(self).leaves
+                clear_gradients(leaves, context.local_id, set_to_none=set_to_none)
+            else:
+                super().zero_grad(set_to_none)  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -207,8 +197,7 @@ class OnceOptimizer(OnceUpdate):
             return self._update(None, **kwargs)
         # What the scheduler's wrapper does, which is not called here.
         self._opt_called = True
-        if not update_in_shares(self, cls, context, found.num_bytes):
-            update_as(cls, self)
+        update_plainly(self, cls, context, found.num_bytes)
         spread(found.of_variables)
         return None
 
@@ -219,10 +208,9 @@ class OnceOptimizer(OnceUpdate):
 
 
 class OnceScheduler(Front):
-    """Comes before the class of a learning-rate scheduler while replicas run."""
+    """Comes before the class of a learning-rate scheduler. Replicas give the same arguments."""
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Takes one step for all replicas, which give the same arguments."""
         step = functools.partial(super().step, *args, **kwargs)  # type: ignore[misc]
         return do_once(f"{type(self).__name__}.step()", step, given=(*args, *kwargs.values()))
 
@@ -231,16 +219,13 @@ class OnceScaler(Front):
     """Comes before `GradScaler`: gradients are looked at and unscaled once, when reduced."""
 
     def unscale_(self, optimizer: Optimizer) -> Any:
-        """Unscales the reduced gradients, which the leaves of all replicas then have."""
         return self._once("unscale_()", optimizer, super().unscale_)  # type: ignore[misc]
 
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Makes one update for all replicas, unless a gradient is infinite."""
         step = functools.partial(super().step, **kwargs)  # type: ignore[misc]
         return self._once("step()", optimizer, step, *args)
 
     def update(self, *args: Any, **kwargs: Any) -> Any:
-        """Updates the scale once for all replicas, which give the same arguments."""
         update = functools.partial(super().update, *args, **kwargs)  # type: ignore[misc]
         return do_once("GradScaler.update()", update, given=(*args, *kwargs.values()))
 
@@ -251,10 +236,11 @@ class OnceScaler(Front):
                 super()._lazy_init_scale_growth_tracker(dev)  # type: ignore[misc]
 
     def _once(self, what: str, optimizer: Optimizer, method: Callable[..., Any], *args: Any) -> Any:
-        if current_replica() is None:
-            return method(optimizer, *args)
+        context = current_replica()
 
         def work() -> Any:
+            if context is None:
+                return method(optimizer, *args)
             take_gradients(optimizer)
             result = method(optimizer, *args)
             for leaves in found_of(optimizer).leaves:
@@ -291,8 +277,6 @@ def take_gradients(optimizer: Any) -> Found:
 
 
 def _outside_only(name: str) -> Any:
-    """Returns a method of optimizers that replicas may not call."""
-
     @functools.wraps(getattr(Optimizer, name))
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         _check_outside(self, f"{name}()")

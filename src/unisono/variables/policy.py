@@ -83,7 +83,6 @@ class VariablePolicy:
 
     @property
     def is_on_read(self) -> bool:
-        """Whether replicas write for themselves, and a read combines what they wrote."""
         return self.synchronization is VariableSynchronization.ON_READ
 
     @property
@@ -98,14 +97,23 @@ class VariablePolicy:
 
     @property
     def reduce_op(self) -> ReduceOp | None:
-        """How values are reduced; None where they are not."""
         return self.aggregation.reduce_op
 
     def check_write(self, write: Write, *, is_on_replica: bool, is_read: bool) -> None:
         """Raises unless the policy lets a replica, or the program for all of them, do `write`."""
-        if write.is_scatter:
-            self._check_scatter(write)
-        elif self.is_on_read and not is_on_replica:
+        exclusive = (Write.SCATTER_MIN, Write.SCATTER_MAX, Write.SCATTER_UPDATE)
+        if write.is_scatter and self.is_on_read:
+            raise NotImplementedError(
+                f"`{write.value}()` is for ON_WRITE variables; this one is ON_READ. Assign the "
+                "whole value on the replica."
+            )
+        if write in exclusive and self.reduce_op is not None:
+            raise NotImplementedError(
+                f"`{write.value}()` cannot be used on a variable with {self.aggregation}, because "
+                f"the rows of several replicas cannot be added. Use {VariableAggregation.NONE} or "
+                f"{VariableAggregation.ONLY_FIRST_REPLICA}."
+            )
+        if self.is_on_read and not is_on_replica:
             if write is not Write.ASSIGN and self.aggregation is VariableAggregation.SUM:
                 raise UnsupportedError(
                     f"`{write.value}()` outside `run` would count once per replica, because the "
@@ -124,7 +132,6 @@ class VariablePolicy:
             )
 
     def owners(self, devices: Sequence[Device]) -> tuple[int, ...]:
-        """Returns for each replica the first one that its component shares a storage with."""
         if self.is_local:
             return tuple(range(len(devices)))
         memories = [this_machine().memory(device) for device in devices]
@@ -156,20 +163,6 @@ class VariablePolicy:
                 f"{value!r} is the same value on all replicas, so the SUM that {what} takes of it "
                 "has no meaning. Give each replica its own tensor, such as `torch.tensor(...)`, or "
                 "write it outside `run`."
-            )
-
-    def _check_scatter(self, write: Write) -> None:
-        if self.is_on_read:
-            raise NotImplementedError(
-                f"`{write.value}()` is for ON_WRITE variables; this one is ON_READ. Assign the "
-                "whole value on the replica."
-            )
-        exclusive = (Write.SCATTER_MIN, Write.SCATTER_MAX, Write.SCATTER_UPDATE)
-        if write in exclusive and self.reduce_op is not None:
-            raise NotImplementedError(
-                f"`{write.value}()` cannot be used on a variable with {self.aggregation}, because "
-                f"the rows of several replicas cannot be added. Use {VariableAggregation.NONE} or "
-                f"{VariableAggregation.ONLY_FIRST_REPLICA}."
             )
 
 

@@ -321,10 +321,8 @@ class Variable(HasPolicy, Assignable, TensorLike, DistributedValues, metaclass=_
     ) -> None:
         """Writes to components, after a look at all changes: they may come from this variable.
 
-        Args:
-            write: How.
-            changes: What is written, by replica on this worker.
-            every: What is written on all workers, if this one knows it.
+        `changes` is what is written, by replica on this worker, and `every` on all workers, if this
+        one knows it.
         """
         ready = {i: apart_from(self._values, cast(c, self.dtype)) for i, c in changes.items()}
         job = self._replicas.elastic

@@ -22,7 +22,7 @@ from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.torch_private import data_of_tensors
 from unisono.variables.attributes import TABLES_OF_OWN, Contents, raw
 from unisono.variables.leaves import Leaves, fit_for_training, needs_grad, spread
-from unisono.variables.optimizer_state import StateNote
+from unisono.variables.owners import StateNote
 
 if TYPE_CHECKING:
     from unisono.variables.mirrors import Mirrors
@@ -150,7 +150,6 @@ class Watch:
         )
 
     def note_parts(self, clones: Iterable[nn.Module]) -> None:
-        """Notes which parameters and submodules the clones were given."""
         self._parts.note([raw(clone)[table] for clone in clones for table in TABLES_OF_OWN])
 
     def check_parts(self) -> None:
