@@ -30,18 +30,15 @@ from torch import Tensor, nn
 from unisono.contexts import ReplicaContext, current_replica
 from unisono.costs import Line
 from unisono.devices import Device, lend
-from unisono.gradients.accumulation import (
-    Aside,
-    SealedHooks,
-    Weighting,
-    call_hooks,
-    has_hooks,
-    refuse_to_go_on,
-    refuse_to_wait,
-    seal,
+from unisono.gradients import accumulation
+from unisono.gradients.packs import (
+    Pack,
+    Reduction,
+    SparsePack,
+    gradients_of,
+    reduce_own,
+    refuse_sparse,
 )
-from unisono.gradients.own_gradients import reduce_own
-from unisono.gradients.packs import Pack, Reduction, SparsePack, gradients_of, refuse_sparse
 from unisono.gradients.passes import OwnPass, Pass, Sender, watch_backward_passes
 from unisono.gradients.replica_hooks import ReplicaHooks
 from unisono.gradients.worker_packs import packs_of
@@ -93,8 +90,8 @@ class GradientReducer:
         # The parameters whose hooks are to be called when their gradient is there.
         self._hooked: list[Leaves] = []
         self._removals: list[Callable[[], None]] = []
-        self.weighting = Weighting(reduce_op)
-        self._aside = Aside(reduce_op, is_copied=self._across is not None)
+        self.weighting = accumulation.Weighting(reduce_op)
+        self._aside = accumulation.Aside(reduce_op, is_copied=self._across is not None)
         # Whether a pass of this run added to gradients, and whether the last pass reduced none.
         self.has_added = self.has_unreduced = False
         # Whether gradients of passes in `no_sync` wait for the next pass that reduces.
@@ -121,7 +118,7 @@ class GradientReducer:
         self._hooked = [
             one
             for one in self._owners
-            if one.primary._post_accumulate_grad_hooks and has_hooks(one.primary)
+            if one.primary._post_accumulate_grad_hooks and accumulation.has_hooks(one.primary)
         ]
 
     def close(self) -> None:
@@ -145,7 +142,7 @@ class GradientReducer:
             self._removals = []
             for one in (*self._owners, *self._frozen):
                 for leaf in one.leaves:
-                    seal(leaf)
+                    accumulation.seal(leaf)
                 self._removals += self._aside.hook(one)
             for pack in range(self._num_early):
                 self._hook_pack(pack, self._hooked_at[pack])
@@ -181,7 +178,7 @@ class GradientReducer:
 
     def _hook_pack(self, pack: int, number: int) -> None:
         for leaf in self._owners[self._hooked_at[pack]].leaves:
-            if isinstance(leaf._post_accumulate_grad_hooks, SealedHooks):
+            if isinstance(leaf._post_accumulate_grad_hooks, accumulation.SealedHooks):
                 leaf._post_accumulate_grad_hooks.clear()
         self._hooked_at[pack] = number
         # Autograd's hooks are invisible to the garbage collector, so they hold weak references.
@@ -191,7 +188,8 @@ class GradientReducer:
             if (found := reducer()) is not None:
                 found._look(pack)
 
-        self._removals += [SealedHooks.on(x, after).clear for x in self._owners[number].leaves]
+        leaves = self._owners[number].leaves
+        self._removals += [accumulation.SealedHooks.on(x, after).clear for x in leaves]
 
     def make_pass(self, context: ReplicaContext, run: Callable[[], Any]) -> Any:
         """Lets a replica make a backward pass, and reduces what it and the others bring."""
@@ -200,9 +198,9 @@ class GradientReducer:
             # Within another one: a checkpoint computes again.
             return run()
         if self._has_left:
-            refuse_to_go_on()
+            accumulation.refuse_to_go_on()
         if notes.is_without_sync and self._hooked:
-            refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
+            accumulation.refuse_to_wait(self._mirrors.name_of(self._hooked[0].primary))
         with no_torch_function():
             with self._lock:
                 if notes.num_passes not in self._passes:
@@ -312,10 +310,10 @@ class GradientReducer:
                     self._reduction.reduce(late)
                     self._aside.bring_back(late)
                 show_gradients([*reduced, *late])
-                hooked = [*self._hooked, *(one for one in late if has_hooks(one.primary))]
+                hooked = self._hooked + [x for x in late if accumulation.has_hooks(x.primary)]
             if hooked:
                 found = {*reduced, *late}
-                call_hooks(context, [one for one in hooked if one in found])
+                accumulation.call_hooks(context, [one for one in hooked if one in found])
             return [None] * len(self._devices)
 
         if context.meeting.is_apart:
@@ -393,7 +391,7 @@ class GradientReducer:
         all replicas.
         """
         if self._has_left:
-            refuse_to_go_on()
+            accumulation.refuse_to_go_on()
         own = with_own_gradients(owners)
         if own:
             with span("reduce", "gradients written by hand", (one.primary for one in own)):

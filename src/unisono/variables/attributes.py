@@ -79,30 +79,32 @@ def _held_in(container: Any) -> Iterable[Any]:
     return itertools.chain.from_iterable(container.items()) if is_dict else container
 
 
+def parts_of(container: Any) -> list[Any]:
+    """Returns what a container holds; of a dict its keys, then its values."""
+    is_dict = isinstance(container, dict)
+    return [*container, *container.values()] if is_dict else list(container)
+
+
+def refill(container: Any, parts: Sequence[Any]) -> None:
+    """Makes a list, dict, set or deque hold what `parts_of` has returned."""
+    kind: Any = next(kind for kind in _KINDS if isinstance(container, kind))
+    kind.clear(container)
+    if issubclass(kind, dict):
+        half = len(parts) // 2
+        kind.update(container, zip(parts[:half], parts[half:], strict=True))
+    else:
+        (kind.update if kind is set else kind.extend)(container, parts)
+
+
 @dataclass(eq=False)
 class _Copied:
     """A container of a module, and the copy that each replica has of it."""
 
     original: Any
-    kind: Any
     copies: list[Any]
     # What it held when the copies were last filled, and what replica 0 was given of it.
     content: list[Any] = field(default_factory=list)
     firsts: list[Any] = field(default_factory=list)
-
-    def parts(self) -> list[Any]:
-        """Returns what the container holds now; of a dict its keys, then its values."""
-        held = self.original
-        return [*held, *held.values()] if issubclass(self.kind, dict) else list(held)
-
-    def fill(self, own_parts: Iterable[Sequence[Any]]) -> None:
-        for copied, parts in zip(self.copies, own_parts, strict=True):
-            self.kind.clear(copied)
-            if issubclass(self.kind, dict):
-                half = len(parts) // 2
-                self.kind.update(copied, zip(parts[:half], parts[half:], strict=True))
-            else:
-                (self.kind.update if self.kind is set else self.kind.extend)(copied, parts)
 
 
 class Attributes:
@@ -129,9 +131,8 @@ class Attributes:
 
     def give(self, mirrors: Iterable[Mirror]) -> None:
         self._visited, self.tensors = {}, {}
-        self._changed = {
-            key for key, one in self._known.items() if not are_same(one.parts(), one.content)
-        }
+        known = self._known.items()
+        self._changed = {k for k, x in known if not are_same(parts_of(x.original), x.content)}
         for mirror in mirrors:
             module = mirror.primary()
             if module is not None:
@@ -203,8 +204,8 @@ class Attributes:
             if not all(are_same(parts, value) for parts in own_parts):
                 make = getattr(cls, "_make", None)
                 seen = own_parts if cls is tuple else make and list(map(make, own_parts))
-        elif kind := next((kind for kind in _KINDS if isinstance(value, kind)), None):
-            seen = self._copies(value, kind)
+        elif isinstance(value, _KINDS):
+            seen = self._copies(value)
         return [value] * self._num_replicas if seen is None else seen
 
     def _is_changed(self, value: Any) -> bool:
@@ -213,7 +214,7 @@ class Attributes:
             return any(map(self._is_changed, value))
         return id(value) in self._changed
 
-    def _copies(self, value: Any, kind: type) -> list[Any] | None:
+    def _copies(self, value: Any) -> list[Any] | None:
         """Returns copies of a container; None if its class, one of the user's own, makes none."""
         key = id(value)
         if key in self._visited:
@@ -226,15 +227,16 @@ class Attributes:
                 return None
             if any(made is value or type(made) is not type(value) for made in copies):
                 return None
-            one = _Copied(value, kind, copies)
+            one = _Copied(value, copies)
         self._visited[key] = one
-        content = one.parts()
+        content = parts_of(value)
         own_parts = self._own(content)
         if any(map(self._is_changed, content)):
             self._changed.add(key)
         firsts = list(own_parts[0])
         if key in self._changed or not are_same(firsts, one.firsts):
-            one.fill(own_parts)
+            for copied, parts in zip(one.copies, own_parts, strict=True):
+                refill(copied, parts)
         one.content, one.firsts = content, firsts
         return one.copies
 
@@ -248,10 +250,10 @@ def _is_given(first: Any, own: Any, replica: int, copied: dict[int, _Copied]) ->
         firsts = container.firsts
         if own is not container.copies[replica]:
             return False
-        if container.kind is set:
+        if isinstance(own, set):
             plain = [one for one in firsts if not isinstance(one, _STAND_INS)]
             return len(own) == len(firsts) and own.issuperset(plain)
-        parts = [*own, *own.values()] if issubclass(container.kind, dict) else list(own)
+        parts = parts_of(own)
     elif isinstance(first, tuple) and isinstance(own, tuple):
         firsts, parts = list(first), list(own)
     else:

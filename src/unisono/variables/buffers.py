@@ -355,11 +355,8 @@ def _is_vector(buffer: Tensor | None) -> bool:
 
 
 def _tables(tracked: Iterable[_Tracked]) -> list[Named]:
-    return [
-        table
-        for one in tracked
-        for table in (one.buffers, *(own["_buffers"] for own in one.clones))
-    ]
+    pairs = ((one.buffers, *(own["_buffers"] for own in one.clones)) for one in tracked)
+    return list(chain.from_iterable(pairs))
 
 
 def _kind(buffer: Tensor | None) -> str:

@@ -127,11 +127,10 @@ class MirroredMetric(NamedTuple):
     @property
     def is_changed(self) -> bool:
         """Whether a replica of this worker has updated or reset it in this run."""
+        fixed = self.fixed.items()
         return any(
-            clone.__dict__[UPDATES]
-            or clone.__dict__[_WAS_RESET]
-            or any(clone.__dict__[name] is not value for name, value in self.fixed.items())
-            for clone in self.clones
+            own[UPDATES] or own[_WAS_RESET] or any(own[name] is not value for name, value in fixed)
+            for own in map(vars, self.clones)
         )
 
     def part_of(self, clone: nn.Module) -> Part:

@@ -25,10 +25,10 @@ from unisono.reductions import Workers
 from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, raw
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
+from unisono.variables.kept import SharedTensors
 from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.owners import give_to, owner_of
-from unisono.variables.shared_tensors import SharedTensors
 from unisono.variables.snapshot import Postponed
 from unisono.variables.torch_calls import HookTables, synchronized
 from unisono.variables.updates import GroupCopies

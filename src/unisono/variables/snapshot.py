@@ -30,7 +30,7 @@ from unisono.torch_private import (
     pytree,
     with_dispatch_keys,
 )
-from unisono.variables.attributes import raw
+from unisono.variables.attributes import parts_of, raw, refill
 from unisono.variables.leaves import Leaves, VariableLeaves, fit_for_training
 from unisono.variables.metrics import is_clone, is_metric
 from unisono.variables.owners import groups_of, tensors_in
@@ -173,15 +173,10 @@ class Snapshot:
     def _keep_state(self, optimizer: Any) -> list[Tensor]:
         """Keeps the state of an optimizer, and returns the tensors in it."""
         state = vars(optimizer)["state"]
-        entries = dict(state)
-
-        def restore() -> None:
-            # In the run it may have become another object.
-            now = vars(optimizer)["state"]
-            _fill_back(now, now.update, entries)
-
-        self._restorations.append(restore)
-        for own in entries.values():
+        kept = parts_of(state)
+        # In the run it may become another object.
+        self._restorations.append(lambda: refill(vars(optimizer)["state"], kept))
+        for own in kept:
             self._restorations += _restorations(own, set(), with_tensors=False)
         return list(tensors_in(state))
 
@@ -241,17 +236,10 @@ def _restorations(
         return []
     found: list[Callable[[], None]] = []
     if not isinstance(value, tuple):
-        fill = value.extend if isinstance(value, (list, deque)) else value.update
-        items = dict(value) if isinstance(value, dict) else list(value)
-        found.append(functools.partial(_fill_back, value, fill, items))
+        found.append(functools.partial(refill, value, parts_of(value)))
     for item in value.values() if isinstance(value, dict) else value:
         found += _restorations(item, shared, with_tensors=with_tensors)
     return found
-
-
-def _fill_back(container: Any, fill: Callable[[Any], None], items: Any) -> None:
-    container.clear()
-    fill(items)
 
 
 def _write_back(tensor: Tensor, before: Tensor) -> None:
@@ -293,12 +281,8 @@ class Postponed:
             self.make()
 
     def can_wait(self) -> bool:
-        return (
-            self.is_on
-            and not self._is_looking
-            and num_function_modes() == self._num_modes
-            and num_dispatch_modes() == 0
-        )
+        has_no_modes = num_function_modes() == self._num_modes and num_dispatch_modes() == 0
+        return self.is_on and not self._is_looking and has_no_modes
 
     def put_off(self, update: Callable[[], None], addresses: list[int]) -> None:
         """Lets an update wait until the run is complete, or something could notice."""
