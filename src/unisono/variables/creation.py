@@ -23,11 +23,7 @@ from unisono.variables.once_calls import make_once
 from unisono.variables.outsiders import check_call, note_maker, refuse_outsiders
 from unisono.variables.owners import owner_of, parameters_of
 from unisono.variables.policy import HasPolicy
-from unisono.variables.torch_calls import (
-    let_clipping_be_known,
-    let_replicas_have_hooks,
-    watch_calls,
-)
+from unisono.variables.torch_calls import watch_calls
 
 
 class _Scopes(threading.local):
@@ -99,8 +95,6 @@ def watch_torch() -> None:
     refuse_outsiders()
     watch_calls()
     _watch_attributes()
-    let_clipping_be_known()
-    let_replicas_have_hooks()
     for cls in (nn.Module, Optimizer):
         _wrap_zero_grad(cls)
 

@@ -206,7 +206,7 @@ def _relayout(variable: Variable, of_all: Sequence[Tensor] | None) -> None:
     """
     replicas, first = variable._replicas, variable.values[0]
     variable._devices = devices = replicas.worker_devices
-    variable._owner_of = variable._policy.owners(devices)
+    variable._owner_of = variable._owners(devices)
     places = [this_machine().torch_device(device) for device in devices]
     with fit_for_training():
         storages = {i: first.detach().to(places[i], copy=i > 0) for i in variable.owners}

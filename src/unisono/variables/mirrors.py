@@ -90,6 +90,8 @@ class Mirrors:
         # is one of them, and whether it becomes one.
         self._checked: dict[int, object] = {}
         self.is_checked = self.is_being_checked = False
+        # The parameters of the process that belong to others, and of when this is.
+        self.outsiders: tuple[object, list[weakref.ref[Tensor]]] = None, []
         # By identity, tensors of no model that a replica uses in this run as if they were its own:
         # running statistics that it writes to, and leaves that it trains. And which replica.
         self.claimed: dict[int, tuple[int, Tensor]] = {}

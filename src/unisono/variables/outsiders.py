@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from unisono.contexts import ReplicaContext, current_replica, running_replica
 from unisono.errors import ContextError
-from unisono.sharing import computed_once, in_place_of
+from unisono.sharing import in_place_of
 from unisono.variables.attributes import raw
 from unisono.variables.leaves import variable_of
 from unisono.variables.mirrors import Mirrors
@@ -34,7 +34,6 @@ from unisono.variables.updates import watch_updates
 _makers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-@computed_once
 def refuse_outsiders() -> None:
     """From now on, what was made outside is refused in the steps of strategies."""
     watch_updates(_check_optimizer)
@@ -136,10 +135,6 @@ class MadeOutside:
         self._lock = threading.Lock()
         # Another one after every parameter that is added, on any thread.
         self._version = object()
-        # For each strategy, those of models from elsewhere, and their versions.
-        self._of_others: weakref.WeakKeyDictionary[Mirrors, tuple[Any, list[Any]]] = (
-            weakref.WeakKeyDictionary()
-        )
 
     def add(self, parameter: Tensor) -> None:
         with self._lock:
@@ -152,12 +147,11 @@ class MadeOutside:
     def are_trained(self, mirrors: Mirrors) -> bool:
         """Whether one of them requires gradients and belongs to no model of a strategy."""
         versions = self._version, mirrors.generation
-        of_others = self._of_others.get(mirrors)
-        if of_others is None or of_others[0] != versions:
+        if mirrors.outsiders[0] != versions:
             found = [known for known in list(self._known) if id(known()) not in mirrors.owners]
-            of_others = self._of_others[mirrors] = versions, found
+            mirrors.outsiders = versions, found
         # Asked every time: they can be frozen, and unfrozen.
-        return any((one := known()) is not None and one.requires_grad for known in of_others[1])
+        return any((x := one()) is not None and x.requires_grad for one in mirrors.outsiders[1])
 
 
 _made_outside = MadeOutside()
@@ -236,15 +230,14 @@ def _holder_of(thing: object, table: str, others: list[nn.Module | None]) -> nn.
 def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Refuses an optimizer that several replicas would step, or whose parameters they share."""
     context, owner = _one_of_several(), owner_of(optimizer)
-    parameters = parameters_of(optimizer)
     if context is not None:
-        _check_optimizer_of_replica(optimizer, parameters, context)
+        _check_optimizer_of_replica(optimizer, context)
     elif owner is not None and running_replica() is None:
         # Replicas may have written gradients that nothing shows.
-        found = map(owner.leaves_of, parameters)
+        found = map(owner.leaves_of, parameters_of(optimizer))
         owner.reduce_rest([one for one in found if one is not None and one.is_hidden()])
     elif owner is not None:
-        for parameter in parameters:
+        for parameter in parameters_of(optimizer):
             if parameter.grad is not None and owner.leaves_of(parameter) is None:
                 raise ContextError(
                     f"{type(optimizer).__name__} is given a parameter of shape "
@@ -254,15 +247,14 @@ def _check_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
                 )
 
 
-def _check_optimizer_of_replica(
-    optimizer: Optimizer, parameters: list[Tensor], context: ReplicaContext
-) -> None:
+def _check_optimizer_of_replica(optimizer: Optimizer, context: ReplicaContext) -> None:
     name = type(optimizer).__name__
     if owner_of(optimizer) is context.replicas.mirrors:
         raise ContextError(
             f"`{name}.step` was looked up before `run`, so every replica would make the update. "
             "Call `optimizer.step()` in the step instead."
         )
+    parameters = parameters_of(optimizer)
     if all(_makers.get(parameter) == context.local_id for parameter in parameters):
         return
     mirrors = context.replicas.mirrors

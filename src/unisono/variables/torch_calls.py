@@ -36,12 +36,32 @@ if TYPE_CHECKING:
 T = TypeVar("T", bound=Callable[..., Any])
 
 # What clips gradients in torch. Older versions have fewer.
-_NAMES = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
+_CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "clip_grads_with_norm_")
 
 
-@computed_once
 def watch_calls() -> None:
-    """From now on, replicas watch batch normalization, and synchronize it if asked to."""
+    """From now on, replicas watch and synchronize batch normalization, clipping and hooks."""
+    _watch_batch_norm()
+    for name in _CLIPPING:
+        clip = getattr(torch.nn.utils.clip_grad, name, None)
+        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
+            if clip is not None and getattr(module, name, None) is clip:
+                _wrap_clipping(module, name, clip)
+    for name in _REGISTER:
+        _wrap_register(name, getattr(nn.Module, name))
+    remove = RemovableHandle.remove
+
+    @in_place_of(RemovableHandle, "remove")
+    def wrapped(self: RemovableHandle) -> None:
+        context = current_replica()
+        if context is not None and not context.replicas.mirrors.is_single:
+            with no_torch_function():
+                if context.replicas.mirrors.hooks.remove(self, context):
+                    return
+        remove(self)
+
+
+def _watch_batch_norm() -> None:
     original: Any = functional.batch_norm
 
     @functools.wraps(original)
@@ -155,17 +175,9 @@ def synchronized(cls: type[nn.Module]) -> type[nn.Module]:
     return type(cls.__name__, (SynchronizedBatchNorm, cls), namespace)
 
 
-@computed_once
-def let_clipping_be_known() -> None:
-    """Makes a reduced gradient count as reduced after torch has clipped it."""
-    for name in _NAMES:
-        clip = getattr(torch.nn.utils.clip_grad, name, None)
-        for module in (torch.nn.utils, torch.nn.utils.clip_grad):
-            if clip is not None and getattr(module, name, None) is clip:
-                _wrap_clipping(module, name, clip)
-
-
 def _wrap_clipping(module: Any, name: str, clip: Any) -> None:
+    """Makes a reduced gradient count as reduced after torch has clipped it."""
+
     @in_place_of(module, name)
     def wrapped(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         context = current_replica()
@@ -277,23 +289,6 @@ class HookTables:
                     own.pop(number, None)
                 own.update((number, table[number]) for number in table.keys() - own.keys())
                 given[name] = set(table)
-
-
-@computed_once
-def let_replicas_have_hooks() -> None:
-    """From now on, what replicas register and remove in a step is their own."""
-    for name in _REGISTER:
-        _wrap_register(name, getattr(nn.Module, name))
-    remove = RemovableHandle.remove
-
-    @in_place_of(RemovableHandle, "remove")
-    def wrapped(self: RemovableHandle) -> None:
-        context = current_replica()
-        if context is not None and not context.replicas.mirrors.is_single:
-            with no_torch_function():
-                if context.replicas.mirrors.hooks.remove(self, context):
-                    return
-        remove(self)
 
 
 def _wrap_register(name: str, register: Any) -> None:

@@ -32,8 +32,6 @@ _REMEDY = (
     "model.weight.data.mul_(0.5))`."
 )
 _watches: LiveSet[Watch] = LiveSet()
-# Those whose parameters are in several memories, so that all writes must be seen.
-_spread_watches: LiveSet[Watch] = LiveSet()
 
 
 class _Attribute(str):
@@ -52,8 +50,6 @@ class Watch:
         self._owners: list[Leaves | str] = []
         self._versions: list[int] = []
         self._attributes: object = None
-        # Whether a parameter is in several memories.
-        self._is_spread = False
         # Copies of the parameters that belong to no strategy, so that all replicas share them.
         self._copies: list[tuple[weakref.ref[Tensor], str]] = []
         # Any thread may copy a parameter.
@@ -79,9 +75,6 @@ class Watch:
             ]
             self._owners = [one for one, _ in watched]
             self._tensors = [tensor for _, tensor in watched]
-            self._is_spread = any(one.is_spread for one, _ in watched)
-            if self._is_spread:
-                _spread_watches.add(self)
             # Last, because Ctrl-C may come between. A copy that is added meanwhile has to be seen.
             with self._lock:
                 self._add_copies()
@@ -102,7 +95,9 @@ class Watch:
 
     def settle(self) -> None:
         """After something was done for all replicas: every memory gets what it has written."""
-        if self._is_spread:
+        mirrors = self.mirrors()
+        assert mirrors is not None
+        if mirrors.is_spread:
             # An optimizer has copied what it wrote already.
             owners = (one for one in self._owners if isinstance(one, Leaves))
             spread([one for one in dict.fromkeys(owners) if one.is_behind()])
@@ -205,8 +200,9 @@ def let_data_be_watched() -> None:
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
         if context is None:
-            found = [mirrors for watch in _spread_watches if (mirrors := watch.mirrors())]
-            is_watched = any(mirrors.leaves_of(self) is not None for mirrors in found)
+            # In several memories, all writes must be seen.
+            found = [mirrors for watch in _watches if (mirrors := watch.mirrors())]
+            is_watched = any(one.is_spread and one.leaves_of(self) is not None for one in found)
         else:
             # A lazy parameter, which the replica itself has made, has no other tensor.
             is_single = context.replicas.mirrors.is_single
