@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 
@@ -20,7 +21,7 @@ from unisono.packing import Spec, by_dtype, group_by_bytes
 from unisono.reductions import AcrossWorkers
 from unisono.reductions.workers import Terms
 from unisono.torch_private import copy_each
-from unisono.variables import Leaves, Mirrors
+from unisono.variables import Leaves, Mirrors, raw
 
 # Of each term, in bytes.
 _ALIGNMENT = 64
@@ -47,8 +48,11 @@ def packs_of(
         return [[owners[i] for i in group] for group in group_by_bytes(sizes, limit) if group]
 
     # What has sparse gradients comes last, each on its own.
-    sparse = [] if across is None else [one for one in trained if mirrors.is_sparse(one)]
-    dense = [one for one in trained if one not in sparse]
+    modules = map(raw, mirrors.primaries() if across is not None else ())
+    tables = (one["_parameters"].values() for one in modules if one.get("sparse", False))
+    known = set(map(id, itertools.chain.from_iterable(tables)))
+    sparse = [one for one in trained if id(one.primary) in known]
+    dense = [one for one in trained if id(one.primary) not in known]
     total = sum(one.primary.nbytes for one in dense)
     limit = reduction.options.bytes_per_pack or best_bytes_per_pack(cost, total)
     if across is None:

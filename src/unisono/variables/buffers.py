@@ -27,16 +27,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from unisono.errors import ReplicaMismatchError, UnequalCollectivesError, UnsupportedError, add_note
 from unisono.reductions import Workers
 from unisono.tracing import span
+from unisono.variables import statistics
 from unisono.variables.attributes import Contents, are_same, raw
 from unisono.variables.leaves import fit_for_training
-from unisono.variables.statistics import (
-    Flat,
-    LooseBuffer,
-    Written,
-    bring_together,
-    combined_of,
-    is_like,
-)
 
 Named = dict[str, Tensor | None]
 
@@ -76,8 +69,8 @@ class Buffers:
         # Of these, the small ones, and how often each had been written to.
         self._small: list[list[Tensor]] = [[] for _ in places]
         self._versions: list[list[int]] = []
-        self._flats: dict[torch.dtype, Flat] = {}
-        self._loose: dict[int, LooseBuffer] = {}
+        self._flats: dict[torch.dtype, statistics.Flat] = {}
+        self._loose: dict[int, statistics.LooseBuffer] = {}
         # The modules, by their place, that own vectors of floats.
         self._owners_of_vectors: list[int] = []
         # Whether all this is that of the modules there are.
@@ -117,10 +110,10 @@ class Buffers:
                 self._install()
         self._versions = self._count_writes()
 
-    def find_written(self, recorder: Any = None) -> Written:
+    def find_written(self, recorder: Any = None) -> statistics.Written:
         """After a run, or while all replicas wait: returns what they wrote, or may have written."""
         if self._are_none():
-            return Written([], [], [], are_flats=False)
+            return statistics.Written([], [], [], are_flats=False)
         with fit_for_training():
             replaced: list[tuple[Tensor, Tensor]] = []
             others: set[tuple[int, str]] = set()
@@ -138,9 +131,9 @@ class Buffers:
                 or one.is_written(by_others=self._train(one.owners) if are_many else is_recorded)
             ]
             are_flats = self._is_written() or not taken.isdisjoint(map(id, chain(*self._small)))
-            return Written(replaced, sorted(others), loose, are_flats)
+            return statistics.Written(replaced, sorted(others), loose, are_flats)
 
-    def bring_together(self, weights: Sequence[float], written: Written) -> None:
+    def bring_together(self, weights: Sequence[float], written: statistics.Written) -> None:
         """Gives the primaries what the replicas wrote.
 
         A replica whose weight is 0 had no samples, so its statistics do not count. On many workers
@@ -153,7 +146,7 @@ class Buffers:
                 for given, found in written.replaced:
                     given.copy_(found.detach())
                 if written.are_flats:
-                    bring_together(list(self._flats.values()), weights, self._workers)
+                    statistics.bring_together(list(self._flats.values()), weights, self._workers)
                 for one in written.loose:
                     one.bring_together(weights, self._workers)
                 self._bring_others(weights, written.others)
@@ -208,7 +201,9 @@ class Buffers:
                 one.buffers.pop(name, None)
                 continue
             tensors = [part.detach() for part in _tensors(parts)]
-            combined = combined_of(tensors, weights, self._workers).clone() if tensors else None
+            combined = (
+                statistics.combined_of(tensors, weights, self._workers).clone() if tensors else None
+            )
             one.buffers[name] = combined
             target = one.module()
             if target is not None:
@@ -255,8 +250,10 @@ class Buffers:
             if not is_resized and (one.numel() > 1 or is_of_norm) and self._is_flat(one):
                 small.setdefault(one.dtype, []).append(one)
             else:
-                self._loose[key] = LooseBuffer(one, is_resized or one.numel() < 2, owners[key])
-        self._flats = {dtype: Flat(own, self._places) for dtype, own in small.items()}
+                self._loose[key] = statistics.LooseBuffer(
+                    one, is_resized or one.numel() < 2, owners[key]
+                )
+        self._flats = {dtype: statistics.Flat(own, self._places) for dtype, own in small.items()}
         self._owners_of_vectors = [
             i for i, own in enumerate(self._primaries) if any(map(_is_vector, own.values()))
         ]
@@ -304,7 +301,7 @@ class Buffers:
             yield from ((module, name) for name in clone if name not in primary)
             for name, before in primary.items():
                 given, found = next(own), clone.get(name)
-                if found is given and name in clone and is_like(found, before):
+                if found is given and name in clone and statistics.is_like(found, before):
                     continue
                 is_loose = id(before) in self._loose
                 if found is given and found is not None and before is not None and not is_loose:
@@ -316,7 +313,12 @@ class Buffers:
                     )
                 # One buffer of several modules is no longer one.
                 is_shared = sum(one is before for one in self._tensors) > 1
-                if given is None or found is None or is_shared or not is_like(found, before):
+                if (
+                    given is None
+                    or found is None
+                    or is_shared
+                    or not statistics.is_like(found, before)
+                ):
                     yield module, name
                 else:
                     replaced.append((given, found))

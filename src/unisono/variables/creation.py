@@ -17,6 +17,7 @@ from unisono.errors import UnsupportedError
 from unisono.sharing import LiveSet, computed_once, in_place_of
 from unisono.variables.attributes import raw
 from unisono.variables.for_all import once
+from unisono.variables.leaves import clear
 from unisono.variables.metrics import UPDATES, is_clone, is_metric, is_own, note_updates
 from unisono.variables.mirrors import Mirrors
 from unisono.variables.once_calls import make_once
@@ -162,8 +163,12 @@ def _wrap_zero_grad(cls: Any) -> None:
         if current_replica() is None:
             of_module = isinstance(self, nn.Module)
             for mirrors in [one for one in _all_mirrors if one.all_leaves]:
-                parameters = self.parameters() if of_module else parameters_of(self)
-                mirrors.clear_gradients(parameters, set_to_none=set_to_none)
+                found = map(
+                    mirrors.leaves_of, self.parameters() if of_module else parameters_of(self)
+                )
+                for leaves in filter(None, found):
+                    for leaf in leaves.leaves:
+                        clear(leaf, set_to_none=set_to_none)
 
 
 def _on_registered(module: nn.Module, name: str, thing: Tensor | nn.Module | None) -> None:

@@ -34,7 +34,7 @@ class KeptVariables:
     """The variables of one strategy, by a number that each has on all workers."""
 
     def __init__(self) -> None:
-        self._variables: dict[int, weakref.ref[Variable]] = {}
+        self._variables: weakref.WeakValueDictionary[int, Variable] = weakref.WeakValueDictionary()
         self._num_made = 0
         # The components of all replicas after the last complete run, where they may differ.
         self._of_all: dict[int, list[Tensor]] = {}
@@ -47,25 +47,19 @@ class KeptVariables:
     def add(self, variable: Variable, like: Variable | None = None) -> int:
         """Returns the number of a new variable, which may be a copy of another."""
         number, self._num_made = self._num_made, self._num_made + 1
-        self._variables[number] = weakref.ref(variable, lambda _: self._forget(number))
+        self._variables[number] = variable
         if like is not None and (of_all := self._of_all.get(like._number)) is not None:
             self._of_all[number] = [one.clone() for one in of_all]
         if like is not None and like._number in self._changed:
             self._changed.add(number)
         return number
 
-    def _forget(self, number: int) -> None:
-        self._variables.pop(number, None)
-        self._of_all.pop(number, None)
-        self._changed.discard(number)
-
     def _each(self) -> Iterator[tuple[int, Variable]]:
-        for number, reference in list(self._variables.items()):
-            variable = reference()
-            if variable is not None:
-                yield number, variable
+        return iter(list(self._variables.items()))
 
     def begin(self) -> None:
+        for number in self._of_all.keys() - self._variables.keys():
+            del self._of_all[number]
         self._before = self._num_made, set(self._changed)
         self._copies = {}
 
@@ -176,7 +170,24 @@ class KeptVariables:
     def relayout(self) -> None:
         """When this worker has got other replicas: gives them their components."""
         for number, variable in self._each():
-            _relayout(variable, self._of_all.get(number))
+            replicas, first = variable._replicas, variable.values[0]
+            variable._devices = devices = replicas.worker_devices
+            variable._owner_of = variable._owners(devices)
+            places = [this_machine().torch_device(device) for device in devices]
+            with fit_for_training():
+                storages = {i: first.detach().to(places[i], copy=i > 0) for i in variable.owners}
+                # The first component stays the same object: an optimizer may have it.
+                variable._values = (first, *variable._aliases(storages)[1:])
+                own = self._of_all.get(number, ())[replicas.first_replica_id :][: len(devices)]
+                for component, given in zip(variable._values, own, strict=False):
+                    component.detach().copy_(given)
+            remember(variable)
+            if variable._is_trained:
+                leaves = VariableLeaves(variable, variable._values, variable._owner_of)
+                replicas.mirrors.add(leaves)
+                if id(first) in replicas.mirrors.showing:
+                    replicas.mirrors.showing.discard(id(first))
+                    leaves.give_gradient()
 
     def state(self) -> dict[int, list[Tensor]]:
         return {
@@ -197,32 +208,6 @@ class KeptVariables:
                 for i, component in enumerate(variable.values):
                     component.detach().copy_(of_all[0 if is_alike else first + i])
         self._num_made = max(self._num_made, *(number + 1 for number in state), 0)
-
-
-def _relayout(variable: Variable, of_all: Sequence[Tensor] | None) -> None:
-    """Gives the replicas that this worker has now a component each, like the first if None.
-
-    The first component stays the same object: an optimizer may have it.
-    """
-    replicas, first = variable._replicas, variable.values[0]
-    variable._devices = devices = replicas.worker_devices
-    variable._owner_of = variable._owners(devices)
-    places = [this_machine().torch_device(device) for device in devices]
-    with fit_for_training():
-        storages = {i: first.detach().to(places[i], copy=i > 0) for i in variable.owners}
-        variable._values = (first, *variable._aliases(storages)[1:])
-        if of_all is not None:
-            own = of_all[replicas.first_replica_id :][: len(devices)]
-            for component, given in zip(variable._values, own, strict=True):
-                component.detach().copy_(given)
-    remember(variable)
-    mirrors = replicas.mirrors
-    if variable._is_trained:
-        leaves = VariableLeaves(variable, variable._values, variable._owner_of)
-        mirrors.add(leaves)
-        if id(first) in mirrors.showing:
-            mirrors.showing.discard(id(first))
-            leaves.give_gradient()
 
 
 class SharedTensors:

@@ -26,7 +26,7 @@ from unisono.variables.attributes import TABLES_OF_OWN, Attributes, Contents, ra
 from unisono.variables.buffers import Buffers
 from unisono.variables.front import Fronts, Mirror, Redirect, plain_class, set_classes
 from unisono.variables.kept import SharedTensors
-from unisono.variables.leaves import Leaves, catch_up, clear, fit_for_training, needs_grad, spread
+from unisono.variables.leaves import Leaves, catch_up, fit_for_training, needs_grad, spread
 from unisono.variables.metrics import Metrics
 from unisono.variables.owners import give_to, owner_of
 from unisono.variables.snapshot import Postponed
@@ -146,13 +146,6 @@ class Mirrors:
 
     def share_new(self) -> None:
         self.shared.share(self.primaries())
-
-    def is_sparse(self, leaves: Leaves) -> bool:
-        return any(
-            raw(module).get("sparse", False)
-            for module in self.primaries()
-            if any(one is leaves.primary for one in raw(module)["_parameters"].values())
-        )
 
     def leaves_of(self, parameter: Tensor) -> Leaves | None:
         owner = self.owners.get(id(parameter))
@@ -382,12 +375,6 @@ class Mirrors:
             return value
         clone = mirror.replicas[replica_id]
         return types.MethodType(value.__func__, clone) if is_method else clone
-
-    def clear_gradients(self, parameters: Iterable[Tensor], *, set_to_none: bool) -> None:
-        for parameter in parameters:
-            leaves = self.leaves_of(parameter)
-            for leaf in leaves.leaves if leaves is not None else ():
-                clear(leaf, set_to_none=set_to_none)
 
 
 def _paths(module: nn.Module, parameter: Tensor, seen: set[int]) -> Iterator[str]:

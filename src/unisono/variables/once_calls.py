@@ -25,6 +25,7 @@ from unisono.options import ReduceOp
 from unisono.sharing import computed_once
 from unisono.torch_private import no_torch_function
 from unisono.values import PerReplica, as_tensor
+from unisono.variables import owners
 from unisono.variables.for_all import do_once, for_all
 from unisono.variables.front import Front, plain_class
 from unisono.variables.leaves import (
@@ -34,16 +35,6 @@ from unisono.variables.leaves import (
     spread,
 )
 from unisono.variables.mirrors import Mirrors
-from unisono.variables.owners import (
-    Found,
-    found_of,
-    give_to,
-    mirrors_of,
-    owner_of,
-    parameters_of,
-    seen_state,
-    tensors_in,
-)
 from unisono.variables.updates import (
     Settings,
     is_plain,
@@ -70,13 +61,13 @@ class OnceStep:
 def _step(optimizer: Any, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
     """Makes one update for all replicas, with the gradients that they have reduced."""
     context = current_replica()
-    what, is_alone = f"{type(optimizer).__name__}.step()", owner_of(optimizer) is None
+    what, is_alone = f"{type(optimizer).__name__}.step()", not isinstance(optimizer, OnceOptimizer)
     if context is None or (closure is not None and is_alone):
         return optimizer._update(closure, **kwargs)
     if closure is not None:
         return _step_with_closures(optimizer, context, what, closure)
     is_recorded = context.meeting.recorder is not None and not kwargs
-    settings = Settings(optimizer, found_of(optimizer).leaves) if is_recorded else None
+    settings = Settings(optimizer, owners.found_of(optimizer).leaves) if is_recorded else None
     if is_alone:
         return do_once(what, lambda: optimizer._update(None, **kwargs), settings)
     if not kwargs and optimizer._is_put_off(context):
@@ -115,7 +106,7 @@ class OnceOptimizer(OnceUpdate):
         # The primaries themselves are cleared, too, and not only the leaves that they stand for.
         with no_torch_function():
             if context is not None:
-                leaves = found_of(self).leaves
+                leaves = owners.found_of(self).leaves
                 clear_gradients(leaves, context.local_id, set_to_none=set_to_none)
             else:
                 super().zero_grad(set_to_none)  # type: ignore[misc]
@@ -146,7 +137,7 @@ class OnceOptimizer(OnceUpdate):
         state: dict[Any, Any] | None = vars(self).get("state")
         if state is None:
             return super().state  # type: ignore[misc,no-any-return]
-        return seen_state(self, mirrors_of(self))
+        return owners.seen_state(self, owners.mirrors_of(self))
 
     @state.setter
     def state(self, state: dict[Any, Any]) -> None:
@@ -154,7 +145,7 @@ class OnceOptimizer(OnceUpdate):
 
     def _is_put_off(self, context: ReplicaContext) -> bool:
         """Lets the update wait until the run is complete, if nothing in it can tell."""
-        mirrors, cls = mirrors_of(self), plain_class(type(self))
+        mirrors, cls = owners.mirrors_of(self), plain_class(type(self))
         is_alone = context.num_local_replicas == 1 and context.meeting.recorder is None
         if not (is_alone and mirrors.postponed.can_wait()) or not is_plain(self, cls):
             return False
@@ -164,9 +155,9 @@ class OnceOptimizer(OnceUpdate):
             mirrors.watch.check()
             mirrors.groups.settle(1)
             take_gradients(self)
-            parameters = parameters_of(self)
+            parameters = owners.parameters_of(self)
             grads = [p.grad for p in parameters]
-            state = tensors_in(vars(self)["state"])
+            state = owners.tensors_in(vars(self)["state"])
             held = [*parameters, *(one for one in grads if one is not None), *state]
             if not all(one.layout is torch.strided for one in held):
                 return False
@@ -192,7 +183,7 @@ class OnceOptimizer(OnceUpdate):
         is_wrapped = hasattr(own, "_wrapped_by_lr_sched") and is_eager
         # `outsiders` checks other parameters than those of models, before every update of torch.
         is_known = len(found.leaves) == len(found.parameters)
-        is_shared = not (mirrors_of(self).is_spread or kwargs)
+        is_shared = not (owners.mirrors_of(self).is_spread or kwargs)
         if not (is_wrapped and is_known and is_shared and is_plain(self, cls)):
             return self._update(None, **kwargs)
         # What the scheduler's wrapper does, which is not called here.
@@ -203,7 +194,7 @@ class OnceOptimizer(OnceUpdate):
 
     def _update(self, closure: Callable[[], Any] | None, **kwargs: Any) -> Any:
         result = super()._update(closure, **kwargs)
-        spread(found_of(self).of_variables)
+        spread(owners.found_of(self).of_variables)
         return result
 
 
@@ -243,7 +234,7 @@ class OnceScaler(Front):
                 return method(optimizer, *args)
             take_gradients(optimizer)
             result = method(optimizer, *args)
-            for leaves in found_of(optimizer).leaves:
+            for leaves in owners.found_of(optimizer).leaves:
                 # torch does not count it as a write when gradients are unscaled.
                 leaves.give_gradient()
             return result
@@ -260,18 +251,18 @@ def make_once(target: Any, mirrors: Mirrors) -> None:
         # It is a plain object, but for runs that are recorded.
         mirrors.fronts.add(target, before)
         return
-    if owner_of(target) is not mirrors:
-        give_to(target, mirrors)
+    if owners.owner_of(target) is not mirrors:
+        owners.give_to(target, mirrors)
         mirrors.fronts.add(target, before, is_at_once=True)
         if mirrors.is_spread:
             _spread_after_updates()
 
 
-def take_gradients(optimizer: Any) -> Found:
+def take_gradients(optimizer: Any) -> owners.Found:
     """Gives the primaries the gradients that all replicas have, reduced."""
-    found = found_of(optimizer)
+    found = owners.found_of(optimizer)
     if found.leaves:
-        mirrors_of(optimizer).reduce_rest(found.leaves)
+        owners.mirrors_of(optimizer).reduce_rest(found.leaves)
     show_current_gradients(found.leaves)
     return found
 
@@ -313,8 +304,8 @@ def _spread_after_updates() -> None:
     """Gives other memories what an update writes, which torch does not count if it is fused."""
 
     def after(optimizer: Optimizer, *_: Any) -> None:
-        if owner_of(optimizer) is not None:
-            spread([one for one in found_of(optimizer).leaves if one.is_spread])
+        if owners.owner_of(optimizer) is not None:
+            spread([one for one in owners.found_of(optimizer).leaves if one.is_spread])
 
     watch_updates(after, hooks.register_optimizer_step_post_hook)
 
@@ -326,9 +317,9 @@ def _step_with_closures(
 
     def work(closures: list[Callable[[Any], Any]]) -> list[Any]:
         def evaluate() -> Tensor:
-            spread(found_of(optimizer).leaves)
+            spread(owners.found_of(optimizer).leaves)
             # What was written so far was written for all replicas.
-            mirrors_of(optimizer).watch.stamp()
+            owners.mirrors_of(optimizer).watch.stamp()
             losses = [as_tensor(loss) for loss in context.meeting.call_waiting(closures)]
             take_gradients(optimizer)
             replicas = context.replicas

@@ -214,7 +214,14 @@ class GroupCopies:
             groups: Groups = vars(optimizer)["param_groups"]
             changes = [_changes(optimizer, groups, copies.get(i)) for i in range(num_replicas)]
             if any(changes):
-                self._check(optimizer, changes)
+                for number, key in dict.fromkeys(place for own in changes for place in own):
+                    values = [own.get((number, key), "as it was") for own in changes]
+                    if listed := _differing(values, self._workers):
+                        raise ReplicaMismatchError(
+                            f"The replicas set `param_groups[{number}][{key!r}]` of "
+                            f"{type(optimizer).__name__} to different values: {listed}. Set the "
+                            "same value on all replicas, or set it once with `unisono.once(fn)`."
+                        )
                 if recorder is not None:
                     recorder.refuse(sets_groups(optimizer, next(iter(changes[0]))[1]))
                 for (number, key), value in changes[0].items():
@@ -239,16 +246,6 @@ class GroupCopies:
 
     def forget(self) -> None:
         self._copies.clear()
-
-    def _check(self, optimizer: Any, changes: list[dict[tuple[int, str], Any]]) -> None:
-        for number, key in dict.fromkeys(place for own in changes for place in own):
-            values = [own.get((number, key), "as it was") for own in changes]
-            if listed := _differing(values, self._workers):
-                raise ReplicaMismatchError(
-                    f"The replicas set `param_groups[{number}][{key!r}]` of "
-                    f"{type(optimizer).__name__} to different values: {listed}. Set the same value "
-                    "on all replicas, or set it once with `unisono.once(fn)`."
-                )
 
 
 def sets_groups(optimizer: Any, key: str) -> str:

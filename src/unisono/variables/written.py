@@ -32,6 +32,8 @@ _REMEDY = (
     "model.weight.data.mul_(0.5))`."
 )
 _watches: LiveSet[Watch] = LiveSet()
+# Those whose parameters are in several memories, so that all writes must be seen.
+_spread_watches: LiveSet[Watch] = LiveSet()
 
 
 class _Attribute(str):
@@ -75,6 +77,8 @@ class Watch:
             ]
             self._owners = [one for one, _ in watched]
             self._tensors = [tensor for _, tensor in watched]
+            if mirrors.is_spread:
+                _spread_watches.add(self)
             # Last, because Ctrl-C may come between. A copy that is added meanwhile has to be seen.
             with self._lock:
                 self._add_copies()
@@ -200,9 +204,8 @@ def let_data_be_watched() -> None:
     def get(self: nn.Parameter) -> Any:
         context = current_replica()
         if context is None:
-            # In several memories, all writes must be seen.
-            found = [mirrors for watch in _watches if (mirrors := watch.mirrors())]
-            is_watched = any(one.is_spread and one.leaves_of(self) is not None for one in found)
+            found = [mirrors for watch in _spread_watches if (mirrors := watch.mirrors())]
+            is_watched = any(mirrors.leaves_of(self) is not None for mirrors in found)
         else:
             # A lazy parameter, which the replica itself has made, has no other tensor.
             is_single = context.replicas.mirrors.is_single
